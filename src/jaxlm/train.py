@@ -48,7 +48,14 @@ from jaxlm.session.compilation.step import compile_steps
 from jaxlm.session.dry_run import assumed_vocabulary, dry_run
 from jaxlm.session.exit_codes import command
 from jaxlm.session.final_report import final_report
-from jaxlm.session.init_from import InitFrom, check_init_from, check_tokenizer, expected_cursor, find_init_from
+from jaxlm.session.init_from import (
+    InitFrom,
+    check_hf_weights,
+    check_init_from,
+    check_tokenizer,
+    expected_cursor,
+    find_init_from,
+)
 from jaxlm.session.leaves_from_tokens import leaves_from_tokens
 from jaxlm.session.past_references import read_again, with_past_references
 from jaxlm.session.phase_data import PhaseData, open_phase_data
@@ -199,6 +206,7 @@ def _prepared(plan: Plan, console: Console) -> Iterator[tuple[Plan, Tokenizer, I
     main_only(lambda: logs.fetch(replace=False))
     plan.checkpoints.open(console.log)
     check_init_from(plan)
+    check_hf_weights(plan)
     plan = with_past_references(plan)
     for ref in plan.read_refs.values():
         ref.identity()  # all processes read the references here; the next line is process 0's alone

@@ -9,7 +9,15 @@ import fsspec
 import pytest
 
 from jaxlm.core.errors import ConfigError
-from jaxlm.core.publish import PublishError, check_unused, child_of, is_taken, location_of, publish_folder
+from jaxlm.core.publish import (
+    PublishError,
+    check_unused,
+    check_writable,
+    child_of,
+    is_taken,
+    location_of,
+    publish_folder,
+)
 
 
 @pytest.fixture
@@ -78,6 +86,16 @@ def test_a_disk_that_cannot_be_written_is_one_message_and_leaves_nothing(tmp_pat
         publish_folder(tmp_path / "step-1", "last.json"),
     ):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
+
+
+def test_whether_a_folder_can_be_written_is_known_before_and_nothing_is_left(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(
+        PublishError, match=r"cannot write .*/a/b \(no folder can be made in .*file: Not a directory\)\. Choose"
+    ):
+        check_writable(tmp_path / "file" / "a" / "b")
+    check_writable(tmp_path / "new" / "b")
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
 
 

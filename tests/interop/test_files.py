@@ -439,7 +439,13 @@ def entry(dtype: str, shape: str, offsets: str) -> bytes:
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (lambda whole: whole[:-1], "truncated or damaged"),
+        (
+            lambda whole: whole[:-1],
+            r"the file is truncated: it has [\d,]+ bytes, but '.*' ends at byte [\d,]+\. Download",
+        ),
+        (lambda whole: whole[:-9000], "the file is truncated"),
+        (lambda whole: b"", "not a safetensors file: it has no valid header"),
+        (lambda whole: entry('"F32"', "[3]", "[0, 4]") + bytes(4), r"'a' has 4 bytes, but its shape \[3\] needs 12"),
         (lambda whole: b"{}", "not a safetensors"),
         (lambda whole: whole[:40], "not a saf"),
         (lambda whole: header(b'{"a": 5}'), "the header entry of 'a' is damaged: 5"),

@@ -5,12 +5,14 @@ from pathlib import Path
 
 import fsspec
 import pytest
+import yaml
 
 from jaxlm import __main__, train
 from jaxlm.core.errors import ConfigError
+from jaxlm.data.formats.chat import ChatFormat
 from jaxlm.models.families.gpt2 import Gpt2Config
-from jaxlm.plan.load_config import decode_run, load_config, read_config, run_id_of
-from jaxlm.reading.decode import dump
+from jaxlm.plan.load_config import decode_run, load_config, read_config, read_saved, run_id_of
+from jaxlm.reading.decode import dump, encode
 from jaxlm.reading.yaml import ConfigSource, load_yaml
 
 GOOD = """
@@ -266,6 +268,27 @@ def test_a_new_type_on_the_command_line_drops_the_old_types_keys(here, capsys):
     config = load_config(["--config_path", "run.yaml", "--model.type", "gpt2"], "jaxlm train")
     assert "these keys of the file are ignored: model.num_kv_heads\n" in capsys.readouterr().out
     assert config.model == Gpt2Config(seq_len=16, hidden_dim=32, intermediate_dim=32, num_layers=1, num_heads=4)
+
+
+def test_a_new_type_inside_of_a_section_with_a_type_drops_the_old_types_keys(here, capsys):
+    text = GOOD.replace("vocab_size: 300", "vocab_size: 300, format: {type: supervised, pack: false, input_field: a}")
+    (here / "run.yaml").write_text(text)
+    config = load_config(["--config_path", "run.yaml", "--data.format.type", "chat"], "jaxlm train")
+    assert "these keys of the file are ignored: data.format.input_field\n" in capsys.readouterr().out
+    assert config.data.format == ChatFormat(pack=False)
+    (here / "run.yaml").write_text(text.replace("supervised", "chat"))
+    with pytest.raises(ConfigError, match=r"run\.yaml:2: data\.format\.input_field: no such key in .* \(type chat\)"):
+        decode_run(load_yaml("run.yaml"), None)
+
+
+def test_a_new_type_replaces_the_keys_that_a_saved_configuration_has_for_the_old_one(here):
+    (here / "saved.yaml").write_text(dump(decode_run(ConfigSource(yaml.safe_load(GOOD)), None)))
+    keys = {"data.format": {"type": "chat"}, "model.rope.type": "llama3", "model.rope.factor": 2.0}
+    config = read_saved(here / "saved.yaml", keys)
+    assert config.data.format == ChatFormat()
+    assert encode(config.model)["rope"]["factor"] == 2.0
+    with pytest.raises(ConfigError, match=r"data\.format\.pack: no such key in data\.format \(type text\)"):
+        read_saved(here / "saved.yaml", {"data.format": {"type": "text", "pack": True}})
 
 
 def test_included_files_and_overrides_merge_deeply(here):

@@ -11,13 +11,15 @@ import numpy as np
 import pytest
 
 from jaxlm import train
-from jaxlm.commands import evaluate, sample
+from jaxlm.commands import convert, evaluate, sample
 from jaxlm.core.errors import ConfigError
+from jaxlm.data.formats.chat import ChatFormat
 from jaxlm.data.tokenizer.tokenizer import load_tokenizer
 from jaxlm.evals import samples
 from jaxlm.evals.base import EvalContext
 from jaxlm.interop.hf.folder import save_folder
 from jaxlm.interop.hf.safetensors_file import SafetensorsFile, TensorInfo, write_safetensors
+from jaxlm.interop.pretrained import check_pretrained
 from jaxlm.models.base import vocab_axis
 from jaxlm.models.families.llama import LlamaConfig
 from jaxlm.objectives.next_token import score_batch
@@ -99,6 +101,14 @@ def test_the_generation_settings_are_exported_and_all_end_tokens_stop(folder, tm
     assert {key: written[key] for key in SPECIAL_IDS} == SPECIAL_IDS
     settings = transformers.GenerationConfig.from_pretrained(tmp_path / "out")
     assert (settings.eos_token_id, settings.pad_token_id, settings.temperature) == ([0, 4, 9], 3, 0.6)
+
+
+def test_an_evaluation_may_read_another_format(folder):
+    opened, urls = open_model(str(folder), {}), {"data.validation_urls": ["a.jsonl"]}
+    for keys in ({"data.format.type": "chat"}, {"data.format": {"type": "chat"}}):
+        assert evaluate.data_with(opened, {**urls, **keys}).format == ChatFormat()
+    with pytest.raises(ConfigError, match=r"format\.text_key: no such key in format \(type chat\)"):
+        evaluate.data_with(opened, {**urls, "data.format": {"type": "chat", "text_key": "text"}})
 
 
 @pytest.mark.parametrize("adds", [True, False])
@@ -184,6 +194,49 @@ def test_a_dry_run_prints_the_notes_of_a_start(folder, capsys):
     notes = [line for line in (printed.out + printed.err).splitlines() if "note: " in line]
     assert len(notes) == 1
     assert "use_mrope: False" in notes[0]
+
+
+@pytest.mark.parametrize("direction", [("to-hf",), ("to-hf", "--adapters", "only"), ("to-nanochat",)])
+def test_a_folder_that_cannot_be_written_is_refused_before_the_model_is_opened(direction, folder, monkeypatch, capsys):
+    monkeypatch.setattr(convert, "open_model", lambda *_: pytest.fail("it opens the model"))
+    for output, code, message in (
+        (folder, 2, f"{folder} already exists. Choose another folder"),
+        (folder / "config.json" / "out", 1, f"cannot write {folder}/config.json/out ("),
+    ):
+        assert convert.main([*direction, "--checkpoint", "anything", "--output_dir", str(output)]) == code
+        assert message in capsys.readouterr().err
+
+
+DAMAGED = {
+    "truncated": (lambda whole: whole[:-9], "model.safetensors: the file is truncated: it has"),
+    "empty": (lambda whole: b"", "model.safetensors: not a safetensors file: it has no valid header"),
+    "missing": (None, "no weights found. Looked for model.safetensors"),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("damage", DAMAGED)
+def test_damaged_weights_end_a_start_before_anything_is_tokenized(damage, folder, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    change, message = DAMAGED[damage]
+    weights = folder / "model.safetensors"
+    if change is None:
+        weights.unlink()
+    else:
+        weights.write_bytes(change(weights.read_bytes()))
+    config = {
+        "initialize_from_hf": str(folder),
+        "use_hf_model_config": True,
+        "model": {"seq_len": 16},
+        "data": {"tokenizer": str(folder), "train_urls": ["stdlib:train"], "cache_dir": "cache"},
+        "trainer": {"id": "x", "train_batch_size": 8, "num_train_steps": 2},
+    }
+    with pytest.raises(ConfigError, match=message):
+        train.train(decode_run(ConfigSource(config), None))
+    assert not (tmp_path / "cache").exists()
+    if change is not None:
+        with pytest.raises(ConfigError, match=message):
+            check_pretrained(folder, 1)  # a dry run
 
 
 TEXTS = ("The capital of France is Paris.", "What is the capital of Italy?")

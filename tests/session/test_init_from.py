@@ -14,6 +14,7 @@ import jax
 import numpy as np
 import pytest
 
+from jaxlm.commands import convert
 from jaxlm.core import tree
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.products.stored_weights import StoredWeight
@@ -234,6 +235,44 @@ def test_weights_of_a_checkpoint_are_stored_one_parameter_after_the_other(traini
     assert max(counts) <= before + 2, "the parameter, and a layer of it"
     assert jax.tree.structure(found) == jax.tree.structure(expected)
     jax.tree.map(np.testing.assert_array_equal, found, expected)
+
+
+RENAMED = {"lora": ["lora"], "quantize and lora": ["quantize", "lora"], "split_at": ["split_at"]}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kinds", RENAMED)
+def test_a_checkpoint_whose_surgeries_renamed_its_weights_is_refused_with_a_way_that_works(
+    trainings, kinds, monkeypatch, capsys
+):
+    monkeypatch.chdir(trainings.folder)
+    run_id, model = kinds.replace(" ", "_"), {**MODEL, "num_layers": 2, "num_kv_heads": 4}
+    surgery = [{"type": kind, **({"layer": 1} if kind == "split_at" else {})} for kind in RENAMED[kinds]]
+    trainable = [r"\.[ab]$"] if "lora" in kinds else [".*"]
+    trainings.run(run_id, 2, model=model, phases=[{"name": "only", "surgery": surgery, "trainable": trainable}])
+    start = {"initialize_from": str(trainings.place(run_id))}
+    for partial in ({}, {"allow_partial_checkpoint": True}):
+        with pytest.raises(
+            ConfigError, match=rf"saved after the surgery {kinds}, so \d+ parameters .*\(body\."
+        ) as caught:
+            trainings.run("from", 2, model=model, trainer={**start, **partial})
+        assert "partial" not in str(caught.value)
+    assert not (trainings.folder / "logs" / "from").exists(), "it is refused before anything is tokenized"
+    folder = f"{run_id}-hf"
+    command = re.search(r"jaxlm convert (.*?) FOLDER", str(caught.value))
+    assert command is not None
+    assert convert.main([*command[1].split(), folder]) == 0, capsys.readouterr().err
+    data = {"train_urls": ["text"], "cache_dir": f"cache-{run_id}", "tokenizer": folder}
+    keys = {"initialize_from_hf": folder, "use_hf_model_config": True, "model": {"seq_len": 16}, "data": data}
+    trainings.run(f"{run_id}-from-hf", 2, **keys)
+    assert f"weights: {folder}" in trainings.output
+
+
+@pytest.mark.slow
+def test_a_checkpoint_whose_surgeries_kept_the_names_is_a_start(trainings):
+    trainings.run("fp8", 2, phases=[{"name": "only", "surgery": [{"type": "fp8", "min_features": 1}]}])
+    trainings.run("from_fp8", 2, trainer={"initialize_from": str(trainings.place("fp8"))})
+    assert "initializing the model from" in trainings.output
 
 
 @pytest.mark.slow

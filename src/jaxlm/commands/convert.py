@@ -22,7 +22,8 @@ import numpy as np
 
 from jaxlm.core import tree
 from jaxlm.core.errors import ConfigError, Parser
-from jaxlm.core.publish import Location, location_of
+from jaxlm.core.publish import Location, check_unused, check_writable, location_of
+from jaxlm.core.runtime import main_only
 from jaxlm.engine.checkpoint.store import CURSOR
 from jaxlm.interop.hf.folder import DTYPES, parse_dtype
 from jaxlm.interop.hf.hub import check_upload, check_upload_name, upload_folder
@@ -67,6 +68,7 @@ def main(arguments: Sequence[str]) -> int:
         if not isinstance(folder, Path):
             raise ConfigError(f"--upload: {options.upload} given, but {folder} is a URL. Write a local folder")
         check_upload_name(options.upload, "--upload")
+    _check_new(folder, "adapter_config.json" if options.adapters == "only" else "config.json")
     opened = open_model(options.checkpoint, {}, options.adapter, options.weights)
     if options.upload is not None:
         check_upload("--upload")
@@ -91,10 +93,18 @@ def _output_folder(options: argparse.Namespace) -> Location:
     return folder
 
 
+def _check_new(folder: Location, last: str) -> None:
+    """Raises what would end the export, before the model is loaded. Args: last: as of `check_unused`."""
+    check_unused(folder, last)
+    if isinstance(folder, Path):
+        main_only(lambda: check_writable(folder))
+
+
 def _convert_to_nanochat(options: argparse.Namespace) -> int:
     folder = _output_folder(options)
     if not isinstance(folder, Path):
         raise ConfigError(f"--output_dir: {folder} is a URL. Write a local folder, and copy it there")
+    _check_new(folder, "")
     opened = open_model(options.checkpoint, {}, None, options.weights)
     plan, step = opened.plan, opened.step or 0
     with plan.layout.use():

@@ -34,8 +34,9 @@ from jaxlm.evals.loss import NOTHING, EvalLoss, LossMeter, by_group, macro
 from jaxlm.objectives.next_token import score_batch
 from jaxlm.observe.records import finite
 from jaxlm.plan.plan import Plan
-from jaxlm.reading.decode import decode, encode
-from jaxlm.reading.overrides import override
+from jaxlm.plan.run_config import RunConfig
+from jaxlm.reading.decode import decode, drop_stale_keys, encode
+from jaxlm.reading.overrides import option_tree, override
 from jaxlm.reading.yaml import ConfigSource
 from jaxlm.session.compilation.cache import enable_compilation_cache
 from jaxlm.session.exit_codes import command
@@ -127,7 +128,9 @@ def _max_batches(plan: Plan, text: str | None) -> int | None:
 
 def data_with(opened: LoadedModel, options: Mapping[str, Any]) -> DataConfig:
     """The model's data section, overridden by options (`data.validation_urls`, ...)."""
-    changed = override(ConfigSource({"data": encode(opened.data)}), dict(options))
+    saved = {"data": encode(opened.data)}
+    drop_stale_keys(RunConfig, saved, option_tree(dict(options)))
+    changed = override(ConfigSource(saved), dict(options))
     data = decode(DataConfig, ConfigSource(changed.tree["data"]))
     for name, reason in _NO_EFFECT.items():
         for option in options:

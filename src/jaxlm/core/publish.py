@@ -29,6 +29,17 @@ def check_unused(folder: Location, last: str) -> None:
         raise ConfigError(f"{folder} already exists. Choose another folder, or move the existing one away")
 
 
+def check_writable(folder: Path) -> None:
+    """Makes and deletes a folder where `folder` will be. Raises `PublishError` if that fails, as `publish_folder` would."""
+    nearest = next(parent for parent in folder.absolute().parents if parent.exists())
+    try:
+        Path(tempfile.mkdtemp(prefix=_prefix(folder), dir=nearest)).rmdir()
+    except OSError as error:
+        raise PublishError(
+            f"cannot write {folder} (no folder can be made in {nearest}: {error.strerror}). Choose a writable folder"
+        ) from error
+
+
 def is_taken(folder: Location, last: str) -> bool:
     """Whether `folder` exists on process 0 and is not an empty folder. Every process gets the same answer.
 

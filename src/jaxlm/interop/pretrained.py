@@ -6,6 +6,7 @@ from pathlib import Path
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.sharding import Layout
 from jaxlm.interop.hf.folder import AS_THEY_ARE, ReadOptions, load_model, open_folder
+from jaxlm.interop.hf.tensor_files import open_tensors
 from jaxlm.interop.torch.nanochat import check_vocabulary, load_nanochat, model_file, read_config
 from jaxlm.models.base import LanguageModel, ModelConfig
 
@@ -32,8 +33,14 @@ def open_pretrained(path: Path, options: ReadOptions = AS_THEY_ARE) -> Pretraine
     return PretrainedModel(opened.config, opened.vocab_size, opened.notes)
 
 
+def check_weights(path: Path, options: ReadOptions = AS_THEY_ARE) -> None:
+    """Raises `ConfigError` if there are no weights, or their files are damaged, as far as headers and sizes tell."""
+    file = None if options.rules else model_file(path)
+    open_tensors(file or path)
+
+
 def check_pretrained(path: Path, num_tokens: int, options: ReadOptions = AS_THEY_ARE) -> None:
-    """Raises `ConfigError` if the weights do not fit a tokenizer of this size."""
+    """Raises `ConfigError` if the weights do not fit a tokenizer of this size, or if their files are damaged."""
     if (file := model_file(path)) is not None:
         return check_vocabulary(file, num_tokens)
     rows = open_folder(path, options).vocab_size
@@ -42,6 +49,8 @@ def check_pretrained(path: Path, num_tokens: int, options: ReadOptions = AS_THEY
             f"{path}: the embedding has {rows:,} rows, but the tokenizer has {num_tokens:,} tokens. Set data.tokenizer to the"
             " one that the model was trained with"
         )
+    if any(path.glob("*.safetensors*")):  # without weights, they may be on the machines that train
+        check_weights(path, options)
     return None
 
 

@@ -187,7 +187,10 @@ def read_saved(path: Path, overrides: Mapping[str, Any] | None = None, origin: s
         overrides: dotted key -> value.
         origin: what messages write before the name of an overridden key.
     """
-    source = override(load_yaml(path), dict(overrides or {}), origin)
+    load_installed_plugins()
+    options, saved = dict(overrides or {}), load_yaml(path)
+    drop_stale_keys(RunConfig, saved.tree, option_tree(options, origin))
+    source = override(saved, options, origin)
     trainer = {key: value for key, value in source.tree.get("trainer", {}).items() if key not in _FOLLOWING}
     return decode_run(ConfigSource({**source.tree, "trainer": trainer}, source.marks), None)
 

@@ -120,7 +120,8 @@ def drop_stale_keys(kind: type, file: dict[str, Any], overrides: Mapping[str, An
                 for key in [key for key in section if key not in valid]:
                     del section[key]
                     dropped.append(f"{field.name}.{key}")
-        elif dataclasses.is_dataclass(base):
+            base = new
+        if dataclasses.is_dataclass(base):
             subsection: Any = base
             dropped += [f"{field.name}.{path}" for path in drop_stale_keys(subsection, section, over)]
     return dropped

@@ -38,16 +38,19 @@ from jaxlm.engine.checkpoint.store import Checkpoint
 from jaxlm.engine.phases import Phase
 from jaxlm.engine.state import RunState, place_state, shardings
 from jaxlm.interop.hf.folder import ReadOptions
-from jaxlm.interop.hf.hub import local_folder
+from jaxlm.interop.hf.hub import local_folder, repository_of
 from jaxlm.interop.hf.load import Change
 from jaxlm.interop.hf.model_section import hf_name
-from jaxlm.interop.pretrained import load_pretrained, open_pretrained
+from jaxlm.interop.pretrained import check_weights, load_pretrained, open_pretrained
 from jaxlm.interop.vocabulary import grow_vocabulary
 from jaxlm.models.base import LanguageModel
 from jaxlm.observe.records import METRICS, read_jsonl
+from jaxlm.plan.load_config import read_saved
 from jaxlm.plan.plan import Plan
 from jaxlm.plan.run_config import RunConfig
 from jaxlm.plan.trainer_config import StartConfig
+from jaxlm.reading.decode import choice_name
+from jaxlm.surgery.base import merge_surgeries
 
 Log = Callable[[str], None]
 
@@ -290,6 +293,58 @@ def check_init_from(plan: Plan) -> None:
                 f"trainer.{name}: no checkpoint at {path}. Set it to a checkpoint, a run's checkpoint folder, or a folder of"
                 " runs"
             )
+    if own_checkpoints or (other is not None and _checkpoints_at(other, trainer)):
+        return
+    if trainer.initialize_from is not None:
+        newest = _checkpoints_at(trainer.initialize_from, trainer)[-1]
+        main_first(functools.partial(_check_names, newest, plan))
+
+
+def check_hf_weights(plan: Plan) -> None:
+    """Checks the files of the weights that a new run will load, before the training data is tokenized. A repository that is
+    not on this disk is downloaded later, and checked by the Hub's client."""
+    config, trainer = plan.config, plan.config.trainer
+    name = hf_name(config.initialize_from_hf, plan.data[0].tokenizer)
+    others = (trainer.load_checkpoint_path, trainer.initialize_from_state)
+    if name is None or repository_of(name) is not None or main_first(plan.checkpoints.checkpoints):
+        return
+    if not any(path is not None and _checkpoints_at(path, trainer) for path in others):
+        options = ReadOptions(config.hf_weight_names)
+        main_first(lambda: check_weights(local_folder(name, "initialize_from_hf", weights=True), options))
+
+
+def _check_names(checkpoint: Checkpoint, plan: Plan) -> None:
+    """Raises `ConfigError` for a checkpoint that has parameters of the run's model under other names, because of surgeries.
+
+    `allow_partial_checkpoint` does not help there: it would initialize these parameters.
+    """
+    try:
+        with checkpoint.local("run") as folder:
+            saved, manifest = read_saved(folder / "config.yaml"), json.loads((folder / "manifest.json").read_text())
+        phases = saved.phases[: checkpoint.cursor().phase + 1]
+        names = {path.removeprefix("model.") for path in manifest["leaves"]}
+    except (ConfigError, DamagedError, OSError, ValueError, TypeError, KeyError):
+        return  # damage is reported later, when the checkpoint is verified
+    surgeries = [surgery for phase in phases for surgery in phase.surgery]
+    missing = {path for path, _ in tree.leaves(plan.state_builder.abstract_initial_model)} - names
+    if not surgeries or not missing:
+        return
+
+    def merged() -> LanguageModel:
+        model = saved.model.build(plan.state_builder.Vocab, key=jax.random.key(0))
+        for surgery in surgeries:
+            model = surgery.apply(model, key=jax.random.key(0))
+        return merge_surgeries(model, surgeries)
+
+    renamed = sorted(missing.intersection(path for path, _ in tree.leaves(jax.eval_shape(merged))))
+    if renamed:
+        kinds = " and ".join(dict.fromkeys(choice_name(type(surgery)) for surgery in surgeries))
+        raise ConfigError(
+            f"trainer.initialize_from: {checkpoint.location} was saved after the surgery {kinds}, so {len(renamed)}"
+            f" parameters of this model have other names in it ({renamed[0]}, ...). A checkpoint of the model without surgery"
+            f" was expected. Export it: jaxlm convert to-hf --checkpoint {checkpoint.location} --output_dir FOLDER. Then set"
+            " initialize_from_hf: FOLDER and use_hf_model_config: true, and remove trainer.initialize_from"
+        )
 
 
 def find_init_from(plan: Plan, log: Log) -> InitFrom:

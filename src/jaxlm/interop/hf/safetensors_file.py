@@ -93,10 +93,15 @@ class SafetensorsFile:
         if code not in _DTYPES:
             raise ConfigError(f"{self._path}: '{name}' has the dtype {code}. Known: {', '.join(_DTYPES)}")
         info = TensorInfo(shape, np.dtype(_DTYPES[code]))
-        if last - first != info.num_bytes or begin + last > size:
+        if last - first != info.num_bytes:
             raise ConfigError(
-                f"{self._path}: '{name}' ends at byte {begin + last} of {size} and has {last - first} bytes, where its shape"
-                f" needs {info.num_bytes}: the file is truncated or damaged. Download it again"
+                f"{self._path}: the header is damaged: '{name}' has {last - first:,} bytes, but its shape {list(shape)} needs"
+                f" {info.num_bytes:,}. Download it again"
+            )
+        if begin + last > size:
+            raise ConfigError(
+                f"{self._path}: the file is truncated: it has {size:,} bytes, but '{name}' ends at byte {begin + last:,}."
+                " Download it again"
             )
         self.tensors[name] = info
         self._starts[name] = begin + first
