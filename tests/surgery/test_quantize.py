@@ -1,5 +1,6 @@
 """The surgery quantize: which layers it stores, that they never train, memory, meshes, and QLoRA on top of it."""
 
+import dataclasses
 import re
 
 import haliax as hax
@@ -19,6 +20,7 @@ from jaxlm.models.base import vocab_axis
 from jaxlm.models.families.flax import FlaxConfig
 from jaxlm.models.families.llama import LlamaConfig
 from jaxlm.models.families.mixtral import MixtralConfig
+from jaxlm.plan.mesh import check_phase
 from jaxlm.surgery.base import merge_surgeries
 from jaxlm.surgery.lora import LoraConfig
 from jaxlm.surgery.lora_linear import LoraLinear
@@ -183,6 +185,24 @@ def test_eight_devices_take_the_steps_of_one(kind, mesh):
         sharding = weight.codes.array.sharding
         assert sharding.shard_shape(weight.codes.array.shape) != weight.codes.array.shape, path
         np.testing.assert_array_equal(weights[0][path].codes.array, weight.codes.array, err_msg=path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("kind", "mesh"), [("nf4", {}), ("nvfp4", {"model": 4})], ids=["3 blocks on 8 devices", "50 bytes on 4 devices"]
+)
+def test_what_does_not_divide_is_on_every_device(kind, mesh):
+    """Blocks of 192 features, and codes of 100."""
+    uneven = dataclasses.replace(MODEL, hidden_dim=192, intermediate_dim=100 if mesh else 256, num_layers=1)
+    own = phase(model=uneven, surgeries=(QuantizeConfig(kind=kind), QLORA[1]), trainable=ADAPTERS)
+    one, eight = (TinyRun(where, own, model=uneven) for where in (one_device(), layout(**mesh)))
+    check_phase(layout(**mesh), eight.state.model, "train")
+    losses = [[run.step(arrays(step))["train/loss"] for step in range(3)] for run in (one, eight)]
+    np.testing.assert_allclose(*losses, rtol=1e-5)
+    down = stored(eight.state.model)["body.layers.stacked.mlp.down_proj.base"]
+    blocks = down.codes if mesh else stored(eight.state.model)["body.layers.stacked.attn.q_proj.base"].absmax.codes
+    axis = next(axis for axis in blocks.axes if axis.size == (50 if mesh else 3))
+    assert blocks.array.sharding.shard_shape(blocks.array.shape)[blocks.axes.index(axis)] == axis.size
 
 
 @pytest.mark.slow

@@ -21,6 +21,7 @@ from jaxlm.core.mesh import (
     make_layout,
     mesh_shape,
 )
+from jaxlm.core.products.stored_weights import StoredWeight
 from jaxlm.core.sharding import Layout, spec_of
 from jaxlm.models.base import LanguageModel
 from jaxlm.models.moe import check_expert_sharding
@@ -124,7 +125,11 @@ def check_phase(layout: Layout, model: LanguageModel, phase: str) -> None:
     by `make_layout`. Args: model: of shapes."""
     check_expert_sharding(model, layout)
     check_context(model, layout, f"phase '{phase}'")
-    for path, axes in ((path, leaf.axes) for path, leaf in tree.leaves(model) if tree.is_named(leaf)):
+    # Of a stored weight, what does not divide (blocks of scales, bytes of codes) is on every device.
+    stored = dict(tree.modules_by_path(model, StoredWeight))
+    inside = tuple(f"{path}." for path in stored)
+    plain = {path: leaf for path, leaf in tree.leaves(model) if tree.is_named(leaf) and not path.startswith(inside)}
+    for path, axes in ((path, weight.axes) for path, weight in (plain | stored).items()):
         for mapping in (layout.parameter, layout.compute):
             for axis, entry in zip(axes, spec_of(axes, mapping), strict=True):
                 num_devices = math.prod(layout.mesh.shape[name] for name in axis_names(entry))
