@@ -255,3 +255,22 @@ def test_half_storage_does_not_need_loss_scaling_and_float16_parameters_are_stil
     assert {weight.values.dtype.name for weight in stored(model).values()} == {"float16"}
     assert isinstance(model.tokens.weight, hax.NamedArray)
     assert model.tokens.weight.dtype == jnp.bfloat16
+
+
+def test_merged_weights_are_the_floats_that_codes_stand_for_whatever_the_dtype_of_embeddings():
+    """By a rule of `trainer.mp`, frozen embeddings may be in bfloat16."""
+    surgery = QuantizeConfig(double_quant=False)
+
+    @jax.jit
+    def both():
+        model = surgery.apply(MODEL.build(vocab_axis(VOCAB), key=KEY), key=KEY)
+        narrow = tree.map_leaves(lambda path, leaf: leaf.astype(jnp.bfloat16) if "tokens" in path else leaf, model)
+        return stored(model), merge_surgeries(narrow, (surgery,))
+
+    weights, merged = both()
+    leaves = dict(tree.leaves(merged))
+    for path, weight in weights.items():
+        expected = np.asarray(weight.floats(jnp.float32).array)
+        assert np.any(expected != expected.astype(jnp.bfloat16).astype(np.float32)), "more than bfloat16 holds"
+        np.testing.assert_array_equal(leaves[f"{path}.weight"].array, expected, err_msg=path)
+    assert leaves["tokens.weight"].dtype == jnp.bfloat16

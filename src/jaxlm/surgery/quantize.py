@@ -65,7 +65,8 @@ class QuantizeConfig(SurgeryConfig):
         is_stored = lambda node: isinstance(node, StoredWeight)  # noqa: E731
         ends = lambda node: is_stored(node) or isinstance(node, ExpertLinear)  # noqa: E731
         others = (node for node in jax.tree.leaves(model, is_leaf=lambda n: tree.is_named(n) or is_stored(n)))
-        dtype = next(leaf.dtype for leaf in others if not is_stored(leaf) and tree.is_inexact(leaf))
+        # The widest, because a rule of `trainer.mp` may store some in fewer bits than products are computed in.
+        dtype = jnp.result_type(*(leaf.dtype for leaf in others if not is_stored(leaf) and tree.is_inexact(leaf)))
 
         def merged(node: Any) -> Any:
             if not isinstance(node, ExpertLinear):
