@@ -1,6 +1,7 @@
 """Chat: turns through the template, stop conditions, tool calls, and the error without a template."""
 
 import argparse
+import dataclasses
 import io
 from dataclasses import replace
 
@@ -71,6 +72,15 @@ def test_turns_go_through_the_template_and_end_where_it_says(folder, monkeypatch
             text += f"{answered}<|end|>"
         assert [m["role"] for m in talk.messages] == ["system", *["user", "assistant"] * 3]
         assert [num_held for _, num_held in held] == [0, 0, len(ids) - 64], "what is held is not read again, but for 64"
+
+
+@pytest.mark.slow
+def test_a_model_that_fills_in_masks_is_refused_before_the_first_turn(folder):
+    tokenizer = open_model(str(folder), {}).tokenizer
+    both = dataclasses.replace(MODEL, use_bidirectional_attention=True)
+    model = both.build(vocab_axis(tokenizer.vocab_size), key=jax.random.key(0))
+    with pytest.raises(ConfigError, match="cannot generate token by token"):
+        Conversation(model, tokenizer, ChatTemplate.load(None, tokenizer, "x"), GenerationConfig(12))
 
 
 @pytest.mark.slow

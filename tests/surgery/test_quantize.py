@@ -118,7 +118,9 @@ def test_layers_that_are_stored_already_are_refused():
         applied(QuantizeConfig(), LoraConfig(rank=2, target="v_proj", modules_to_save=["q_proj"]))
     both = stored(applied(QuantizeConfig(modules="mlp"), QuantizeConfig(kind="int8", modules="attn|head")))
     assert {weight.form for weight in both.values()} == {"nf4", "int8"}
-    with pytest.raises(ConfigError, match=r"init: pissa given, but it changes the weight of .*q_proj"):
+    with pytest.raises(
+        ConfigError, match=r"init: pissa given, but it changes the weight of .*q_proj, which is stored as"
+    ):
         applied(QuantizeConfig(), LoraConfig(rank=2, target="q_proj", init="pissa"))
 
 

@@ -165,6 +165,7 @@ class Conversation:
         system: str | None = None,
         calls: ToolCalls | None = None,
     ):
+        config.check((), model)  # that of a turn would come after the first line
         self._generator = Generator.of(model)
         self._tokenizer = tokenizer
         self._template = template

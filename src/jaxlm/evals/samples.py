@@ -1,7 +1,8 @@
 """Generates text samples from the model during training."""
 
+import contextlib
 import textwrap
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import field
 from typing import Any
 
@@ -69,6 +70,8 @@ class SamplesEvalConfig(EvalConfig):
     def check(self) -> None:
         if not self.prompts or self.max_new_tokens < 1:
             raise ConfigError("evals: type samples needs at least one prompt, and max_new_tokens of at least 1")
+        with _named():
+            _ = self.generation(()).sampling  # which checks its numbers
 
     def check_opens(self, tokenizer: Callable[[], Any], seq_len: int, *, dry: bool) -> None:
         self._calls(tokenizer())
@@ -76,34 +79,44 @@ class SamplesEvalConfig(EvalConfig):
         self._check_length(min(self._longest(tokenizer(), bos) for bos in (True, False, None)), seq_len)
 
     def check_model(self, model: ModelConfig) -> None:
+        self.check()
         if model.is_causal and self.denoising is not None:
             raise ConfigError(
                 "evals: type samples: denoising given, but the model generates token by token, because its tokens attend only"
                 " to earlier ones. Remove it"
             )
-        unused = {"tool": self.tool, "cache_dtype": self.cache_dtype}
+        penalty = None if self.repetition_penalty == 1 else self.repetition_penalty
+        unused = {"tool": self.tool, "cache_dtype": self.cache_dtype, "repetition_penalty": penalty}
         if not model.is_causal and (name := next((key for key, value in unused.items() if value is not None), None)):
             raise ConfigError(
                 f"evals: type samples: {name}: {unused[name]} given, but a model whose tokens attend to later ones fills in"
-                " masks, without a cache or calls. Remove it"
+                " masks in any order, without a cache or calls. Remove it"
             )
         denoising = self.denoising or DenoisingConfig()
         if not model.is_causal and denoising.schedule == "equal":
-            denoising.passes(self.max_new_tokens)
+            with _named("denoising: "):
+                denoising.passes(self.max_new_tokens)
 
     def check_parts(self, model: LanguageModel) -> None:
         if self.denoising is not None:
-            self.denoising.check_parts(model.denoisers)
+            with _named("denoising: "):
+                self.denoising.check_parts(model.denoisers)
+
+    def generation(self, stop_ids: tuple[int, ...]) -> GenerationConfig:
+        """The options of generation."""
+        sampling = (self.max_new_tokens, self.temperature, self.top_k, self.top_p, self.seed)
+        others: Any = {"min_p": self.min_p, "repetition_penalty": self.repetition_penalty}
+        return GenerationConfig(*sampling, stop_ids=stop_ids, cache_dtype=self.cache_dtype, **others)
 
     def _longest(self, tokenizer: Any, bos: bool | None) -> int:
         return max(len(prompt_ids(tokenizer, prompt, bos=bos)) for prompt in self.prompts)
 
     def _check_length(self, longest: int, seq_len: int) -> None:
         if longest + self.max_new_tokens > seq_len:
+            fewer = f", or set max_new_tokens to {seq_len - longest}" if longest < seq_len else ""
             raise ConfigError(
                 f"evals: type samples: a prompt of {longest} tokens and max_new_tokens: {self.max_new_tokens} given, but"
-                f" together they must not exceed model.seq_len: {seq_len}. Shorten the prompt, or set max_new_tokens to"
-                f" {max(1, seq_len - longest)}"
+                f" together they must not exceed model.seq_len: {seq_len}. Shorten the prompt{fewer}"
             )
 
     def _calls(self, tokenizer: Any) -> ToolCalls | None:
@@ -113,6 +126,15 @@ class SamplesEvalConfig(EvalConfig):
         self.check()
         self._check_length(self._longest(ctx.tokenizer, ctx.enforce_bos), ctx.seq_len)
         return SamplesEval(self, ctx, self._calls(ctx.tokenizer))
+
+
+@contextlib.contextmanager
+def _named(key: str = "") -> Iterator[None]:
+    """Messages of checks inside name the evaluation and a key of it."""
+    try:
+        yield
+    except ConfigError as error:
+        raise ConfigError(f"evals: type samples: {key}{error}") from error
 
 
 class SamplesEval(Eval):
@@ -127,10 +149,7 @@ class SamplesEval(Eval):
     def run(self, model: LanguageModel) -> dict[str, float]:
         config, tokenizer = self._config, self._ctx.tokenizer
         prompts = [prompt_ids(tokenizer, prompt, bos=self._ctx.enforce_bos) for prompt in config.prompts]
-        sampling = (config.max_new_tokens, config.temperature, config.top_k, config.top_p, config.seed)
-        others: Any = {"min_p": config.min_p, "repetition_penalty": config.repetition_penalty}
-        others |= {"cache_dtype": config.cache_dtype}
-        generation = GenerationConfig(*sampling, stop_ids=tokenizer.stop_ids, **others)
+        generation = config.generation(tokenizer.stop_ids)
         model = self._cast(model)
         if model.is_causal:
             continuations = generate_tokens(Generator.of(model), prompts, generation, self._go_on, self._calls)

@@ -269,10 +269,10 @@ class LoraConfig(SurgeryConfig):
                 f"{prefix} the adapter of {path} has rank {rank}, and its matrix {outputs} x {inputs} gives at most"
                 f" {largest}. Lower rank, or rank_pattern"
             )
-        if self.init in SPLITS_WEIGHT and not isinstance(layer.weight, NamedArray):
+        if self.init in SPLITS_WEIGHT and isinstance(layer.weight, StoredWeight):
             raise ConfigError(
-                f"{prefix} it changes the weight of {path}, which is stored as {type(layer.weight).__name__}. Remove"
-                " init"
+                f"{prefix} it changes the weight of {path}, which is stored as {layer.weight.form}. Put this surgery before"
+                " quantize, or remove init"
             )
         if self.init == "pissa" and any(size.rank and not size.scale for size in sizes):
             raise ConfigError(f"{prefix} it divides by alpha, which is 0 for {path}. Set a positive alpha")

@@ -19,7 +19,7 @@ import numpy as np
 from haliax import Axis, NamedArray
 
 from jaxlm.core.axes import BATCH, EMBED, POSITION
-from jaxlm.core.errors import ConfigError
+from jaxlm.core.errors import ConfigError, check_at_least
 from jaxlm.core.field_types import PositiveInt
 from jaxlm.core.sharding import current_layout
 from jaxlm.models.base import Inputs, LanguageModel
@@ -92,8 +92,9 @@ class DenoisingConfig:
         """The block of each pass, and how many of its tokens the pass fills in.
 
         Raises:
-            ConfigError: there are fewer passes than blocks, or more than new tokens.
+            ConfigError: there are fewer passes than blocks, or more than new tokens, or there are no new tokens.
         """
+        check_at_least("max_new_tokens", num_new, 1)
         length = min(self.block_length or num_new, num_new)
         sizes = [min(length, num_new - start) for start in range(0, num_new, length)]
         num_steps = num_new if self.num_steps is None else self.num_steps
