@@ -320,7 +320,8 @@ def _check_names(checkpoint: Checkpoint, plan: Plan) -> None:
     """
     try:
         with checkpoint.local("run") as folder:
-            saved, manifest = read_saved(folder / "config.yaml"), json.loads((folder / "manifest.json").read_text())
+            saved = read_saved(folder / "config.yaml")
+        manifest = json.loads(checkpoint.read("run/manifest.json"))
         phases = saved.phases[: checkpoint.cursor().phase + 1]
         names = {path.removeprefix("model.") for path in manifest["leaves"]}
     except (ConfigError, DamagedError, OSError, ValueError, TypeError, KeyError):

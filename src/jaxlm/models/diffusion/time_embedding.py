@@ -43,14 +43,10 @@ class TimeEmbeddingConfig:
         if self.type == "sinusoidal" and self.dim % 2:
             raise ConfigError(f"model.time_embedding.dim: {self.dim} given, an even number expected: sines and cosines")
         if (self.type == "learned") != (self.num_time_steps is not None):
-            fix = (
-                "is a number of intervals"
-                if self.type == "learned"
-                else "has no effect. Remove it, or set type: learned"
-            )
+            given = self.num_time_steps or "nothing"
+            fix = "a number of intervals expected" if self.type == "learned" else "where it has no effect. Remove it"
             raise ConfigError(
-                f"model.time_embedding.num_time_steps: {self.num_time_steps or 'nothing'} given with type: {self.type}, where"
-                f" it {fix}"
+                f"model.time_embedding.num_time_steps: {given} given with type: {self.type}, {fix}, or set the other type"
             )
 
 
