@@ -26,6 +26,7 @@ from jaxlm.evals.base import Eval, EvalConfig, EvalContext
 from jaxlm.evals.samples import prompt_ids
 from jaxlm.models.base import LanguageModel
 from jaxlm.models.inference.generate import CacheDtype, GenerationConfig, generate_tokens
+from jaxlm.models.inference.sampling import check_temperature
 from jaxlm.models.inference.unstacked import Generator
 from jaxlm.reading.choices import choice
 from jaxlm.rewards.base import TOTAL, RewardConfig, RewardContext, Rewards, ScoredRows, reward_names
@@ -84,6 +85,9 @@ class RolloutsEvalConfig(EvalConfig):
     reward_timeout_s: Seconds = 300.0
     name: str = "rollouts"
     cache_dtype: CacheDtype | None = None
+
+    def __post_init__(self):
+        check_temperature(self.temperature)
 
     @property
     def metric_names(self) -> tuple[str, ...]:

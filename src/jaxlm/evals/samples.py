@@ -21,6 +21,7 @@ from jaxlm.evals.base import Eval, EvalConfig, EvalContext
 from jaxlm.models.base import LanguageModel, ModelConfig
 from jaxlm.models.inference.denoise import DenoisingConfig, denoised
 from jaxlm.models.inference.generate import CacheDtype, GenerationConfig, generate_tokens
+from jaxlm.models.inference.sampling import check_temperature
 from jaxlm.models.inference.tools.base import Tool
 from jaxlm.models.inference.tools.calls import ToolCalls
 from jaxlm.models.inference.unstacked import Generator
@@ -61,6 +62,9 @@ class SamplesEvalConfig(EvalConfig):
     tool: Tool | None = None
     cache_dtype: CacheDtype | None = None
     denoising: DenoisingConfig | None = None
+
+    def __post_init__(self):
+        check_temperature(self.temperature)
 
     @property
     def metric_names(self) -> tuple[str, ...]:
