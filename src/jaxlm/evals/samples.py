@@ -20,7 +20,7 @@ from jaxlm.core.field_types import (
 from jaxlm.evals.base import Eval, EvalConfig, EvalContext
 from jaxlm.models.base import LanguageModel, ModelConfig
 from jaxlm.models.inference.denoise import DenoisingConfig, denoised
-from jaxlm.models.inference.generate import CacheDtype, GenerationConfig, generate_tokens
+from jaxlm.models.inference.generate import CacheDtype, GenerationConfig, generate_tokens, how_to_fit
 from jaxlm.models.inference.sampling import check_temperature
 from jaxlm.models.inference.tools.base import Tool
 from jaxlm.models.inference.tools.calls import ToolCalls
@@ -106,8 +106,7 @@ class SamplesEvalConfig(EvalConfig):
         if longest + self.max_new_tokens > seq_len:
             raise ConfigError(
                 f"evals: type samples: a prompt of {longest} tokens and max_new_tokens: {self.max_new_tokens} given, but"
-                f" together they must not exceed model.seq_len: {seq_len}. Shorten the prompt, or set max_new_tokens to"
-                f" {max(1, seq_len - longest)}"
+                f" together they must not exceed model.seq_len: {seq_len}. {how_to_fit(longest, seq_len)}"
             )
 
     def _calls(self, tokenizer: Any) -> ToolCalls | None:
