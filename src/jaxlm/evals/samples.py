@@ -1,7 +1,8 @@
 """Generates text samples from the model during training."""
 
+import contextlib
 import textwrap
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import field
 from typing import Any
 
@@ -80,24 +81,28 @@ class SamplesEvalConfig(EvalConfig):
         self._check_length(min(self._longest(tokenizer(), bos) for bos in (True, False, None)), seq_len)
 
     def check_model(self, model: ModelConfig) -> None:
+        self.check()  # first: there are passes only over new tokens
         if model.is_causal and self.denoising is not None:
             raise ConfigError(
                 "evals: type samples: denoising given, but the model generates token by token, because its tokens attend only"
                 " to earlier ones. Remove it"
             )
-        unused = {"tool": self.tool, "cache_dtype": self.cache_dtype}
+        penalty = None if self.repetition_penalty == 1 else self.repetition_penalty
+        unused = {"tool": self.tool, "cache_dtype": self.cache_dtype, "repetition_penalty": penalty}
         if not model.is_causal and (name := next((key for key, value in unused.items() if value is not None), None)):
             raise ConfigError(
                 f"evals: type samples: {name}: {unused[name]} given, but a model whose tokens attend to later ones fills in"
-                " masks, without a cache or calls. Remove it"
+                " masks in any order, without a cache or calls. Remove it"
             )
         denoising = self.denoising or DenoisingConfig()
         if not model.is_causal and denoising.schedule == "equal":
-            denoising.passes(self.max_new_tokens)
+            with _of_denoising():
+                denoising.passes(self.max_new_tokens)
 
     def check_parts(self, model: LanguageModel) -> None:
         if self.denoising is not None:
-            self.denoising.check_parts(model.denoisers)
+            with _of_denoising():
+                self.denoising.check_parts(model.denoisers)
 
     def _longest(self, tokenizer: Any, bos: bool | None) -> int:
         return max(len(prompt_ids(tokenizer, prompt, bos=bos)) for prompt in self.prompts)
@@ -149,6 +154,15 @@ class SamplesEval(Eval):
         """Ends no row: only says after each piece that there is progress."""
         self._ctx.progress()
         return False
+
+
+@contextlib.contextmanager
+def _of_denoising() -> Iterator[None]:
+    """Names the section of the keys in a `ConfigError`."""
+    try:
+        yield
+    except ConfigError as error:
+        raise ConfigError(f"evals: type samples: denoising.{error}") from error
 
 
 def prompt_ids(tokenizer, prompt: str, *, bos: bool | None = True) -> list[int]:
