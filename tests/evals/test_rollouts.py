@@ -37,6 +37,7 @@ def config_of(file, records=RECORDS, **fields):
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
+        ({"temperature": 1e-30}, r"temperature: 1e-30 given, 0 \(greedy\) or 1e-20 to 1e\+20 expected"),
         ({"num_samples": 2}, "num_samples: 2 given with temperature: 0"),
         ({"num_samples": 3, "batch_size": 2, "temperature": 1.0}, "num_samples: 3 given, at most batch_size: 2"),
         ({"rewards": [COUNTS, COUNTS]}, "2 rewards have the name 'length'"),
@@ -107,7 +108,9 @@ def case(tmp_path_factory):
 
 @pytest.mark.slow
 def test_prompts_that_are_too_long_are_refused_before_training(case, tmp_path):
-    message = r"the prompt of .*p.jsonl, line 1 has \d tokens, .* model.seq_len: 32. .* max_new_tokens to (29|30)"
+    message = (
+        r"the prompt of .*p.jsonl, line 1 has \d tokens, .* model.seq_len: 32. .* max_new_tokens to at most (29|30)"
+    )
     with pytest.raises(ConfigError, match=message):
         config_of(tmp_path / "p.jsonl", max_new_tokens=31).open(case[2])
 

@@ -157,7 +157,11 @@ def test_cases_may_be_in_a_file(tmp_path):
         ({"answer": 4, "choices": ["4"]}, "choices given with kind: int_greedy"),
         ({"answer": "5", "choices": ["4"], "kind": "choice_logprob"}, "the answer among them"),
         ({"answer": " ", "kind": "text_greedy"}, "a text expected"),
-        ({"answer": 4, "prompt": "a" * 70}, "has 70 tokens and max_new_tokens is 32, but model.seq_len is 16"),
+        ({"answer": 4, "prompt": "a" * 70}, "70 tokens and max_new_tokens is 32, .*seq_len is 16. Shorten the prompt$"),
+        (
+            {"answer": 4, "prompt": "a" * 9},
+            "has 9 tokens .*seq_len is 16. Shorten the prompt, or lower max_new_tokens$",
+        ),
     ],
 )
 def test_cases_that_make_no_sense_are_refused(case, message):

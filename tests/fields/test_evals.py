@@ -1,6 +1,7 @@
 """The effect of the fields of evaluations: when they run, on which batches, and with which arguments."""
 
 import dataclasses
+import re
 from types import SimpleNamespace
 from typing import Any
 
@@ -195,11 +196,53 @@ def sampled(tmp_path_factory):
     return sample
 
 
-def test_samples_that_do_not_fit_are_refused_before_training(sampled):
-    with pytest.raises(
-        ConfigError, match=r"must not exceed model\.seq_len: 32\. Shorten the prompt, or set max_new_tokens"
-    ):
-        sampled(max_new_tokens=31)
+@pytest.mark.parametrize(
+    ("fields", "advice"),
+    [
+        ({"max_new_tokens": 31}, "Shorten the prompt, or set max_new_tokens to at most (29|30)"),
+        ({"prompts": ["ab" * 40], "max_new_tokens": 1}, "Shorten the prompt"),
+    ],
+)
+def test_samples_that_do_not_fit_are_refused_before_training(sampled, fields, advice):
+    with pytest.raises(ConfigError, match=rf"must not exceed model\.seq_len: 32\. {advice}$"):
+        sampled(**fields)
+
+
+FILLS_IN = merged(
+    tree(data={"masking": {}}, objective={"type": "diffusion"}), {"model": {"use_bidirectional_attention": True}}
+)
+
+
+@pytest.mark.parametrize(
+    ("base", "fields", "message"),
+    [
+        (
+            tree(),
+            {"temperature": 1e-30},
+            r"^evals\.0\.temperature: 1e-30 given, 0 \(greedy\) or 1e-20 to 1e\+20 expected",
+        ),
+        (FILLS_IN, {"temperature": 1e30}, r"^evals\.0\.temperature: 1e\+30 given, 0 \(greedy\) or 1e-20 to 1e\+20"),
+        (
+            FILLS_IN,
+            {"max_new_tokens": 0},
+            "^evals: type samples needs at least one prompt, and max_new_tokens of at least 1",
+        ),
+        (FILLS_IN, {"repetition_penalty": 2.0}, r"^evals: type samples: repetition_penalty: 2\.0 given, .* Remove it"),
+        (
+            FILLS_IN,
+            {"denoising": {"num_steps": 99}, "max_new_tokens": 8},
+            r"^evals: type samples: denoising\.num_steps: 99 given for 8 new tokens .* Expected 1 to 8",
+        ),
+        (
+            FILLS_IN,
+            {"denoising": {"schedule": "depth"}},
+            r"^evals: type samples: denoising\.schedule: depth given, but no part",
+        ),
+    ],
+)
+def test_samples_that_a_model_cannot_generate_are_refused_in_the_plan(base, fields, message):
+    refused = Outcome(base | {"evals": [{"type": "samples", **fields}]}).error
+    assert re.search(message, refused), refused
 
 
 @pytest.mark.slow

@@ -116,8 +116,12 @@ def test_what_cannot_be_generated_is_refused(model, built, tiny_llama):
         run(model, [[1]], 4, None)
     with pytest.raises(ConfigError, match=r"prompt 1 has ids outside .* or the mask token \(39\)"):
         run(model, [[1], [MASK]], 4, MASK)
-    with pytest.raises(ConfigError, match="they exceed the model's seq_len of 32"):
+    with pytest.raises(ConfigError, match=r"exceed the model's seq_len of 32\. .* max_new_tokens to at most 12$"):
         run(model, [[1] * 20], 13, MASK)
+    with pytest.raises(ConfigError, match=r"exceed the model's seq_len of 32\. Shorten the prompt$"):
+        run(model, [[1] * 32], 1, MASK)
+    with pytest.raises(ConfigError, match=r"^max_new_tokens: -1 given, 0 or more expected"):
+        run(model, [[1]], -1, MASK)
     with pytest.raises(ConfigError, match="tokens are filled in in any order"):
         denoise_tokens(model, [[1]], 4, MASK, Sampling(repetition_penalty=1.2), DenoisingConfig())
     with pytest.raises(ConfigError, match="cannot generate token by token with a KV cache"):

@@ -1,8 +1,10 @@
 """Chat: turns through the template, stop conditions, tool calls, and the error without a template."""
 
 import argparse
-import dataclasses
 import io
+import json
+import re
+import shutil
 from dataclasses import replace
 
 import equinox as eqx
@@ -49,6 +51,15 @@ def folder(tmp_path_factory):
     return place / "model"
 
 
+@pytest.fixture
+def fills_in(folder, tmp_path):
+    """The same model, but its tokens attend to later ones."""
+    shutil.copytree(folder, tmp_path, dirs_exist_ok=True)
+    config = json.loads((folder / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"is_causal": False}))
+    return tmp_path
+
+
 @pytest.mark.slow
 def test_turns_go_through_the_template_and_end_where_it_says(folder, monkeypatch):
     held, lookup = [], PrefixCache.lookup
@@ -75,15 +86,6 @@ def test_turns_go_through_the_template_and_end_where_it_says(folder, monkeypatch
 
 
 @pytest.mark.slow
-def test_a_model_that_fills_in_masks_is_refused_before_the_first_turn(folder):
-    tokenizer = open_model(str(folder), {}).tokenizer
-    both = dataclasses.replace(MODEL, use_bidirectional_attention=True)
-    model = both.build(vocab_axis(tokenizer.vocab_size), key=jax.random.key(0))
-    with pytest.raises(ConfigError, match="cannot generate token by token"):
-        Conversation(model, tokenizer, ChatTemplate.load(None, tokenizer, "x"), GenerationConfig(12))
-
-
-@pytest.mark.slow
 def test_the_commands_accept_a_hugging_face_folder(folder, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr("sys.stdin", io.StringIO("Hello\n\n/new\nAgain\n/exit\nnot read\n"))
     assert chat.main(["--checkpoint", str(folder), "--max_new_tokens", "8", "--cache_dtype", "int8"]) == 0
@@ -95,6 +97,21 @@ def test_the_commands_accept_a_hugging_face_folder(folder, tmp_path, monkeypatch
     stop = free[5:7]
     assert sample.main([*arguments, "--stop", stop]) == 0
     assert capsys.readouterr().out.removesuffix("\n---\n") == "The" + free[3 : free.index(stop, 3)]
+
+
+def test_a_chat_with_a_model_that_fills_in_masks_is_refused_at_the_start(fills_in, monkeypatch, capsys):
+    monkeypatch.setattr("sys.stdin", io.StringIO(""))
+    assert chat.main(["--checkpoint", str(fills_in)]) == 2
+    refused = capsys.readouterr().err
+    assert re.search(r"--checkpoint: .* has model\.use_bidirectional_attention: true, so .* `jaxlm sample`", refused)
+
+
+@pytest.mark.parametrize(("command", "model"), [(chat, "folder"), (sample, "folder"), (sample, "fills_in")])
+@pytest.mark.parametrize("count", ["-1", "0"])
+def test_commands_refuse_to_generate_no_tokens(request, monkeypatch, capsys, command, model, count):
+    monkeypatch.setattr("sys.stdin", io.StringIO(""))
+    assert command.main(["--checkpoint", str(request.getfixturevalue(model)), "--max_new_tokens", count]) == 2
+    assert f"--max_new_tokens: {count} given, 1 or more expected" in capsys.readouterr().err
 
 
 def test_an_empty_stop_text_is_refused(capsys):

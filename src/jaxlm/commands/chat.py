@@ -47,12 +47,17 @@ def main(arguments: Sequence[str]) -> int:
     """Runs the command and returns its exit code."""
     options, keys = parse_with_keys(_parser(), arguments)
     loaded = open_model(options.checkpoint, keys, options.adapter, options.weights)
+    if not loaded.model.is_causal:
+        raise ConfigError(
+            f"--checkpoint: {loaded.location} has model.use_bidirectional_attention: true, so it cannot write an answer token"
+            " by token. `jaxlm sample` fills in masks instead"
+        )
     template = _load_template(options.chat_template, loaded.tokenizer)
     stop_ids = tuple(dict.fromkeys((*loaded.tokenizer.stop_ids, *turn_ends(template, loaded.tokenizer))))
     calls = _tool_calls(options, loaded.tokenizer, template)
+    config = generation_config_of(options, stop_ids)
     with loaded.plan.layout.use():
         model = loaded.for_inference(options.quantize)
-        config = generation_config_of(options, stop_ids)
         conversation = Conversation(model, loaded.tokenizer, template, config, options.system, calls)
         for line in _input_lines(sys.stdin.isatty()):
             if _COMMAND.fullmatch(line):
@@ -165,7 +170,6 @@ class Conversation:
         system: str | None = None,
         calls: ToolCalls | None = None,
     ):
-        config.check((), model)  # that of a turn would come after the first line
         self._generator = Generator.of(model)
         self._tokenizer = tokenizer
         self._template = template

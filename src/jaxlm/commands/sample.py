@@ -37,13 +37,12 @@ def main(arguments: Sequence[str]) -> int:
     tokenizer, prompts = loaded.tokenizer, options.prompt or [""]
     calls = tool_calls_of(options, tokenizer)
     of_text = StopStrings.of_text(stop_strings, tokenizer.decode)
-    denoising = denoising_of(options)
+    config, denoising = generation_config_of(options, tokenizer.stop_ids), denoising_of(options)
     stops = of_text if calls is None else StopStrings(stop_strings, calls.fragments)
 
     with loaded.plan.layout.use():
         model = loaded.for_inference(options.quantize)
         started = time.perf_counter()
-        config = generation_config_of(options, tokenizer.stop_ids)
         ids = [loaded.prompt_ids(prompt) for prompt in prompts]
         if model.is_causal and denoising is None:
             completions = generate_tokens(Generator.of(model), ids, config, stops.until, calls)

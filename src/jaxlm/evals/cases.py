@@ -160,7 +160,7 @@ class CasesEvalConfig(GateConfig):
                 raise ConfigError(
                     f"{_KEY}: case '{case.id}' has {longest} tokens"
                     f"{f' and max_new_tokens is {new}' if new else ''}, but model.seq_len is {seq_len}. Shorten the prompt"
-                    f"{', or lower max_new_tokens' if new else ''}"
+                    f"{', or lower max_new_tokens' if new and longest < seq_len else ''}"
                 )
 
 

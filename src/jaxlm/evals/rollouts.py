@@ -25,7 +25,8 @@ from jaxlm.core.runtime import broadcast_from_main, from_main, main_only
 from jaxlm.evals.base import Eval, EvalConfig, EvalContext
 from jaxlm.evals.samples import prompt_ids
 from jaxlm.models.base import LanguageModel
-from jaxlm.models.inference.generate import CacheDtype, GenerationConfig, generate_tokens
+from jaxlm.models.inference.generate import CacheDtype, GenerationConfig, generate_tokens, how_to_fit
+from jaxlm.models.inference.sampling import check_temperature
 from jaxlm.models.inference.unstacked import Generator
 from jaxlm.reading.choices import choice
 from jaxlm.rewards.base import TOTAL, RewardConfig, RewardContext, Rewards, ScoredRows, reward_names
@@ -85,6 +86,9 @@ class RolloutsEvalConfig(EvalConfig):
     name: str = "rollouts"
     cache_dtype: CacheDtype | None = None
 
+    def __post_init__(self):
+        check_temperature(self.temperature)
+
     @property
     def metric_names(self) -> tuple[str, ...]:
         of_rewards = [f"rewards/{name}" for name in reward_names(self.rewards)]
@@ -143,8 +147,8 @@ class RolloutsEvalConfig(EvalConfig):
         if len(longest.ids) + self.max_new_tokens > ctx.seq_len:
             raise ConfigError(
                 f"{_KEY}: the prompt of {longest.place} has {len(longest.ids)} tokens, which together with max_new_tokens:"
-                f" {self.max_new_tokens} exceed model.seq_len: {ctx.seq_len}. Shorten it, or set max_new_tokens to"
-                f" {max(1, ctx.seq_len - len(longest.ids))}"
+                f" {self.max_new_tokens} exceed model.seq_len: {ctx.seq_len}."
+                f" {how_to_fit(len(longest.ids), ctx.seq_len)}"
             )
         return RolloutsEval(self, ctx, prompts)
 

@@ -21,7 +21,8 @@ from jaxlm.core.field_types import (
 from jaxlm.evals.base import Eval, EvalConfig, EvalContext
 from jaxlm.models.base import LanguageModel, ModelConfig
 from jaxlm.models.inference.denoise import DenoisingConfig, denoised
-from jaxlm.models.inference.generate import CacheDtype, GenerationConfig, generate_tokens
+from jaxlm.models.inference.generate import CacheDtype, GenerationConfig, generate_tokens, how_to_fit
+from jaxlm.models.inference.sampling import check_temperature
 from jaxlm.models.inference.tools.base import Tool
 from jaxlm.models.inference.tools.calls import ToolCalls
 from jaxlm.models.inference.unstacked import Generator
@@ -63,6 +64,9 @@ class SamplesEvalConfig(EvalConfig):
     cache_dtype: CacheDtype | None = None
     denoising: DenoisingConfig | None = None
 
+    def __post_init__(self):
+        check_temperature(self.temperature)
+
     @property
     def metric_names(self) -> tuple[str, ...]:
         return ()
@@ -70,8 +74,6 @@ class SamplesEvalConfig(EvalConfig):
     def check(self) -> None:
         if not self.prompts or self.max_new_tokens < 1:
             raise ConfigError("evals: type samples needs at least one prompt, and max_new_tokens of at least 1")
-        with _named():
-            _ = self.generation(()).sampling  # which checks its numbers
 
     def check_opens(self, tokenizer: Callable[[], Any], seq_len: int, *, dry: bool) -> None:
         self._calls(tokenizer())
@@ -79,7 +81,7 @@ class SamplesEvalConfig(EvalConfig):
         self._check_length(min(self._longest(tokenizer(), bos) for bos in (True, False, None)), seq_len)
 
     def check_model(self, model: ModelConfig) -> None:
-        self.check()
+        self.check()  # first: there are passes only over new tokens
         if model.is_causal and self.denoising is not None:
             raise ConfigError(
                 "evals: type samples: denoising given, but the model generates token by token, because its tokens attend only"
@@ -94,29 +96,22 @@ class SamplesEvalConfig(EvalConfig):
             )
         denoising = self.denoising or DenoisingConfig()
         if not model.is_causal and denoising.schedule == "equal":
-            with _named("denoising: "):
+            with _of_denoising():
                 denoising.passes(self.max_new_tokens)
 
     def check_parts(self, model: LanguageModel) -> None:
         if self.denoising is not None:
-            with _named("denoising: "):
+            with _of_denoising():
                 self.denoising.check_parts(model.denoisers)
-
-    def generation(self, stop_ids: tuple[int, ...]) -> GenerationConfig:
-        """The options of generation."""
-        sampling = (self.max_new_tokens, self.temperature, self.top_k, self.top_p, self.seed)
-        others: Any = {"min_p": self.min_p, "repetition_penalty": self.repetition_penalty}
-        return GenerationConfig(*sampling, stop_ids=stop_ids, cache_dtype=self.cache_dtype, **others)
 
     def _longest(self, tokenizer: Any, bos: bool | None) -> int:
         return max(len(prompt_ids(tokenizer, prompt, bos=bos)) for prompt in self.prompts)
 
     def _check_length(self, longest: int, seq_len: int) -> None:
         if longest + self.max_new_tokens > seq_len:
-            fewer = f", or set max_new_tokens to {seq_len - longest}" if longest < seq_len else ""
             raise ConfigError(
                 f"evals: type samples: a prompt of {longest} tokens and max_new_tokens: {self.max_new_tokens} given, but"
-                f" together they must not exceed model.seq_len: {seq_len}. Shorten the prompt{fewer}"
+                f" together they must not exceed model.seq_len: {seq_len}. {how_to_fit(longest, seq_len)}"
             )
 
     def _calls(self, tokenizer: Any) -> ToolCalls | None:
@@ -126,15 +121,6 @@ class SamplesEvalConfig(EvalConfig):
         self.check()
         self._check_length(self._longest(ctx.tokenizer, ctx.enforce_bos), ctx.seq_len)
         return SamplesEval(self, ctx, self._calls(ctx.tokenizer))
-
-
-@contextlib.contextmanager
-def _named(key: str = "") -> Iterator[None]:
-    """Messages of checks inside name the evaluation and a key of it."""
-    try:
-        yield
-    except ConfigError as error:
-        raise ConfigError(f"evals: type samples: {key}{error}") from error
 
 
 class SamplesEval(Eval):
@@ -149,7 +135,10 @@ class SamplesEval(Eval):
     def run(self, model: LanguageModel) -> dict[str, float]:
         config, tokenizer = self._config, self._ctx.tokenizer
         prompts = [prompt_ids(tokenizer, prompt, bos=self._ctx.enforce_bos) for prompt in config.prompts]
-        generation = config.generation(tokenizer.stop_ids)
+        sampling = (config.max_new_tokens, config.temperature, config.top_k, config.top_p, config.seed)
+        others: Any = {"min_p": config.min_p, "repetition_penalty": config.repetition_penalty}
+        others |= {"cache_dtype": config.cache_dtype}
+        generation = GenerationConfig(*sampling, stop_ids=tokenizer.stop_ids, **others)
         model = self._cast(model)
         if model.is_causal:
             continuations = generate_tokens(Generator.of(model), prompts, generation, self._go_on, self._calls)
@@ -165,6 +154,15 @@ class SamplesEval(Eval):
         """Ends no row: only says after each piece that there is progress."""
         self._ctx.progress()
         return False
+
+
+@contextlib.contextmanager
+def _of_denoising() -> Iterator[None]:
+    """Names the section of the keys in a `ConfigError`."""
+    try:
+        yield
+    except ConfigError as error:
+        raise ConfigError(f"evals: type samples: denoising.{error}") from error
 
 
 def prompt_ids(tokenizer, prompt: str, *, bos: bool | None = True) -> list[int]:

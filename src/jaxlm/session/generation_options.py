@@ -4,7 +4,7 @@ import argparse
 from dataclasses import dataclass
 from typing import get_args
 
-from jaxlm.core.errors import ConfigError
+from jaxlm.core.errors import ConfigError, check_at_least
 from jaxlm.core.field_types import check_fields
 from jaxlm.data.tokenizer.tokenizer import Tokenizer
 from jaxlm.models.inference.denoise import DenoisingConfig, PassSchedule, Remasking
@@ -133,7 +133,12 @@ def denoising_of(options: argparse.Namespace) -> DenoisingConfig | None:
 
 
 def generation_config_of(options: argparse.Namespace, stop_ids: tuple[int, ...]) -> GenerationConfig:
-    """The generation config of the options from `add_generation_options`."""
+    """The generation config of the options from `add_generation_options`.
+
+    Raises:
+        ConfigError: no new token is asked for.
+    """
+    check_at_least("--max_new_tokens", options.max_new_tokens, 1)
     return GenerationConfig(
         max_new_tokens=options.max_new_tokens,
         temperature=options.temperature,

@@ -24,7 +24,7 @@ from jaxlm.core.field_types import PositiveInt
 from jaxlm.core.sharding import current_layout
 from jaxlm.models.base import Inputs, LanguageModel
 from jaxlm.models.diffusion.denoisers import Denoiser
-from jaxlm.models.inference.generate import GenerationConfig
+from jaxlm.models.inference.generate import GenerationConfig, how_to_fit
 from jaxlm.models.inference.padding import padded_length, round_up
 from jaxlm.models.inference.row_keys import row_keys
 from jaxlm.models.inference.sampling import Sampling, TokenDistribution
@@ -175,6 +175,7 @@ def check_denoising(
         raise ConfigError(
             f"repetition_penalty: {sampling.repetition_penalty} given, but tokens are filled in in any order. Remove it"
         )
+    check_at_least("max_new_tokens", num_new, 0)
     for number, prompt in enumerate(prompts):
         if any(not 0 <= token < model.Vocab.size or token == mask_id for token in prompt):
             raise ConfigError(
@@ -183,7 +184,7 @@ def check_denoising(
         if len(prompt) + num_new > model.Pos.size:
             raise ConfigError(
                 f"prompt {number} has {len(prompt)} tokens. Together with {num_new} new tokens they exceed the model's"
-                f" seq_len of {model.Pos.size}. Shorten the prompt, or generate fewer tokens"
+                f" seq_len of {model.Pos.size}. {how_to_fit(len(prompt), model.Pos.size)}"
             )
     return mask_id
 

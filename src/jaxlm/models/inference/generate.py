@@ -91,12 +91,16 @@ class GenerationConfig:
                     " tokens"
                 )
             if len(prompt) + self.max_new_tokens > seq_len:
-                room = seq_len - len(prompt)
-                advice = f" or set max_new_tokens to at most {room}" if room > 0 else ""
                 raise ConfigError(
                     f"prompt {i} has {len(prompt)} tokens. Together with max_new_tokens = {self.max_new_tokens} they"
-                    f" exceed the model's seq_len of {seq_len}. Shorten the prompt{advice}"
+                    f" exceed the model's seq_len of {seq_len}. {how_to_fit(len(prompt), seq_len)}"
                 )
+
+
+def how_to_fit(num_prompt_tokens: int, seq_len: int) -> str:
+    """What to change if a prompt and the tokens after it are too long for a model, for messages."""
+    room = seq_len - num_prompt_tokens
+    return f"Shorten the prompt, or set max_new_tokens to at most {room}" if room > 0 else "Shorten the prompt"
 
 
 def generate(

@@ -14,6 +14,14 @@ from jaxlm.core.field_types import LARGEST_FLOAT, SMALLEST_FLOAT
 _LARGEST_TEMPERATURE = 1e20  # logits divided by more, or by less than its inverse, may not be in the range of float32
 
 
+def check_temperature(value: float) -> None:
+    """Raises `ConfigError` for a temperature that logits cannot be divided by."""
+    if value and not 1 / _LARGEST_TEMPERATURE <= value <= _LARGEST_TEMPERATURE:
+        raise ConfigError(
+            f"temperature: {value} given, 0 (greedy) or {1 / _LARGEST_TEMPERATURE:g} to {_LARGEST_TEMPERATURE:g} expected"
+        )
+
+
 @dataclass(frozen=True)
 class Sampling:
     """Sampling options, with the order and the meaning that transformers gives them: the penalty, the temperature, `top_k`,
@@ -39,11 +47,7 @@ class Sampling:
     repetition_penalty: float = 1.0
 
     def __post_init__(self):
-        if self.temperature and not 1 / _LARGEST_TEMPERATURE <= self.temperature <= _LARGEST_TEMPERATURE:
-            raise ConfigError(
-                f"temperature: {self.temperature} given, 0 (greedy) or {1 / _LARGEST_TEMPERATURE:g} to"
-                f" {_LARGEST_TEMPERATURE:g} expected"
-            )
+        check_temperature(self.temperature)
         if self.top_k is not None and self.top_k < 1:
             raise ConfigError(f"top_k: {self.top_k} given, 1 or more expected. Remove it to sample from all tokens")
         if self.top_p is not None and not SMALLEST_FLOAT <= self.top_p <= 1:
