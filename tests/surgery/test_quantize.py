@@ -119,7 +119,8 @@ def test_layers_that_are_stored_already_are_refused():
     both = stored(applied(QuantizeConfig(modules="mlp"), QuantizeConfig(kind="int8", modules="attn|head")))
     assert {weight.form for weight in both.values()} == {"nf4", "int8"}
     with pytest.raises(
-        ConfigError, match=r"init: pissa given, but it changes the weight of .*q_proj, which is stored as"
+        ConfigError,
+        match=r"init: pissa given, but it changes the weight of .*q_proj, which is stored as nf4. Put .* before quantize",
     ):
         applied(QuantizeConfig(), LoraConfig(rank=2, target="q_proj", init="pissa"))
 
