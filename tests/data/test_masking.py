@@ -142,7 +142,7 @@ def test_ranges_of_equal_shares_of_the_times():
     for keys, message in (
         ({"mask_replicas": 2}, "spreads times over the ways of hiding tokens"),
         ({"num_time_steps": 4}, "does not hide each token with the same probability"),
-        ({"max_mask_fraction": 0.9}, r"from none at first to 1 at last\. Remove .* max_mask_fraction below 1"),
+        ({"max_mask_fraction": 0.9}, r"from none at time 0 to all at time 1\. Remove .* max_mask_fraction below 1"),
         ({"strata": 2}, r"data\.masking\.strata: 2 spreads .* over 2, 4, 8, ... equal parts .* Set it to 3"),
     ):
         with pytest.raises(ConfigError, match=message):

@@ -212,7 +212,7 @@ def test_blocks_are_for_equally_probable_mask_fractions():
         ({}, r"phase 'train': .*_blocks trains 2 blocks .* but the data hides no tokens\. Set data\.masking"),
         (
             {"masking": {"strata": 96}, "top": {"objective": {"type": "diffusion"}}},
-            r"data\.masking\.strata: 96 given, .* a batch of \d+\. Set it to a number that divides",
+            r"data\.masking\.strata: 96 given, but a batch has only 32 sequences\. Set it to a divisor of 32",
         ),
         ({"masking": {}, "num_blocks": 3}, r"trains 3 blocks .* but data\.masking\.strata: 1 spreads .* Set it to 3"),
         (

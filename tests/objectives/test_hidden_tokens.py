@@ -79,7 +79,7 @@ def test_mlm_is_the_mean_cross_entropy_of_hidden_tokens(model):
         scores, hidden = score_batch(model, batch), np.asarray(batch.loss_mask.array)
         found = float((scores.nats * scores.mask).array.sum() / scores.mask.array.sum())
         expected = -(hidden * log_probabilities(model, batch, without_mask=False)).sum() / hidden.sum()
-        assert found == pytest.approx(expected, rel=1e-5), "evaluated in the same way, as it is no bound"
+        assert found == pytest.approx(expected, rel=1e-5), "an evaluation without a bound takes the mean too"
 
 
 def test_diffusion_is_the_bound_of_the_paper(model):

@@ -50,8 +50,9 @@ NumLayers = Annotated[int, Interval(ge=1, le=10_000)]
 NumStacks = Annotated[int, Interval(ge=1, le=128)]
 NumReplicas = Annotated[int, Interval(ge=1, le=1000)]
 NumTimeSteps = Annotated[int, Interval(ge=1, le=100_000)]
-TimeFeatures = Annotated[int, Interval(ge=1, le=16_384)]
 """A run plans or reads something for each of these. Many more are a slip, with which it would not come to its first step."""
+TimeFeatures = Annotated[int, Interval(ge=1, le=16_384)]
+"""A model has a matrix with the square of these."""
 PositiveFloat = Annotated[float, Interval(gt=0, ge=SMALLEST_FLOAT, le=LARGEST_FLOAT)]
 NonNegativeFloat = Annotated[float, Interval(ge=0, le=LARGEST_FLOAT)]
 Fraction = Annotated[float, Interval(ge=0, le=1)]

@@ -149,10 +149,14 @@ class AnnotationCache:
 
     def stored(self, indices: np.ndarray) -> np.ndarray:
         """bool: which of some examples have annotations."""
+        return self._found(indices)[1]
+
+    def _found(self, indices: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Where some examples are among those that are stored, and bool: which of them are."""
         places = np.searchsorted(self._indices, indices)  # not np.isin, which reads the indices of all stored examples
         found = places < len(self._indices)
         found[found] = self._indices[places[found]] == indices[found]
-        return found
+        return places, found
 
     def read(self, indices: np.ndarray) -> np.ndarray:
         """Structured [len(indices)]: the records of some examples.
@@ -162,10 +166,9 @@ class AnnotationCache:
             LookupError: an example has none, because no step reads it. Batches that are prefetched beyond the last step, and
                 never used, may ask for it.
         """
-        found = self.stored(indices)
+        places, found = self._found(indices)
         if not found.all():
             raise LookupError(f"example {indices[~found][0]} has no annotations")
-        places = np.searchsorted(self._indices, indices)
         blocks, rows = self._blocks[places], self._rows[places]
         records = np.empty(len(indices), self._block(int(blocks[0])).dtype)
         for block in np.unique(blocks):

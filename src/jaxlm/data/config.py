@@ -384,7 +384,7 @@ class DataConfig(SourceConfig, draccus.PluginRegistry, abc.ABC, discover_package
 
     def validation_documents(self) -> Iterator[str]:
         if any(source.config.format.begins_as == "ids" for source in self.sources()):
-            return iter(())  # there is no text
+            return iter(())  # token ids are not the text they were made from
         return itertools.chain.from_iterable(source.documents(VALIDATION) for source in self.sources())
 
     def _weighted_names(self) -> list[str]:

@@ -107,8 +107,8 @@ class TokensConfig(DataConfig):
     def check_batch_size(self, size: int) -> None:
         if self.masking is not None and self.masking.strata > size:
             raise ConfigError(
-                f"data.masking.strata: {self.masking.strata} given, but times cannot be spread evenly over so many"
-                f" sequences of a batch of {size}. Set it to a number that divides {size}"
+                f"data.masking.strata: {self.masking.strata} given, but a batch has only {size} sequences. Set it to a"
+                f" divisor of {size}"
             )
 
     def finished(self, examples: Examples, source: str, split: str, tokenizer: Tokenizer) -> Examples:
@@ -116,7 +116,7 @@ class TokensConfig(DataConfig):
             return examples
         number = zlib.crc32(f"{split} {source}".encode())
         is_special, mask_id = tokenizer.is_special(), self.masking.mask_id(tokenizer)
-        is_special[mask_id] = True  # also if the tokenizer does not know what it is for
+        is_special[mask_id] = True  # the tokenizer may not know what this token is for
         masker = Masker(self.masking, mask_id, is_special, number)
         is_train = split == TRAIN
         return MaskedExamples(

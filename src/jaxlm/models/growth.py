@@ -100,14 +100,10 @@ def with_copied_layers(new: Stack, old: Body, sources: Sequence[int]) -> Stack:
         if missing := [number for number, leaves in enumerate(by_path) if path not in leaves]:
             stored = tree.modules(old.stacks[missing[0]].layers.stacked, StoredWeight)
             forms = " and ".join(dict.fromkeys(weight.form for weight in stored))
-            raise ConfigError(
-                f"stack {missing[0]} of the model has no plain parameter {path}, because "
-                + (
-                    f"its weights are stored as {forms}. Grow before they are stored (surgery quantize)"
-                    if stored
-                    else "it has adapters there. Merge the adapters before (surgery lora: existing: merge)"
-                )
-            )
+            why = "it has adapters there. Merge the adapters before (surgery lora: existing: merge)"
+            if stored:
+                why = f"its weights are stored as {forms}. Grow before they are stored (surgery quantize)"
+            raise ConfigError(f"stack {missing[0]} of the model has no plain parameter {path}, because {why}")
         return taken_layers(concatenated([leaves[path] for leaves in by_path]), np.asarray(sources)).astype(leaf.dtype)
 
     return dataclasses.replace(

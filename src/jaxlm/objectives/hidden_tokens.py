@@ -9,6 +9,7 @@ from haliax import NamedArray
 
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.values.batch_types import MaskedBatch
+from jaxlm.core.values.mask_schedule import WITHOUT_BOUND
 from jaxlm.core.values.sums import Sum
 from jaxlm.models.base import Inputs, LanguageModel
 from jaxlm.models.loss import next_token_sums
@@ -38,10 +39,8 @@ class DiffusionBound(HiddenTokens):
         if "rates" not in columns:
             raise ConfigError(
                 f"objective.type: {choice_name(type(self))} is a bound only for masks that hide each token with the same"
-                " probability, from none at first to 1 at last. Set objective.type: mlm, or remove from data.masking what is"
-                " against it: num_time_steps, time_step_mask_fractions, mode, random_fraction, unchanged_fraction,"
-                " min_mask_fraction above 0.01, max_mask_fraction below 1, a single time in times (times: [first, last]"
-                " trains on a part of the bound)"
+                " probability, from none at time 0 to all at time 1. Set objective.type: mlm, or remove from data.masking"
+                f" {WITHOUT_BOUND}. times: [first, last] trains on a part of the bound"
             )
 
     def weights(self, batch: MaskedBatch) -> dict[str, jax.Array]:

@@ -136,7 +136,7 @@ def generation_config_of(options: argparse.Namespace, stop_ids: tuple[int, ...])
     """The generation config of the options from `add_generation_options`.
 
     Raises:
-        ConfigError: no new token is asked for.
+        ConfigError: `--max_new_tokens` is below 1.
     """
     check_at_least("--max_new_tokens", options.max_new_tokens, 1)
     return GenerationConfig(

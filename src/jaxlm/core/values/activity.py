@@ -1,4 +1,4 @@
-"""What the main thread of a process may be doing. `engine/activity.py` counts the time."""
+"""The activities of a process. `engine/activity.py` counts their time."""
 
 import enum
 

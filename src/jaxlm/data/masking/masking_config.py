@@ -11,7 +11,14 @@ import numpy as np
 
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.field_types import Fraction, NumReplicas, NumTimeSteps, PositiveFraction, PositiveInt, Seed
-from jaxlm.core.values.mask_schedule import ContinuousSchedule, MaskSchedule, ScheduleType, SteppedSchedule
+from jaxlm.core.values.mask_schedule import (
+    NEARLY_NONE,
+    WITHOUT_BOUND,
+    ContinuousSchedule,
+    MaskSchedule,
+    ScheduleType,
+    SteppedSchedule,
+)
 from jaxlm.data.batch import Columns
 from jaxlm.data.masking.uniform_numbers import uniform_numbers
 from jaxlm.data.tokenizer.tokenizer import END_OF_TEXT, Tokenizer
@@ -22,7 +29,6 @@ _SUGGESTED = "<|mask|>"
 _VERSION = 2  # of the masks of equal keys. Before 2, each source had a shift of the times of its own
 _CHOSEN, _REPLACED, _WORDS = range(3)  # what random numbers are for
 _ROUNDING = 1e-9  # of a number of tokens: a fraction such as 0.15 of 100 must not be 14
-_NO_TOKENS = 0.01  # so small a fraction at the least noise leaves out as much of the bound
 _STEPS = ("mask_schedule_type", "min_mask_fraction", "max_mask_fraction", "num_time_steps")
 
 
@@ -151,9 +157,10 @@ class MaskingConfig:
         """Whether batches have the weights of the bound: any fraction may occur (with `times`, any of the part that was asked
         for), and hidden tokens are independent and hidden."""
         smallest, largest = self.mask_range
-        any_fraction = (
-            smallest <= _NO_TOKENS and largest >= 1 - _ROUNDING if self.times is None else self.times[0] < self.times[1]
-        )
+        if self.times is None:
+            any_fraction = smallest <= NEARLY_NONE and largest >= 1 - _ROUNDING
+        else:
+            any_fraction = self.times[0] < self.times[1]
         return (
             not self.is_stepped
             and any_fraction
@@ -174,9 +181,8 @@ class MaskingConfig:
         """
         if not self.has_rates:
             raise ConfigError(
-                "data.masking does not hide each token with the same probability, from none at first to 1 at last. Remove"
-                " num_time_steps, time_step_mask_fractions, mode, random_fraction, unchanged_fraction, min_mask_fraction"
-                f" above {_NO_TOKENS}, max_mask_fraction below 1 and a single time in times"
+                "data.masking does not hide each token with the same probability, from none at time 0 to all at time 1."
+                f" Remove {WITHOUT_BOUND}"
             )
         if self.mask_replicas is not None:
             raise ConfigError(

@@ -92,9 +92,8 @@ class DenoisingConfig:
         """The block of each pass, and how many of its tokens the pass fills in.
 
         Raises:
-            ConfigError: there are fewer passes than blocks, or more than new tokens, or there are no new tokens.
+            ConfigError: there are fewer passes than blocks, or more than new tokens.
         """
-        check_at_least("max_new_tokens", num_new, 1)
         length = min(self.block_length or num_new, num_new)
         sizes = [min(length, num_new - start) for start in range(0, num_new, length)]
         num_steps = num_new if self.num_steps is None else self.num_steps
