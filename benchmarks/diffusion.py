@@ -30,7 +30,7 @@ ROOT = Path(__file__).resolve().parents[1]
 RECIPES = ROOT / "src/jaxlm/recipes/progressive"
 DIFFUSION, CAUSAL, BLOCKS, WHOLE = "diffusion", "autoregressive", "blocks", "whole"
 METRICS = ("eval/loss", "eval/bpb")
-CAUSAL_LEARNING_RATE = 6e-3  # that of the quickstart, which is the same model; the masked one learns less with it
+CAUSAL_LEARNING_RATE = 6e-3  # that of the quickstart; the masked model learns less with it
 
 
 def main() -> None:
