@@ -229,6 +229,11 @@ def check_options(parser: argparse.ArgumentParser, options: argparse.Namespace, 
         )
     if not TYPE.fullmatch(options.type):
         parser.error(f"--type: {options.type!r} given, such as v4-32, v5litepod-16, v5p-128 or v6e-8 expected")
+    if options.type.startswith("tpu7x"):
+        parser.error(
+            f"--type: {options.type!r} given, but the Cloud TPU API does not serve TPU7x. On GKE:"
+            " python infra/kubernetes/jobset.py NAME --tpu tpu7x --topology 2x2x1 ..."
+        )
     if not 1 <= options.slices <= 999:
         parser.error(f"--slices: {options.slices} given, 1 to 999 expected")
     if options.retries < 0:

@@ -25,12 +25,13 @@ from attempts import train_command
 from preflight import check_configuration
 
 CHIPS = 4  # per machine of slices with several machines
-# GKE's names of accelerators, and the topology of one machine.
+# GKE's names of accelerators, the topology of one machine, and the devices that JAX makes of a chip.
 TPUS = {
-    "v4": ("tpu-v4-podslice", "2x2x1"),
-    "v5e": ("tpu-v5-lite-podslice", "2x2"),
-    "v5p": ("tpu-v5p-slice", "2x2x1"),
-    "v6e": ("tpu-v6e-slice", "2x2"),
+    "v4": ("tpu-v4-podslice", "2x2x1", 1),
+    "v5e": ("tpu-v5-lite-podslice", "2x2", 1),
+    "v5p": ("tpu-v5p-slice", "2x2x1", 1),
+    "v6e": ("tpu-v6e-slice", "2x2", 1),
+    "tpu7x": ("tpu7x", "2x2x1", 2),
 }
 NAME = r"[a-z]([-a-z0-9]{0,40}[a-z0-9])?"
 # Of Kubernetes: labels and names of objects (RFC 1123), names of variables and of keys, quantities, extended resources.
@@ -242,7 +243,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 def main(arguments: Sequence[str] | None = None) -> int:
     options = parse(arguments)
     if not options.no_check:
-        per_slice = num_chips(options.topology) if options.tpu else options.gpus
+        per_slice = num_chips(options.topology) * TPUS[options.tpu][2] if options.tpu else options.gpus
         slices, platform = (options.slices, "tpu") if options.tpu else (options.nodes, "gpu")
         code = check_configuration(options.arguments, devices=per_slice * slices, slices=slices, platform=platform)
         if code:

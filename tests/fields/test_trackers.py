@@ -11,6 +11,11 @@ from jaxlm.observe.trackers import RunInfo, TrackerConfig, environment
 
 # Field -> (another value, text that the recorded calls must then contain, or with a leading "no ", must not contain).
 FIELDS: dict[str, dict[str, tuple[Any, str]]] = {
+    "mlflow": {
+        "tracking_uri": ("https://server", "call.MlflowClient(tracking_uri='https://server')"),
+        "experiment": ("other", "call.MlflowClient().get_experiment_by_name('other')"),
+        "name": ("n", "run_name='n',"),
+    },
     "tensorboard": {
         "logdir": ("elsewhere", "call('elsewhere/run', "),
         "comment": ("-two", "call('tblogs/run-two', "),
@@ -66,6 +71,10 @@ def calls(tmp_path, monkeypatch):
         monkeypatch.setattr(tensorboardX, "SummaryWriter", library)
         monkeypatch.setattr(wandb, "init", library)
         monkeypatch.setitem(sys.modules, "trackio", library)
+        library.MlflowClient.return_value.search_runs.return_value = []
+        library.MlflowClient.return_value.create_run.return_value.data.tags = {}
+        monkeypatch.setitem(sys.modules, "mlflow", library)
+        monkeypatch.setitem(sys.modules, "mlflow.entities", library)
         monkeypatch.setattr(wandb, "login", lambda **_: True)
         monkeypatch.setattr(wandb, "Artifact", lambda name, type: library)
         monkeypatch.setattr(wandb, "Settings", dict)

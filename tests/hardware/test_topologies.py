@@ -12,7 +12,8 @@ from jaxlm.hardware.topologies import CHIPS, parse_topology, torus
 
 
 @pytest.mark.parametrize(
-    ("text", "chip", "num_chips"), [("v5p-512", "v5p", 256), ("v5e-256", "v5e", 256), ("h100-64", "h100", 64)]
+    ("text", "chip", "num_chips"),
+    [("v5p-512", "v5p", 256), ("v5e-256", "v5e", 256), ("h100-64", "h100", 64), ("tpu7x-128", "tpu7x", 128)],
 )
 def test_names_count_chips_like_their_vendors(text, chip, num_chips):
     found = parse_topology(text)
@@ -26,17 +27,34 @@ def test_the_benchmarks_count_chips_where_the_name_counts_cores():
     assert [int(chips) for chips, _ in named] == [parse_topology(name).num_chips for _, name in named]
 
 
-@pytest.mark.parametrize("text", ["v5p", "v5p-", "v5p-7", "h100-0", "h99-8", "h100-100000", "v5e-512"])
+@pytest.mark.parametrize(
+    "text", ["v5p", "v5p-", "v5p-7", "h100-0", "h99-8", "h100-100000", "v5e-512", "tpu7x-7", "tpu7x-20000"]
+)
 def test_unknown_machines_are_refused(text):
     with pytest.raises(ConfigError, match=f"--topology {text}"):
         parse_topology(text)
 
 
 @pytest.mark.parametrize(
-    ("text", "name"), [("v5p-512", "v5:4x8x8"), ("v5p-8", "v5:1x2x2"), ("v5e-256", "v5e:16x16"), ("v4-128", "v4:4x4x4")]
+    ("text", "name"),
+    [
+        ("v5p-512", "v5:4x8x8"),
+        ("v5p-8", "v5:1x2x2"),
+        ("v5e-256", "v5e:16x16"),
+        ("v4-128", "v4:4x4x4"),
+        ("tpu7x-128", "tpu7x:4x4x4"),
+    ],
 )
 def test_the_torus_is_the_most_even_one(text, name):
     assert parse_topology(text).compiler_name == name
+
+
+def test_the_two_chiplets_of_a_chip_share_what_the_data_sheet_says_of_it():
+    """TPU7x: 2,307 TFLOP/s, 192 GiB, 7,380 GB/s, and links of 600 GB/s in each direction."""
+    chip, size = CHIPS["tpu7x"], parse_topology("tpu7x-128").size
+    figures = (chip.peak, chip.memory, chip.memory_bandwidth, chip.link_bandwidth)
+    assert [2 * figure for figure in figures] == [2307e12, 192 * 2**30, 7380e9, 600e9]
+    assert (size, parse_topology("v5p-128").size) == ("64 chips of 2 devices", "64 chips")
 
 
 def test_every_power_of_two_has_a_torus():

@@ -16,6 +16,7 @@ TPU = {
     "v4-32": (("--tpu", "v4", "--topology", "2x2x4"), "tpu-v4-podslice", 1, 4),
     "two v5p slices": (("--tpu", "v5p", "--topology", "4x4x4", "--slices", "2"), "tpu-v5p-slice", 2, 16),
     "one machine": (("--tpu", "v6e", "--topology", "2x2"), "tpu-v6e-slice", 1, 1),
+    "two TPU7x slices": (("--tpu", "tpu7x", "--topology", "4x4x4", "--slices", "2"), "tpu7x", 2, 16),
     "one machine by default, 3-D": (("--tpu", "v4"), "tpu-v4-podslice", 1, 1),
     "one machine by default, 2-D": (("--tpu", "v5e"), "tpu-v5-lite-podslice", 1, 1),
 }

@@ -21,11 +21,13 @@ from jaxlm.observe.plots import loss_curve
 from jaxlm.observe.records import parse_jsonl, read_metrics
 from jaxlm.observe.trackers import JsonlTracker, RunInfo, TrackerConfig, check_trackers, environment, read_jsonl
 from jaxlm.observe.trackers.background import BackgroundTracker, TrackerTimeouts
+from jaxlm.observe.trackers.mlflow import MlflowConfig, MlflowTracker
 from jaxlm.observe.trackers.tensorboard import TensorboardConfig
 from jaxlm.observe.trackers.trackio import TrackioConfig
 from jaxlm.observe.trackers.wandb import WandbConfig, WandbTracker
 from jaxlm.plan.load_config import load_config
 from jaxlm.plan.trainer_config import TrainerConfig
+from jaxlm.reading.decode import choice_name
 from tests.observe.tracker_files import tensorboard_events, wandb_records
 
 SOURCE = Path(__file__).parents[2] / "src"
@@ -240,6 +242,10 @@ def test_the_report_can_say_how_to_open_each_trackers_output(monkeypatch):
     assert WandbConfig(mode="offline").how_to_open("run") == "wandb sync wandb/offline-run-*-run"
     assert WandbConfig(mode="disabled").how_to_open("run") is None
     assert TrackioConfig(project="p").how_to_open("run") == "trackio show --project p"
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    assert MlflowConfig().how_to_open("run") == "mlflow ui --backend-store-uri sqlite:///mlflow.db"
+    shown = MlflowConfig("https://me:a-password@host", experiment="e").how_to_open("run")
+    assert shown == "https://me:<redacted>@host: run 'run' of the experiment 'e'"
 
 
 class Recording:
@@ -450,7 +456,7 @@ def test_trackers_from_one_section_a_list_or_the_command_line(tmp_path):
     assert trackers_of(tmp_path, one, "--trainer.tracker", "[]") == []
     with pytest.raises(ConfigError, match=r"wandb.*projetc|projetc.*wandb"):
         trackers_of(tmp_path, "trainer: {tracker: {projetc: p}}")
-    with pytest.raises(ConfigError, match="Allowed: tensorboard, trackio, wandb"):
+    with pytest.raises(ConfigError, match="Allowed: mlflow, tensorboard, trackio, wandb"):
         trackers_of(tmp_path, "trainer: {tracker: {type: wandbb}}")
 
 
@@ -637,12 +643,64 @@ for is_new, records in ((True, {1: 1, 2: 2, 3: 3}), (False, {3: 30, 4: 40}), (Tr
 """
 
 
-def test_a_missing_trackio_is_reported(monkeypatch):
-    monkeypatch.setitem(sys.modules, "trackio", None)
+@pytest.mark.parametrize("config", [TrackioConfig(), MlflowConfig()])
+def test_a_missing_library_is_reported(monkeypatch, config):
+    name = choice_name(type(config))
+    monkeypatch.setitem(sys.modules, name, None)
     lines: list[str] = []
-    BackgroundTracker("trackio", lambda: TrackioConfig().open(FACTS), lines.append).close()
+    BackgroundTracker(name, lambda: config.open(FACTS), lines.append).close()
     (line,) = lines
-    assert "trackio is not installed. Run: pip install 'trackio>=" in line
+    assert f"{name} is not installed. Run: pip install '{name}" in line
+
+
+def test_mlflow_stores_and_resumes_a_run(tmp_path, monkeypatch):
+    mlflow = pytest.importorskip("mlflow")
+    monkeypatch.chdir(tmp_path)  # for the texts
+    config = MlflowConfig(f"sqlite:///{tmp_path / 'kept.db'}")
+    long = {"long": {"text": "x" * 10_000}} | {f"key {number}": number for number in range(150)}
+    for is_new, records in ((True, {1: 1, 2: 2, 3: 3}), (False, {3: 30, 4: 40}), (True, {1: 7})):
+        facts = dataclasses.replace(FACTS, is_new=is_new, config={"trainer": {"seed": 7 + 10 * (not is_new)}} | long)
+        tracker = config.open(facts)
+        for step, value in records.items():
+            tracker.log(step, {"train/loss": value / 3, "a[0]": float("nan")})
+        tracker.log_samples(4, SAMPLES)
+        tracker.close()
+    client = mlflow.MlflowClient(config.tracking_uri)
+    experiment = client.get_experiment_by_name("jaxlm").experiment_id
+    newer, older = client.search_runs([experiment])
+    histories = [client.get_metric_history(run.info.run_id, "train/loss") for run in (older, newer)]
+    # It continues after step 3, whose record was repeated; started over, it is another run of the same name.
+    assert [[(one.step, one.value) for one in history] for history in histories] == [
+        [(1, 1 / 3), (2, 2 / 3), (3, 1.0), (4, 40 / 3)],
+        [(1, 7 / 3)],
+    ]
+    params = older.data.params
+    assert (params["trainer.seed"], params["summary.parameter_count"], params["key 149"]) == ("7", "1234", "149")
+    assert params["long.text"] == "x" * 6000
+    assert (older.info.status, older.info.run_name) == ("FINISHED", "run")
+    assert "mlflow.source.git.commit" in older.data.tags
+    assert "a_0_" in older.data.metrics
+    assert [file.path for file in client.list_artifacts(older.info.run_id)] == [
+        "config.yaml",
+        "requirements.txt",
+        "samples",
+    ]
+    (samples,) = client.list_artifacts(older.info.run_id, "samples")
+    stored = mlflow.artifacts.load_dict(f"{older.info.artifact_uri}/{samples.path}")
+    assert stored == [dataclasses.asdict(sample) for sample in SAMPLES]
+
+
+def test_mlflow_sends_many_metrics_in_several_requests():
+    pytest.importorskip("mlflow")
+    client, handle = mock.MagicMock(), mock.MagicMock()
+    handle.data.tags = {}
+    tracker = MlflowTracker(client, handle)
+    for step in range(1, 4):
+        tracker.log(step, {f"metric {number}": 0.5 for number in range(700)})
+    tracker.flush()
+    sent = [call.kwargs for call in client.log_batch.call_args_list]
+    assert [len(one["metrics"]) for one in sent] == [1000, 400, 700]
+    assert [[tag.value for tag in one["tags"]] for one in sent] == [[], ["3"], ["4"]]
 
 
 def test_code_is_what_git_tracks_and_nothing_else_is_looked_at(tmp_path, monkeypatch):

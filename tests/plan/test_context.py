@@ -345,7 +345,7 @@ def test_neighbors_are_in_one_node_as_far_as_fast_links_reach():
     assert near("NVIDIA H100 80GB HBM3", 16) == (8, 50e9)
     assert near("NVIDIA H100 80GB HBM3", 16, model=2) == (4, 50e9)
     assert near("NVIDIA H100 80GB HBM3", 8, per_process=1) == (8, 450e9)
-    assert near("TPU v5p", 16) == (16, 300e9)
+    assert near("TPU v5p", 16) == (16, 600e9)
     assert near("cpu", 8) == (8, None)
     assert near("cpu", 8, per_process=2) == (2, None)
 
@@ -357,6 +357,7 @@ def test_neighbors_are_in_one_node_as_far_as_fast_links_reach():
         ("TPU v5 lite", "v5e"),
         ("TPU v5p", "v5p"),
         ("TPU v6 lite", "v6e"),
+        ("TPU7x", "tpu7x"),
         ("TPU v4", "v4"),
         ("TPU v4 lite", None),
         ("NVIDIA A100-SXM4-80GB", "a100"),

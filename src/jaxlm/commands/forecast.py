@@ -34,7 +34,7 @@ from jaxlm.hardware.hlo import collectives_by_kind, kernels, loops_counted_once
 from jaxlm.hardware.host_copies import HostCopy
 from jaxlm.hardware.program_memory import argument_bytes
 from jaxlm.hardware.roofline import HostTraffic, Seconds, executed_flops, roofline
-from jaxlm.hardware.topologies import Cuda, Topology
+from jaxlm.hardware.topologies import Cuda, Topology, parse_topology
 from jaxlm.models.attention.aot_cuda import compiling_for_cuda
 from jaxlm.models.base import LanguageModel
 from jaxlm.models.moe import num_active
@@ -59,6 +59,7 @@ class Forecast:
 
     Attributes:
         phase: name of the phase.
+        chips: number of devices, each a chip, or one of the two chiplets of a TPU7x.
         compiled_for: the real chip, or simulated devices.
         parameters, active_parameters: number of parameters in total, and active for one token.
         compute_seconds: time of matrix products and attention.
@@ -143,7 +144,8 @@ def forecast_all(config: RunConfig, topologies: Sequence[Topology], console: Con
     forecasts = [result for topology in topologies for result in forecast(config, topology, console)]
     for result in forecasts:
         of_phase = f", phase '{result.phase}'" if len(config.phases or ()) > 1 else ""
-        console.log(table(f"{result.topology}: {result.chips} chips{of_phase}", _rows(result)))
+        size = parse_topology(result.topology).size
+        console.log(table(f"{result.topology}: {size}{of_phase}", _rows(result)))
     for result in forecasts:
         console.log(json.dumps(dataclasses.asdict(result)))
 

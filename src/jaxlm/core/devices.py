@@ -27,6 +27,7 @@ _PEAK_BF16 = {
     "tpu v5p": 459e12,
     "tpu v6 lite": 918e12,
     "tpu v6e": 918e12,
+    "tpu7x": 2307e12 / 2,  # a device is one of a chip's two chiplets
     "v100": 125e12,
     "a100": 312e12,
     "a10": 125e12,

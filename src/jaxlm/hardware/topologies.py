@@ -1,6 +1,7 @@
 """Topologies to forecast for: specifications of chips, and how many there are.
 
-Source: the vendors' data sheets. Link bandwidths are one-way, all links of a chip together. Those to the host's memory are
+Source: the vendors' data sheets. Link bandwidths are one-way, all links of a chip together: half of what Google states for
+both directions (v5p and TPU7x 1,200 GB/s, v6e 800, v5e 400, v4 600). Those to the host's memory are
 what NVIDIA's nvbandwidth measures for one direction (`host_to_device_memcpy_ce`): 57 of 64 GB/s of PCIe 5 on an H100
 (NVIDIA/nvbandwidth#6; others 55.6), 25 of 32 GB/s of PCIe 4 on an A100 (#42).
 """
@@ -42,7 +43,7 @@ class Cuda:
 
 @dataclass(frozen=True)
 class Chip:
-    """Specification of one chip.
+    """Specification of what JAX makes a device of: a chip, or one of the chiplets of a chip.
 
     Attributes:
         name: name in `peak_flops`.
@@ -53,7 +54,8 @@ class Chip:
         domain: number of chips connected at `link_bandwidth`; None means all.
         outer_bandwidth: bytes/s to chips outside the domain.
         cores: cores per chip that a topology's name counts (`v5p-512` is 256 chips).
-        torus: number of dimensions of the torus; 0 if the network is not a torus.
+        chiplets: devices that JAX makes of a chip. `memory`, the bandwidths and `max_chips` are of and count chiplets then.
+        torus: number of dimensions of the torus, whose nodes are whole chips; 0 if the network is not a torus.
         max_chips: maximum number of chips in one network. Multislice TPUs are not supported.
         compiler: name of the chip for the ahead-of-time TPU compiler.
         cuda: specification for the ahead-of-time GPU compiler.
@@ -68,6 +70,7 @@ class Chip:
     domain: int | None = None
     outer_bandwidth: float = 0.0
     cores: int = 1
+    chiplets: int = 1
     torus: int = 0
     max_chips: int = 8192
     compiler: str = ""
@@ -101,10 +104,11 @@ _B200 = Cuda("NVIDIA B200", (10, 0), 148, 128, 1.965, 228, 126)
 CHIPS = {
     chip.name: chip
     for chip in (
-        Chip("v4", "tpu", 32 * _GIB, 1228 * _GB, 150 * _GB, cores=2, torus=3, max_chips=4096, compiler="v4"),
-        Chip("v5e", "tpu", 16 * _GIB, 819 * _GB, 100 * _GB, torus=2, max_chips=256, compiler="v5e"),
-        Chip("v5p", "tpu", 95 * _GIB, 2765 * _GB, 300 * _GB, cores=2, torus=3, compiler="v5"),
-        Chip("v6e", "tpu", 32 * _GIB, 1640 * _GB, 224 * _GB, torus=2, max_chips=256, compiler="v6e"),
+        Chip("v4", "tpu", 32 * _GIB, 1228 * _GB, 300 * _GB, cores=2, torus=3, max_chips=4096, compiler="v4"),
+        Chip("v5e", "tpu", 16 * _GIB, 819 * _GB, 200 * _GB, torus=2, max_chips=256, compiler="v5e"),
+        Chip("v5p", "tpu", 95 * _GIB, 2765 * _GB, 600 * _GB, cores=2, torus=3, compiler="v5"),
+        Chip("v6e", "tpu", 32 * _GIB, 1638 * _GB, 400 * _GB, torus=2, max_chips=256, compiler="v6e"),
+        Chip("tpu7x", "tpu", 96 * _GIB, 3690 * _GB, 300 * _GB, chiplets=2, torus=3, max_chips=18432, compiler="tpu7x"),
         _gpu("a100", _A100, memory=80, bandwidth=2039, link=300, outer=25, host=25),
         _gpu("h100", _H100, memory=80, bandwidth=3350, link=450, outer=50, host=55),
         _gpu("h200", _H200, memory=141, bandwidth=4800, link=450, outer=50, host=55),
@@ -113,7 +117,7 @@ CHIPS = {
 }
 _BY_KIND = {
     **{name if chip.platform == "gpu" else f"tpu {name}": chip for name, chip in CHIPS.items()},
-    **{"tpu v5": CHIPS["v5p"], "tpu v5 lite": CHIPS["v5e"], "tpu v6 lite": CHIPS["v6e"]},
+    **{"tpu v5": CHIPS["v5p"], "tpu v5 lite": CHIPS["v5e"], "tpu v6 lite": CHIPS["v6e"], "tpu7x": CHIPS["tpu7x"]},
     **{"tpu v4 lite": None, "h100 pcie": None, "a100 pcie": None},
 }
 
@@ -129,6 +133,7 @@ class Topology:
 
     Attributes:
         name: as the user gave it, for example `v5p-512`.
+        num_chips: number of devices, of which a chip with chiplets has several.
     """
 
     name: str
@@ -136,9 +141,18 @@ class Topology:
     num_chips: int
 
     @property
+    def size(self) -> str:
+        """The number of chips in words, and of devices if it is another."""
+        chiplets = self.chip.chiplets
+        return (
+            f"{self.num_chips} chips" if chiplets == 1 else f"{self.num_chips // chiplets} chips of {chiplets} devices"
+        )
+
+    @property
     def compiler_name(self) -> str:
         """The torus in the notation of the ahead-of-time compiler, for example `v5:4x8x8`."""
-        return f"{self.chip.compiler}:{'x'.join(map(str, torus(self.num_chips, self.chip.torus)))}"
+        sides = torus(self.num_chips // self.chip.chiplets, self.chip.torus)
+        return f"{self.chip.compiler}:{'x'.join(map(str, sides))}"
 
     @property
     def hosts(self) -> tuple[int, int]:
@@ -153,15 +167,16 @@ class Topology:
 
 
 def parse_topology(text: str) -> Topology:
-    """Parses `v5p-512` (number of cores, as the vendor counts), `v5e-256` or `h100-64` (number of chips)."""
+    """Parses `v5p-512`, `tpu7x-128` (numbers of cores, as the vendor counts), `v5e-256` or `h100-64` (numbers of chips)."""
     match = re.fullmatch(r"([a-z0-9]+)-(\d+)", text)
     if match is None or match[1] not in CHIPS:
         raise ConfigError(
             f"--topology {text}: a chip and a number expected, as in v5p-512. Allowed chips: {', '.join(CHIPS)}"
         )
     chip, number = CHIPS[match[1]], int(match[2])
-    if number % chip.cores or not 0 < number // chip.cores <= chip.max_chips:
-        unit = f"a multiple of {chip.cores} (cores)" if chip.cores > 1 else "a number of chips"
+    per_chip = chip.cores * chip.chiplets
+    if number % per_chip or not 0 < number // chip.cores <= chip.max_chips:
+        unit = f"a multiple of {per_chip} (cores)" if per_chip > 1 else "a number of chips"
         raise ConfigError(f"--topology {text}: {unit} up to {chip.max_chips * chip.cores} expected")
     return Topology(text, chip, number // chip.cores)
 

@@ -12,6 +12,10 @@ from jaxlm.core.values.logged import Completion, Histogram, Sample
 from jaxlm.reading.decode import choice_name
 
 
+class MissingLibraryError(Exception):
+    """The library that a tracker needs is not installed."""
+
+
 class Tracker(Protocol):
     """Receives metrics by step."""
 

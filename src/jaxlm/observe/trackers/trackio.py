@@ -7,12 +7,8 @@ from jaxlm.core.errors import ConfigError
 from jaxlm.core.install import install_command
 from jaxlm.core.values.logged import Completion, Histogram, Sample
 from jaxlm.observe.trackers import environment
-from jaxlm.observe.trackers.base import ForwardLog, RunInfo, Tracker, TrackerConfig
+from jaxlm.observe.trackers.base import ForwardLog, MissingLibraryError, RunInfo, Tracker, TrackerConfig
 from jaxlm.reading.choices import choice
-
-
-class MissingLibraryError(Exception):
-    """The library that a tracker needs is not installed."""
 
 
 @choice(TrackerConfig, "trackio")
