@@ -29,7 +29,7 @@ import sys
 import tempfile
 import time
 import venv
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -107,10 +107,11 @@ def main() -> None:
     with ExitStack() as closing:
         try:
             live = Live(PEERS, python, options.memory_gib * 2**30, closing)
-            peaks = [live.peak()]
+            dtypes = {F32, *(BF16 for name in names if BF16 in PEERS[name].command)}
+            peaks = [live.peak(dtypes)]
             started = {name: live.start(name) for name in names}
             turns = live.rounds(names, options.rounds, options.steps, end=began + 60 * options.minutes)
-            peaks.append(live.peak())
+            peaks.append(live.peak(dtypes))
             live.close()
             starts = {name: [live.cold_and_warm(name) for _ in range(options.starts)] for name in names}
         except PeerFailedError as error:
@@ -223,9 +224,9 @@ class Live:
     def _calibrated(self) -> float:
         return self._products.ask("calibrate", timeout_s=_TURN_S)["flops"]
 
-    def peak(self) -> dict[str, float]:
-        """FLOP/s of a large product, by library."""
-        return self._products.ask("peak", timeout_s=_TURN_S)["flops"]
+    def peak(self, dtypes: Collection[str] = (F32,)) -> dict[str, float]:
+        """FLOP/s of a large product in each of the dtypes, by library."""
+        return self._products.ask(f"peak {' '.join(dtypes)}", timeout_s=_TURN_S)["flops"]
 
     def cold_and_warm(self, name: str) -> tuple[float, float]:
         """Seconds from the start of a process to the end of its first step, without and with cached programs."""

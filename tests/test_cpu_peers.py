@@ -20,8 +20,8 @@ from jaxlm.plan.plan import make_plan
 ROOT = Path(__file__).parents[1]
 ENVIRONMENT = {**os.environ, "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT / "src"), "XLA_FLAGS": ""}
 sys.path += [str(ROOT / "benchmarks"), str(ROOT / "benchmarks" / "peers")]  # at the end, so they shadow nothing
-intervals, machine, processes, peer_report, cpu_peers = map(
-    importlib.import_module, ("intervals", "machine", "processes", "peer_report", "cpu_peers")
+intervals, machine, processes, peer_report, cpu_peers, products = map(
+    importlib.import_module, ("intervals", "machine", "processes", "peer_report", "cpu_peers", "products")
 )
 
 # --- The machine ------------------------------------------------------------------------------------------------------
@@ -166,6 +166,17 @@ def answering(tmp_path, text):
     script = tmp_path / "peer.py"
     script.write_text(textwrap.dedent(text))
     return processes.AnsweringProcess([sys.executable, script], cwd=ROOT / "benchmarks" / "peers")
+
+
+def test_a_slow_dtype_gets_a_product_that_ends(monkeypatch):
+    """A processor without bfloat16: 0.9 GFLOP/s, at which 4,096 x 4,096 takes two and a half minutes."""
+    sizes: list[int] = []
+    monkeypatch.setattr(products, "rate", lambda multiply, size, repeats: 0.9e9)
+    products.peak(sizes.append)
+    assert sizes == [512, 1024]
+    monkeypatch.setattr(products, "rate", lambda multiply, size, repeats: 100e9)
+    products.peak(sizes.append)
+    assert sizes[2:] == [512, 4096]
 
 
 def test_a_process_answers_each_request_and_ends_when_there_are_none(tmp_path):

@@ -1,8 +1,10 @@
-"""Products of large matrices with torch, if it is installed, and numpy. Requests: `calibrate`, `peak`.
+"""Products of large matrices with torch, if it is installed, and numpy. Requests: `calibrate`, `peak float32 bfloat16`.
 
-A product is in float32, unless the library's name ends with another dtype. Those are not calibrated with.
+A product is in float32, unless the library's name ends with another dtype. Those are not calibrated with. A processor without
+instructions for a dtype may need minutes for a large product: it gets a smaller one.
 """
 
+import functools
 import importlib.util
 import sys
 import time
@@ -11,7 +13,8 @@ import common
 import numpy as np
 
 CALIBRATION, PEAK = 2048, 4096  # sizes of the square matrices
-REPEATS = 3
+SMALLEST = 512
+REPEATS, LIMIT_S = 3, 10.0  # products, and about how long one of them may take
 
 
 def products():
@@ -22,15 +25,32 @@ def products():
     if importlib.util.find_spec("torch") is not None:
         import torch
 
-        found["torch"] = _multiplied(torch.matmul, lambda size: torch.from_numpy(matrix[:size, :size].copy()))
-        narrow = torch.from_numpy(matrix).bfloat16()
-        found["torch bfloat16"] = _multiplied(torch.matmul, lambda size: narrow[:size, :size].contiguous())
+        def part(size):
+            return torch.from_numpy(matrix[:size, :size].copy())
+
+        found["torch"] = _multiplied(torch.matmul, part)
+        found["torch bfloat16"] = _multiplied(torch.matmul, lambda size: part(size).bfloat16())
     return found
 
 
 def _multiplied(multiply, make):
-    made = {size: (make(size), make(size)) for size in (CALIBRATION, PEAK)}
-    return lambda size: multiply(*made[size])
+    pair = functools.cache(lambda size: (make(size), make(size)))
+    return lambda size: multiply(*pair(size))
+
+
+def dtype_of(name):
+    """The dtype of a library's products."""
+    return name.split()[-1] if " " in name else "float32"
+
+
+def peak(multiply):
+    """FLOP/s of the largest product that takes no longer than the limit."""
+    multiply(SMALLEST)
+    size, flops = PEAK, rate(multiply, SMALLEST, 1)
+    while size > SMALLEST and 2 * size**3 / flops > LIMIT_S:
+        size //= 2
+    multiply(size)
+    return rate(multiply, size, REPEATS)
 
 
 def rate(multiply, size: int, repeats: int) -> float:
@@ -45,14 +65,17 @@ def rate(multiply, size: int, repeats: int) -> float:
 
 def main():
     answers, libraries = common.Answers(), products()
-    wide = [name for name in libraries if not name.endswith("bfloat16")]
+    wide = [name for name in libraries if dtype_of(name) == "float32"]
     best = max(wide, key=lambda name: rate(libraries[name], CALIBRATION, REPEATS))
     answers.send(libraries=list(libraries), calibrates_with=best)
     for request in sys.stdin:
-        if request.strip() == "calibrate":  # the first wakes the threads
+        what, *dtypes = request.split()
+        if what == "calibrate":  # the first wakes the threads
             answers.send(flops=rate(libraries[best], CALIBRATION, 2))
         else:
-            answers.send(flops={name: rate(multiply, PEAK, REPEATS) for name, multiply in libraries.items()})
+            chosen = {name: multiply for name, multiply in libraries.items() if dtype_of(name) in dtypes}
+            answers.send(flops={name: peak(multiply) for name, multiply in chosen.items()})
 
 
-main()
+if __name__ == "__main__":
+    main()
