@@ -234,3 +234,27 @@ ENTRY %main (x: f8e5m2[8,4], y: f8e4m3fn[4,16], z: bf16[4,16]) -> bf16[8,16] {
 }
 """
     assert kernels(text) == {"fp8 products": 2, "__cublas$lt$matmul$f8": 1}
+
+
+@pytest.mark.parametrize(
+    "start",
+    [
+        "((bf16[512,8192]{1,0}, token[]), bf16[4096,8192]{1,0}) call-start(%p), to_apply=%offloaded.4",
+        '((), (), (s32[8]{0})) custom-call-start(), custom_call_target="unnamed", called_computations={%offloaded.4}',
+    ],
+)
+def test_collectives_that_a_tpu_offloads_are_in_computations_of_their_own(start):
+    """As libtpu writes them for TPU7x, 0.0.42 and 0.0.52."""
+    program = f"""\
+%offloaded.4 (param_0.60: bf16[512,8192]) -> bf16[4096,8192] {{
+  %param_0.60 = bf16[512,8192]{{1,0}} parameter(0)
+  ROOT %all-gather.9 = bf16[4096,8192]{{1,0}} all-gather(%param_0.60), replica_groups={{{{0,1,2,3,4,5,6,7}}}}, dimensions={{0}}
+}}
+
+ENTRY %main.1 (p: bf16[512,8192]) -> bf16[4096,8192] {{
+  %p = bf16[512,8192]{{1,0}} parameter(0)
+  %all-gather.start = {start}
+  ROOT %done = bf16[4096,8192]{{1,0}} custom-call-done(%all-gather.start)
+}}
+"""
+    assert collectives_by_kind(program) == {"all-gather": (1, 4096 * 8192 * 2)}

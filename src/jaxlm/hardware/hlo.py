@@ -24,6 +24,8 @@ _SOURCE = re.compile(r'op_name="([^"]*)"')
 _LIBRARY_CALL = re.compile(r'custom_call_target="(?P<name>[^"]+)"')
 _CALLED = re.compile(r"(?:body|calls|to_apply|true_computation|false_computation)=%?([\w.\-]+)")
 _BRANCHES = re.compile(r"branch_computations=\{([^}]*)\}")
+# A collective that a TPU's SparseCore runs beside the others is in a computation of its own.
+_OFFLOADED = re.compile(r"custom-call-start\(.*called_computations=\{([^}]*)\}")
 _TRIPS = re.compile(r'"?known_trip_count"?:?=?\{"n":"(\d+)"\}')
 _TURNS = re.compile(r"/turns=([\d.e+\-]+)(?=/)")
 _CONDITION = re.compile(r"condition=%?([\w.\-]+)")
@@ -170,8 +172,8 @@ class Program:
 
     def called_by(self, instruction: Instruction) -> list[str]:
         """The computations that an instruction calls: the body of a loop or fusion, or the branches of a conditional."""
-        branches = _BRANCHES.search(instruction.line)
-        names = _CALLED.findall(instruction.line) + (branches[1].split(",") if branches else [])
+        several = _BRANCHES.search(instruction.line) or _OFFLOADED.search(instruction.line)
+        names = _CALLED.findall(instruction.line) + (several[1].split(",") if several else [])
         return [name for name in (name.strip(" %") for name in names) if name in self.computations]
 
     def trip_count(self, loop: Instruction) -> int | None:
