@@ -175,7 +175,13 @@ def _forecast_phase(
         step = compile_step(plan, phase, console.log, limit=int(topology.chip.memory))
         if cuda:
             sampling = forecast_sampling(plan, phase, topology, console.log)
-    hlo = step.call.as_text() or ""
+    try:
+        hlo = step.call.as_text() or ""
+    except jax.errors.JaxRuntimeError as error:
+        raise ConfigError(
+            f"--topology {topology.name}: jax {jax.__version__} cannot read the program that the installed compiler wrote"
+            f" ({str(error)[:80]}). Install the compiler of this version: {install_command('tpu')}"
+        ) from error
     flops, tokens = flops_per_token(plan, phase), plan.batches.of(phase).largest.size * plan.tokens_per_example(phase)
     model = plan.state_builder.abstract_state(phase).model
     on_host = _optimizer_bytes(plan, phase) if plan.layout.optimizer_memory else 0
