@@ -376,7 +376,7 @@ class DataConfig(SourceConfig, draccus.PluginRegistry, abc.ABC, discover_package
         examples = self.arrange(cache, record_format, seq_len)
         if not len(examples):
             raise ConfigError(no_targets_within(cache, seq_len, source.key, split, record_format.overlong))
-        if options["summarize"] and (how := source.describe_records(split)):
+        if options["summarize"] and (how := source.describe_records(split, tokenizer)):
             source.log_with_name(log)(f"{split}: {how}")
         if options["summarize"] and examples.summary:
             source.log_with_name(log)(f"{split}: {examples.summary}")

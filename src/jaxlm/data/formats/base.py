@@ -2,14 +2,16 @@
 
 import abc
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any, ClassVar, Literal, NamedTuple
 
 import draccus
 import numpy as np
 
 from jaxlm.data.sources.document_files import has_records
+from jaxlm.data.sources.record_files import Record
 from jaxlm.data.sources.text_file import TextFile
+from jaxlm.data.tokenizer.chat_template import ChatTemplate
 from jaxlm.data.tokenizer.tokenizer import Tokenizer
 from jaxlm.reading.decode import encode
 
@@ -89,9 +91,14 @@ class Encoder(abc.ABC):
     def encode(self, contents: Sequence[Any]) -> list[TokenizedText | None]:
         """Tokenizes documents; None for a document without target tokens. Must be thread-safe."""
 
+    @property
+    def messages_template(self) -> ChatTemplate | None:
+        """The chat template for records with messages."""
+        return None
+
     def cache_key(self) -> dict[str, Any]:
         """Whatever determines the tokens besides the format and the tokenizer, as plain JSON."""
-        return {}
+        return {} if self.messages_template is None else self.messages_template.cache_key()
 
     @abc.abstractmethod
     def no_targets_message(self) -> str:
@@ -100,7 +107,7 @@ class Encoder(abc.ABC):
 
 @dataclass(frozen=True)
 class FormatConfig(draccus.PluginRegistry, abc.ABC, discover_packages_path="jaxlm.data.formats"):
-    """How the records of a source become tokens."""
+    """How the records of a source become tokens. The fields named `..._field` and `..._key` hold the keys that it reads."""
 
     makes: ClassVar[str] = "documents"
     """What the records become: the data section must read the same."""
@@ -109,9 +116,22 @@ class FormatConfig(draccus.PluginRegistry, abc.ABC, discover_packages_path="jaxl
     the tokenizer begins a text by itself, so that what a model answers looks the same in programs that only know the
     tokenizer. `template`: a chat template writes it. `ids`: with what they are given."""
 
+    keys_of_turns: ClassVar[tuple[str, ...]] = ("role", "content")
+    """The keys of a message that this format reads. Others are for the chat template."""
+    newer_keys: ClassVar[tuple[str, ...]] = ()
+    """Options that older caches do not have, if they are null."""
+    passes_on: ClassVar[bool] = False
+    """Whether other keys of a record reach somebody else, such as rewards."""
+
     @classmethod
     def default_choice_name(cls) -> str | None:
         return "text"
+
+    @property
+    def keys(self) -> list[str]:
+        """The keys of a record that this format reads, beside those for a chat template."""
+        names = [item.name for item in fields(self) if item.name.endswith(("_field", "_key"))]
+        return [key for key in (getattr(self, name) for name in names) if key is not None]
 
     @property
     @abc.abstractmethod
@@ -140,11 +160,11 @@ class FormatConfig(draccus.PluginRegistry, abc.ABC, discover_packages_path="jaxl
         """
         return None
 
-    def describe_records(self, file: TextFile) -> str | None:
-        """How the records of a file are read, if that follows from their keys; None if the configuration says it all.
+    def describe_record(self, record: Record) -> str | None:
+        """How records like this one are read, if that follows from their keys; None if the configuration says it all.
 
         Raises:
-            ConfigError: the first record cannot be read.
+            ConfigError: the record cannot be read.
         """
         return None
 
@@ -179,8 +199,9 @@ class FormatConfig(draccus.PluginRegistry, abc.ABC, discover_packages_path="jaxl
     def cache_key(self) -> dict[str, Any]:
         """The options that determine the tokens, as plain JSON; {} for text, whose `text_key` is part of the files' key."""
         options = {name: value for name, value in encode(self).items() if name not in _NOT_IN_KEY}
-        if options.get("tools_field", self) is None:
-            del options["tools_field"]  # older runs have no such key
+        for name in self.newer_keys:
+            if options[name] is None:
+                del options[name]
         return {} if options["type"] == "text" else {"format": options}
 
 

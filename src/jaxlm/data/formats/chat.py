@@ -3,10 +3,9 @@
 import abc
 import contextlib
 import json
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, NamedTuple, TypeGuard
+from typing import Any, ClassVar, TypeGuard
 
 import numpy as np
 
@@ -15,26 +14,16 @@ from jaxlm.data.formats.base import Begin, Encoder, FormatConfig, MaskedFormat, 
 from jaxlm.data.sources.record_files import Record
 from jaxlm.data.sources.text_file import TextFile
 from jaxlm.data.tokenizer.chat_template import ChatTemplate
+from jaxlm.data.tokenizer.rendering import Arguments
 from jaxlm.data.tokenizer.tokenizer import Tokenizer
 from jaxlm.reading.choices import choice
 
 Messages = list[dict[str, Any]]
-_TOOLS = re.compile(r"\btools\b")  # the variable of a chat template
-
-
-class Conversation(NamedTuple):
-    """A conversation of a file.
-
-    Attributes:
-        where: its location, for messages.
-        tools: what the record has under the key of the tools.
-        position: in the file.
-    """
-
-    where: str
-    messages: Messages
-    tools: Any
-    position: int
+TOOLS, VARIABLES = "tools", "chat_template_kwargs"
+OF_TEMPLATE = (TOOLS, VARIABLES)
+"""Keys of records with messages, for their chat template."""
+TRAINED_IF = ("weight", "train", "training")
+"""Keys of messages that say whether an answer is trained."""
 
 
 @dataclass(frozen=True)
@@ -49,10 +38,12 @@ class ConversationFormat(MaskedFormat):
             without such a block, what each assistant message adds to the conversation before it. `false` computes the loss
             on every token.
         tools_field: key of the tools that a conversation may call: a list, or a text with a list in JSON. The template gets
-            it as `tools`. Records without the key have none. Null gives the template none.
+            it as `tools`. Records without the key have none. Null is `tools`, if the template reads them.
     """
 
     begins_as: ClassVar[Begin] = "template"
+    keys_of_turns: ClassVar[tuple[str, ...]] = ("role", "content", *TRAINED_IF)
+    newer_keys: ClassVar[tuple[str, ...]] = ("tools_field",)
 
     chat_template: str | None = field(default=None, kw_only=True)
     mask_user_turns: bool = field(default=True, kw_only=True)
@@ -78,7 +69,7 @@ class ConversationFormat(MaskedFormat):
     def encoder(self, tokenizer: Tokenizer, *, bos: bool | None, eos: bool, key: str) -> Encoder:
         del bos, eos
         template = ChatTemplate.load(self.chat_template, tokenizer, f"{key}.chat_template")
-        if self.tools_field is not None and not _TOOLS.search(template.text):
+        if self.tools_field is not None and not template.reads(TOOLS):
             raise ConfigError(
                 f"{key}.tools_field: '{self.tools_field}' given, but the chat template reads no tools. Remove it, or set"
                 " chat_template to one that has the variable `tools`"
@@ -86,17 +77,14 @@ class ConversationFormat(MaskedFormat):
         return ChatEncoder(self, template, tokenizer, key)
 
     def texts(self, file: TextFile) -> Iterator[str]:
-        for conversation in self.conversations(file):
-            yield plain_text(conversation.messages)
+        for _, messages in self.conversations(file):
+            yield plain_text(messages)
 
-    def conversations(self, file: TextFile) -> Iterator[Conversation]:
-        """The conversations of a file."""
-        optional = () if self.tools_field is None else (self.tools_field,)
-        for record in file.records((self.key_of_messages,), optional):
-            # Tables have nulls for keys that only some messages have.
-            messages = [{k: v for k, v in m.items() if v is not None} for m in self.messages(record)]
-            tools = None if self.tools_field is None else record.values.get(self.tools_field)
-            yield Conversation(record.where, messages, tools, record.position)
+    def conversations(self, file: TextFile) -> Iterator[tuple[Record, Messages]]:
+        """The conversations of a file, each with its record."""
+        optional = [key for key in self.keys if key != self.key_of_messages]
+        for record in file.records((self.key_of_messages,), [*optional, *OF_TEMPLATE]):
+            yield record, for_template(self.messages(record), record.where)
 
 
 @choice(FormatConfig, "chat")
@@ -136,10 +124,16 @@ class ChatEncoder(Encoder):
     key: str
 
     def read(self, file: TextFile) -> Iterator[RawContent]:
-        for where, messages, raw_tools, position in self.config.conversations(file):
-            tools = self._tools(raw_tools, where)
-            rendered = self.template.render(messages, where, mark=self.config.mask_user_turns, tools=tools)
-            yield RawContent(rendered, len(rendered.text), len(rendered.text.encode()), position, where)
+        for record, messages in self.config.conversations(file):
+            mark, untrained = self.config.mask_user_turns, _untrained(messages, record.where)
+            if untrained and not mark:
+                raise ConfigError(
+                    f"{record.where}: message {untrained[0] + 1} is not to be trained, but {self.key}.mask_user_turns is"
+                    " false, which trains every token. Set it to true, or remove the record"
+                )
+            variables = template_variables(record, self.template, key_of_tools(self.config))
+            rendered = self.template.render(messages, record.where, mark=mark, variables=variables, untrained=untrained)
+            yield RawContent(rendered, len(rendered.text), len(rendered.text.encode()), record.position, record.where)
 
     def encode(self, contents: Sequence[Any]) -> list[TokenizedText | None]:
         encoded = self.tokenizer.encode_with_offsets([rendered.text for rendered in contents])
@@ -152,20 +146,9 @@ class ChatEncoder(Encoder):
             tokens.append(TokenizedText(ids, target_mask) if target_mask[1:].any() else None)
         return tokens
 
-    def cache_key(self) -> dict[str, Any]:
-        return self.template.cache_key()
-
-    def _tools(self, value: Any, where: str) -> list[Any] | None:
-        tools = value
-        if isinstance(value, str):
-            with contextlib.suppress(ValueError):
-                tools = json.loads(value) if value.strip() else None
-        if tools is not None and not isinstance(tools, list):
-            raise ConfigError(
-                f"{where}: expected a list of tools under '{self.config.tools_field}', or a text with one in JSON, got"
-                f" {value!r:.80}. Set {self.key}.tools_field to the key of the tools"
-            )
-        return tools or None
+    @property
+    def messages_template(self) -> ChatTemplate:
+        return self.template
 
     def no_targets_message(self) -> str:
         if self.template.has_generation:
@@ -186,6 +169,86 @@ def are_messages(value: Any) -> TypeGuard[Messages]:
         and bool(value)
         and all(isinstance(message, Mapping) and isinstance(message.get("role"), str) for message in value)
     )
+
+
+def for_template(messages: Sequence[Mapping[str, Any]], where: str) -> Messages:
+    """Messages as a chat template gets them: without nulls, with the arguments of calls as mappings, and texts as texts."""
+    try:
+        return [_for_template(message) for message in messages]
+    except RecursionError as error:
+        raise ConfigError(f"{where}: the messages are nested too deeply. Remove the record") from error
+
+
+def _for_template(given: Mapping[str, Any]) -> dict[str, Any]:
+    message = _without_nulls(given)
+    calls = message.get("tool_calls")
+    called = [call for call in (calls if isinstance(calls, list) else []) if isinstance(call, dict)]
+    for call in (message.get("function_call"), *called, *(call.get("function") for call in called)):
+        arguments = call.get("arguments") if isinstance(call, dict) else None
+        values = _parsed(arguments)
+        if isinstance(call, dict) and isinstance(values, dict):
+            text = arguments if isinstance(arguments, str) else json.dumps(values, ensure_ascii=False, default=str)
+            call["arguments"] = Arguments(values, text)
+    parts = message.get("content")
+    if isinstance(parts, list) and all(isinstance(p, dict) and p.keys() == {"type", "text"} for p in parts):
+        message["content"] = "".join(map(str, (part["text"] for part in parts)))
+    return message
+
+
+def _without_nulls(value: Any) -> Any:
+    """A value in which no mapping has a null.
+
+    Tables have nulls for keys that only other records have, and cannot say which of them somebody wrote. So that JSON gives
+    the same tokens, its nulls are left out too. Those in texts with JSON stay.
+    """
+    if isinstance(value, Mapping):
+        return {key: _without_nulls(item) for key, item in value.items() if item is not None}
+    return [_without_nulls(item) for item in value] if isinstance(value, list) else value
+
+
+def _parsed(value: Any) -> Any:
+    """What a text says in JSON, or the value itself."""
+    if isinstance(value, str):
+        with contextlib.suppress(ValueError, RecursionError):
+            return json.loads(value) if value.strip() else None
+    return value
+
+
+def key_of_tools(config: FormatConfig) -> str:
+    """The key of the tools in a record."""
+    return getattr(config, "tools_field", None) or TOOLS
+
+
+def template_variables(record: Record, template: ChatTemplate, tools_field: str = TOOLS) -> dict[str, Any]:
+    """What the chat template gets of a record beside the messages: its tools, and the variables in TRL's column of them."""
+    read, variables = [], _parsed(record.values.get(VARIABLES)) or {}
+    if template.reads(TOOLS):
+        read = _parsed(record.values.get(tools_field)) or []
+    for key, value, kind, what in (
+        (tools_field, read, list, "a list of tools"),
+        (VARIABLES, variables, dict, "a mapping of variables"),
+    ):
+        if not isinstance(value, kind):
+            raise ConfigError(
+                f"{record.where}: expected {what} under '{key}', or a text with one in JSON, got {value!r:.80}. Correct the"
+                " record, or rename the key"
+            )
+    return {**_without_nulls(variables), TOOLS: _without_nulls(read) or None}
+
+
+def _untrained(messages: Messages, where: str) -> list[int]:
+    """The numbers of the messages that are not to be trained, as OpenAI's, ShareGPT's and Axolotl's files say it."""
+    numbers = []
+    for number, message in enumerate(messages):
+        given = {key: message[key] for key in TRAINED_IF if key in message}
+        for key, value in given.items():
+            if value not in (0, 1) or (value and key != "weight" and message["role"] != "assistant"):
+                raise ConfigError(
+                    f"{where}: message {number + 1}: {key}: {value!r:.40} given for the role '{message['role']}'. Only"
+                    " answers of the assistant are trained (1), or not (0). Correct the record"
+                )
+        numbers += [number] if not all(given.values()) else []
+    return numbers
 
 
 def plain_text(content: str | Messages) -> str:

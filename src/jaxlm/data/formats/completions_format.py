@@ -2,7 +2,7 @@
 
 import abc
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
 
@@ -10,14 +10,14 @@ import numpy as np
 
 from jaxlm.core.errors import ConfigError, listed
 from jaxlm.data.formats.base import Begin, Encoder, FormatConfig, RawContent, TokenizedText
-from jaxlm.data.formats.chat import Messages, are_messages
+from jaxlm.data.formats.chat import Messages, are_messages, for_template, template_variables
 from jaxlm.data.sources.document_files import has_records
 from jaxlm.data.sources.record_files import Record
 from jaxlm.data.sources.text_file import TextFile
 from jaxlm.data.tokenizer.chat_template import ChatTemplate
 from jaxlm.data.tokenizer.tokenizer import Tokenizer, boundary_ids
 
-_USER, _ASSISTANT = "user", "assistant"
+_SYSTEM, _USER, _ASSISTANT = "system", "user", "assistant"
 _Sequence = tuple[np.ndarray, np.ndarray]  # ids, and whether the loss is computed on each of them
 
 
@@ -85,9 +85,22 @@ def text_or_messages(record: Record, key: str) -> str | Messages:
     if isinstance(value, str):
         return value
     if are_messages(value):
-        return [{k: v for k, v in m.items() if v is not None} for m in value]
+        return for_template(value, record.where)
     problem = f"it is {value!r:.80}" if key in record.values else f"the record has the keys {listed(record.values)}"
     raise ConfigError(f"{record.where}: no text and no list of messages under '{key}': {problem}")
+
+
+def one_completion(record: Record, prompt: str | Messages, key: str, template: ChatTemplate | None) -> Completions:
+    """The prompt of a record with the completion under a key. Raises `ConfigError` as of `rendered`."""
+    completion = text_or_messages(record, key)
+    if isinstance(completion, list):
+        return rendered(record, prompt, (completion,), checked_template(template, record.where, key))
+    if isinstance(prompt, list):
+        raise ConfigError(
+            f"{record.where}: the prompt is a list of messages and '{key}' is a text. Make both of them texts, or both lists"
+            " of messages"
+        )
+    return Completions(prompt, (completion,), is_rendered=False)
 
 
 def checked_template(template: ChatTemplate | None, where: str, key: str) -> ChatTemplate:
@@ -100,16 +113,18 @@ def checked_template(template: ChatTemplate | None, where: str, key: str) -> Cha
 
 
 def rendered(
-    where: str, prompt: str | Messages | None, continued: Sequence[Messages], template: ChatTemplate
+    record: Record, prompt: str | Messages | None, continued: Sequence[Messages], template: ChatTemplate
 ) -> Completions:
-    """Renders conversations. Messages that all of them begin with belong to the prompt."""
+    """Renders conversations. The prompt is what is given, or else the messages that all of them begin with."""
+    where, variables = record.where, template_variables(record, template)
     before = [{"role": _USER, "content": prompt}] if isinstance(prompt, str) else (prompt or [])
-    # UltraFeedback and others repeat the prompt in the completions.
-    conversations = [m if m[: len(before)] == before else [*before, *m] for m in continued]
+    conversations = [_joined(before, messages, where) for messages in continued]
     # The last message of each list is its completion.
     leading = zip(*(conversation[:-1] for conversation in conversations), strict=False)
-    equal = itertools.takewhile(lambda several: all(one == several[0] for one in several), leading)
+    equal = itertools.takewhile(lambda several: all(_is_same(one, several[0]) for one in several), leading)
     shared = [several[0] for several in equal]
+    if before and all(messages[0]["role"] == _ASSISTANT for messages in continued):
+        shared = before
     if not shared:
         raise ConfigError(f"{where}: no prompt: the lists of messages begin differently")
     for conversation in conversations:
@@ -119,14 +134,47 @@ def rendered(
                 f"{where}: a completion has no message with the role '{_ASSISTANT}': its messages after the prompt have the"
                 f" roles {', '.join(roles)}. Remove the record, or rename the roles"
             )
-    text = template.prompt(shared, where)
-    wholes = [template.render(conversation, where, mark=False).text for conversation in conversations]
+    text = template.prompt(shared, where, variables)
+    wholes = [
+        template.render([*shared, *conversation[len(shared) :]], where, mark=False, variables=variables).text
+        for conversation in conversations
+    ]
     if not all(whole.startswith(text) for whole in wholes):
         raise ConfigError(
             f"{where}: the completion cannot be located: the chat template ({template.origin}) renders the prompt differently"
             " without it. Use another template"
         )
     return Completions(text, tuple(whole[len(text) :] for whole in wholes), is_rendered=True)
+
+
+def _joined(prompt: Messages, messages: Messages, where: str) -> Messages:
+    """A conversation of a prompt, and of a list that continues it, or repeats it in part or as a whole.
+
+    UltraFeedback and others repeat the prompt in the completions, some with a system message or earlier turns before it.
+    """
+    goes_on = messages[0]["role"] not in (_SYSTEM, _USER)
+    for begin in () if goes_on or not prompt else range(len(messages) - len(prompt)):
+        if all(map(_is_same, prompt, messages[begin:])):
+            return messages
+    repeated = next(n for n in range(len(prompt), -1, -1) if all(map(_is_same, prompt[len(prompt) - n :], messages)))
+    after = messages[repeated:]
+    roles = [message["role"] for message in (*prompt[-1:], *after[:1])]
+    if prompt and (roles[-1] == _SYSTEM or roles == [_USER, _USER]):
+        raise ConfigError(
+            f"{where}: the prompt is given twice: {prompt[-1].get('content')!r:.80} is not in the messages that begin with"
+            f" {messages[0].get('content')!r:.80}. Correct the record, or set data.format.prompt_field to the key of those"
+        )
+    return [*prompt, *after]
+
+
+def _is_same(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
+    """Whether two messages say the same, but for white space around it."""
+    return {**one, "content": _stripped(one)} == {**other, "content": _stripped(other)}
+
+
+def _stripped(message: Mapping[str, Any]) -> Any:
+    content = message.get("content")
+    return content.strip() if isinstance(content, str) else content
 
 
 @dataclass(frozen=True)
@@ -160,8 +208,9 @@ class CompletionsEncoder(Encoder):
             for content in contents
         ]
 
-    def cache_key(self) -> dict[str, Any]:
-        return {} if self.template is None else self.template.cache_key()
+    @property
+    def messages_template(self) -> ChatTemplate | None:
+        return self.template
 
     def no_targets_message(self) -> str:
         advice = "Set data.enforce_bos and data.enforce_eos, or check the records"
@@ -175,11 +224,16 @@ class CompletionsEncoder(Encoder):
                 yield _sequence(np.concatenate([self.before, prompt]), np.concatenate([completion, self.after]))
 
     def _rendered(self, contents: Sequence[Completions]) -> Iterator[_Sequence]:
-        texts = [c.prompt + completion for c in contents for completion in c.completions]
-        prompts = [c.prompt for c in contents for _ in c.completions]
-        for prompt, (ids, begins, _) in zip(prompts, self.tokenizer.encode_with_offsets(texts), strict=True):
-            size = int(np.searchsorted(begins, len(prompt)))
-            yield _sequence(ids[:size], ids[size:])
+        yield from itertools.starmap(_sequence, encoded_whole(self.tokenizer, contents))
+
+
+def encoded_whole(tokenizer: Tokenizer, contents: Sequence[Completions]) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    """The ids of each rendered prompt and of each of its completions. Args: contents: rendered ones."""
+    texts = [c.prompt + completion for c in contents for completion in c.completions]
+    prompts = [c.prompt for c in contents for _ in c.completions]
+    for prompt, (ids, begins, _) in zip(prompts, tokenizer.encode_with_offsets(texts), strict=True):
+        size = int(np.searchsorted(begins, len(prompt)))
+        yield ids[:size], ids[size:]
 
 
 def _sequence(prompt: np.ndarray, completion: np.ndarray) -> _Sequence:

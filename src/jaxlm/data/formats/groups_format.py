@@ -8,7 +8,7 @@ from annotated_types import Interval
 from jaxlm.core.errors import ConfigError, listed
 from jaxlm.core.field_types import LARGEST_INT, is_float32, shown, what_float32_needs
 from jaxlm.data.formats.base import FormatConfig
-from jaxlm.data.formats.chat import plain_text
+from jaxlm.data.formats.chat import OF_TEMPLATE, plain_text
 from jaxlm.data.formats.completions_format import (
     Completions,
     CompletionsFormat,
@@ -54,7 +54,7 @@ class GroupsFormat(CompletionsFormat):
             yield from (prompt + response for response in self._responses(record))
 
     def records(self, file: TextFile) -> Iterator[Record]:
-        return file.records((self.prompt_field, self.responses_field, self.rewards_field))
+        return file.records((self.prompt_field, self.responses_field, self.rewards_field), OF_TEMPLATE)
 
     def nothing_to_train_on(self) -> str:
         return f"no group has a prompt and {self.group_size} responses of at least one token each"
@@ -72,7 +72,7 @@ class GroupsFormat(CompletionsFormat):
             return Completions(prompt, tuple(responses), False, tuple(map(float, rewards)))
         conversations = [[*prompt, {"role": "assistant", "content": response}] for response in responses]
         template = checked_template(template, record.where, self.prompt_field)
-        content = rendered(record.where, prompt, conversations, template)
+        content = rendered(record, prompt, conversations, template)
         return content._replace(numbers=tuple(map(float, rewards)))
 
     def _responses(self, record: Record) -> list[str]:

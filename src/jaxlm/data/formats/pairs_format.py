@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 
 from jaxlm.core.errors import ConfigError
 from jaxlm.data.formats.base import FormatConfig, Truncation
-from jaxlm.data.formats.chat import plain_text
+from jaxlm.data.formats.chat import OF_TEMPLATE, plain_text
 from jaxlm.data.formats.completions_format import (
     Completions,
     CompletionsFormat,
@@ -22,7 +22,6 @@ from jaxlm.data.tokenizer.chat_template import ChatTemplate
 from jaxlm.reading.choices import choice
 
 _PROMPT = "prompt"
-_LISTED = 200  # characters of the keys in a line
 _WHITE_SPACE = re.compile(r"\s")
 
 
@@ -80,21 +79,18 @@ class PairsFormat(CompletionsFormat):
         completions = [self.chosen_field, self.rejected_field]
         # Only the usual key may be missing: another one was written by somebody whose data should have it.
         is_usual = self.prompt_field == _PROMPT
-        return file.records(completions if is_usual else [*prompt, *completions], prompt if is_usual else ())
+        return file.records(
+            completions if is_usual else [*prompt, *completions], [*(prompt if is_usual else ()), *OF_TEMPLATE]
+        )
 
-    def describe_records(self, file: TextFile) -> str | None:
-        record = next(iter(file.records(None)), None)
-        if record is None:
-            return None
+    def describe_record(self, record: Record) -> str:
         prompt, chosen, _ = self.fields(record)
         kinds = {True: "a text", False: "messages"}
         pairs = f"pairs of '{self.chosen_field}' and '{self.rejected_field}' ({kinds[isinstance(chosen, str)]} each)"
         if prompt is not None:
             return f"{pairs} after '{self.prompt_field}' ({kinds[isinstance(prompt, str)]})"
-        others = [key for key in record.values if key not in (self.chosen_field, self.rejected_field)]
-        unread = f"; not read: {', '.join(others)[:_LISTED]}" if others else ""
         why = "" if self.prompt_field is None else f", because there is no '{self.prompt_field}'"
-        return f"{pairs}; the prompt is what both begin with{why}{unread}"
+        return f"{pairs}; the prompt is what both begin with{why}"
 
     def nothing_to_train_on(self) -> str:
         return "no pair has a prompt and two completions of at least one token each"
@@ -120,9 +116,8 @@ class PairsFormat(CompletionsFormat):
             )
         if isinstance(chosen, str):
             return self._text_pair(record.where, prompt, chosen, rejected)
-        return rendered(
-            record.where, prompt, (chosen, rejected), checked_template(template, record.where, self.chosen_field)
-        )
+        template = checked_template(template, record.where, self.chosen_field)
+        return rendered(record, prompt, (chosen, rejected), template)
 
     def _text_pair(self, where: str, prompt: str | None, chosen: str, rejected: str) -> Completions:
         if prompt is not None:

@@ -8,7 +8,7 @@ import numpy as np
 
 from jaxlm.core.errors import ConfigError
 from jaxlm.data.formats.base import Begin, Encoder, FormatConfig, RawContent, TokenizedText
-from jaxlm.data.formats.chat import plain_text
+from jaxlm.data.formats.chat import OF_TEMPLATE, plain_text, template_variables
 from jaxlm.data.formats.completions_format import checked_template, template_of, text_or_messages
 from jaxlm.data.sources.document_files import has_records
 from jaxlm.data.sources.text_file import TextFile
@@ -30,6 +30,7 @@ class PromptsFormat(FormatConfig):
 
     makes: ClassVar[str] = "prompts"
     begins_as: ClassVar[Begin] = "prompt"
+    passes_on: ClassVar[bool] = True
 
     prompt_field: str = "prompt"
     chat_template: str | None = None
@@ -75,14 +76,15 @@ class PromptsEncoder(Encoder):
 
     def read(self, file: TextFile) -> Iterator[RawContent]:
         field = self.config.prompt_field
-        for record in file.records((field,)):
+        for record in file.records((field,), OF_TEMPLATE):
             content = text_or_messages(record, field)
             if isinstance(content, str):
                 prompt = _Prompt(content, False, record.where)
             else:
                 template = checked_template(self.template, record.where, field)
-                prompt = _Prompt(template.prompt(content, record.where), True, record.where)
-            yield RawContent(prompt, len(prompt.text), len(prompt.text.encode()), record.position)
+                text = template.prompt(content, record.where, template_variables(record, template))
+                prompt = _Prompt(text, True, record.where)
+            yield RawContent(prompt, len(prompt.text), len(prompt.text.encode()), record.position, record.where)
 
     def encode(self, contents: Sequence[Any]) -> list[TokenizedText | None]:
         plain = iter(self.tokenizer.encode_arrays([p.text for p in contents if not p.is_rendered]))
@@ -92,8 +94,9 @@ class PromptsEncoder(Encoder):
             for p in contents
         ]
 
-    def cache_key(self) -> dict[str, Any]:
-        return {} if self.template is None else self.template.cache_key()
+    @property
+    def messages_template(self) -> ChatTemplate | None:
+        return self.template
 
     def no_targets_message(self) -> str:
         return f"{self.key}: there is no record. Check the files"

@@ -3,10 +3,11 @@
 from collections.abc import Mapping
 from dataclasses import field
 from types import MappingProxyType
+from typing import ClassVar
 
 from jaxlm.core.errors import ConfigError, listed
 from jaxlm.data.formats.base import FormatConfig
-from jaxlm.data.formats.chat import ConversationFormat, Messages
+from jaxlm.data.formats.chat import TRAINED_IF, ConversationFormat, Messages
 from jaxlm.data.sources.record_files import Record
 from jaxlm.reading.choices import choice
 
@@ -33,10 +34,14 @@ class ShareGptFormat(ConversationFormat):
     Attributes:
         conversations_field: key of the list of turns.
         roles: the roles of further names under `from`, or other ones for the usual names.
+        system_field: key of the system message, for conversations that do not begin with one. Null reads none.
     """
+
+    keys_of_turns: ClassVar[tuple[str, ...]] = (_FROM, _VALUE, *TRAINED_IF)
 
     conversations_field: str = "conversations"
     roles: dict[str, str] = field(default_factory=dict)
+    system_field: str | None = "system"
 
     @property
     def key_of_messages(self) -> str:
@@ -64,4 +69,12 @@ class ShareGptFormat(ConversationFormat):
                 )
             others = {key: value for key, value in turn.items() if key not in (_FROM, _VALUE)}
             messages.append({**others, "role": roles[name], "content": text})
-        return messages
+        system = None if self.system_field is None else record.values.get(self.system_field)
+        if not system or (messages[0]["role"] == "system" and messages[0]["content"].strip() == str(system).strip()):
+            return messages
+        if not isinstance(system, str) or messages[0]["role"] == "system":
+            raise ConfigError(
+                f"{record.where}: {system!r:.80} under '{self.system_field}', a text expected that is not beside another"
+                " system message. Correct the record, or set format.system_field to null"
+            )
+        return [{"role": "system", "content": system}, *messages]

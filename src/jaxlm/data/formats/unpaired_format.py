@@ -5,14 +5,8 @@ from typing import ClassVar
 
 from jaxlm.core.errors import ConfigError, listed
 from jaxlm.data.formats.base import FormatConfig
-from jaxlm.data.formats.chat import plain_text
-from jaxlm.data.formats.completions_format import (
-    Completions,
-    CompletionsFormat,
-    checked_template,
-    rendered,
-    text_or_messages,
-)
+from jaxlm.data.formats.chat import OF_TEMPLATE, plain_text
+from jaxlm.data.formats.completions_format import Completions, CompletionsFormat, one_completion, text_or_messages
 from jaxlm.data.sources.record_files import Record
 from jaxlm.data.sources.text_file import TextFile
 from jaxlm.data.tokenizer.chat_template import ChatTemplate
@@ -50,25 +44,17 @@ class UnpairedFormat(CompletionsFormat):
             )
 
     def records(self, file: TextFile) -> Iterator[Record]:
-        return file.records((self.prompt_field, self.completion_field, self.label_field))
+        return file.records((self.prompt_field, self.completion_field, self.label_field), OF_TEMPLATE)
 
     def nothing_to_train_on(self) -> str:
         return "no record has a prompt and a completion of at least one token each"
 
     def completions(self, record: Record, template: ChatTemplate | None) -> Completions:
-        prompt, completion = (text_or_messages(record, key) for key in (self.prompt_field, self.completion_field))
         label = record.values.get(self.label_field)
         if label not in (0, 1):  # True and False are equal to them
             raise ConfigError(
                 f"{record.where}: expected true or false under '{self.label_field}', got {label!r:.80}. Keys of the record:"
                 f" {listed(record.values)}"
             )
-        if isinstance(prompt, str) and isinstance(completion, str):
-            return Completions(prompt, (completion,), False, (float(label),))
-        if isinstance(completion, str):
-            raise ConfigError(
-                f"{record.where}: '{self.prompt_field}' is a list of messages and '{self.completion_field}' is a text. Make"
-                " both of them texts, or both lists of messages"
-            )
-        template = checked_template(template, record.where, self.completion_field)
-        return rendered(record.where, prompt, (completion,), template)._replace(numbers=(float(label),))
+        prompt = text_or_messages(record, self.prompt_field)
+        return one_completion(record, prompt, self.completion_field, template)._replace(numbers=(float(label),))

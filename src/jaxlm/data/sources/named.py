@@ -18,6 +18,7 @@ from jaxlm.data.cache.token_cache import METADATA, Provenance, TokenCache, make_
 from jaxlm.data.cache.workers import LOCAL_WORKERS, Workers
 from jaxlm.data.formats.base import Encoder
 from jaxlm.data.formats.preview import MaskPreview, preview_masks
+from jaxlm.data.formats.unread_keys import describe_records
 from jaxlm.data.sources.files import open_files
 from jaxlm.data.sources.source_config import DEFAULT_TEXT_KEY, ListedUrl, SourceConfig
 from jaxlm.data.sources.text_file import TextFile
@@ -174,9 +175,10 @@ class NamedSource:
         is_here = all(source.is_local(self.mirror) for item in listed for source in item.sources)
         return self._files(listed, lambda _: None, {}) if is_here else None
 
-    def describe_records(self, split: str) -> str | None:
-        """How the records of a split are read, if that follows from their keys; None for files of other machines too."""
-        return next((self.config.format.describe_records(file) for file in self.local_files(split) or ()), None)
+    def describe_records(self, split: str, tokenizer: Tokenizer) -> str | None:
+        """How the records of a split are read, and which of their keys are not; None for files of other machines too."""
+        template = self.encoder(tokenizer).messages_template
+        return describe_records(self.config.format, template, self.local_files(split) or (), self._text_key)
 
     def is_tokenized(self, split: str) -> bool:
         """Whether the token cache of the split exists, here or at the URL."""

@@ -6,12 +6,14 @@ supported: with them, the same data would give different tokens every day. They 
 """
 
 import contextlib
+import functools
 import hashlib
 import json
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from jaxlm.core.bounded_read import read_text
@@ -24,6 +26,8 @@ from jaxlm.data.tokenizer.tokenizer import Tokenizer
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 _ASSISTANT = "assistant"
 _ANSWERS = ("jaxlm", "haliax")  # of an example: they end differently, in capitals too
+_CALLS = ("tool_calls", "function_call")  # keys of messages
+_VERSION = 2  # of how records become what templates render
 
 
 class Rendered(NamedTuple):
@@ -47,10 +51,18 @@ class ChatTemplate:
     origin: str
     names: Mapping[str, str]
 
-    def cache_key(self) -> dict[str, str]:
+    def cache_key(self) -> dict[str, Any]:
         """What determines rendered text, as plain JSON."""
         content = json.dumps([self.text, dict(self.names)])
-        return {"chat_template": hashlib.sha256(content.encode()).hexdigest()}
+        return {"chat_template": hashlib.sha256(content.encode()).hexdigest(), "conversations": _VERSION}
+
+    def reads(self, name: str) -> bool:
+        """Whether the template mentions a variable, a key of a message or a type of content."""
+        return name in self._words
+
+    @functools.cached_property
+    def _words(self) -> frozenset[str]:
+        return frozenset(re.findall(r"\w+", self.text))
 
     @classmethod
     def load(cls, source: str | None, tokenizer: Tokenizer, key: str) -> "ChatTemplate":
@@ -85,62 +97,82 @@ class ChatTemplate:
         return _GENERATION.search(self.text) is not None
 
     def render(
-        self, messages: Sequence[Mapping[str, Any]], where: str, *, mark: bool, tools: Sequence[Any] | None = None
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        where: str,
+        *,
+        mark: bool,
+        variables: Mapping[str, Any] = MappingProxyType({}),
+        untrained: Collection[int] = (),
     ) -> Rendered:
         """Renders a conversation.
 
         Args:
             where: location of the conversation, for messages.
             mark: restrict the target spans to the assistant's text; otherwise the loss is computed on all text.
-            tools: what the conversation may call.
+            variables: what the template gets beside the messages, such as `tools`.
+            untrained: with `mark`, the numbers of answers without loss.
 
         Raises:
             ConfigError: the template rejects the messages, or the assistant's text cannot be located.
         """
         whole = (len(messages), False)
-        if mark and not self.has_generation:
-            return self._with_assistant_spans(messages, where, tools)
-        (marked,) = self._texts(messages, where, tools, [whole])
-        if mark:
-            return _split_marked(marked)
-        text = MARKS.sub("", marked)
-        return Rendered(text, ((0, len(text)),))
-
-    def prompt(self, messages: Sequence[Mapping[str, Any]], where: str) -> str:
-        """Renders a conversation followed by the header of the assistant's next message."""
-        return MARKS.sub("", self._texts(messages, where, None, [(len(messages), True)])[0])
-
-    def _with_assistant_spans(
-        self, messages: Sequence[Mapping[str, Any]], where: str, tools: Sequence[Any] | None
-    ) -> Rendered:
-        """Each assistant message's span is what it adds to the conversation before it, without the message's header."""
-        answers = [number for number, message in enumerate(messages) if message["role"] == _ASSISTANT]
-        ends = [end for number in answers for end in ((number, True), (number + 1, False))]
-        whole, *texts = self._texts(messages, where, tools, [(len(messages), False), *ends])
+        if not mark:
+            text = MARKS.sub("", self._texts(messages, where, variables, [whole])[0])
+            return Rendered(text, ((0, len(text)),))
+        roles = [message["role"] for message in messages]
+        # Without blocks, an answer is what its message adds to the conversation and the header of the message.
+        answers = [n for n, role in enumerate(roles) if role == _ASSISTANT and (n in untrained) == self.has_generation]
+        ends = [end for n in answers for end in ((n, not self.has_generation), (n + 1, False))]
+        text, *texts = self._texts(messages, where, variables, [whole, *ends])
         for number, before, until in zip(answers, texts[::2], texts[1::2], strict=True):
-            if not (until.startswith(before) and whole.startswith(until)):
+            if not (until.startswith(before) and text.startswith(until)):
                 raise ConfigError(
                     f"{where}: the assistant's text in message {number + 1} cannot be located: the chat template"
                     f" ({self.origin}) renders the start of a conversation differently from the whole of it. Use a"
                     " template with {% generation %} around the assistant's text, or set mask_user_turns to false"
                 )
-        return Rendered(whole, tuple((len(b), len(u)) for b, u in zip(texts[::2], texts[1::2], strict=True)))
+        spans = tuple((len(b), len(u)) for b, u in zip(texts[::2], texts[1::2], strict=True))
+        return _split_marked(text, spans) if self.has_generation else Rendered(text, spans)
+
+    def prompt(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        where: str,
+        variables: Mapping[str, Any] = MappingProxyType({}),
+    ) -> str:
+        """Renders a conversation followed by the header of the assistant's next message."""
+        return MARKS.sub("", self._texts(messages, where, variables, [(len(messages), True)])[0])
 
     def _texts(
         self,
         messages: Sequence[Mapping[str, Any]],
         where: str,
-        tools: Sequence[Any] | None,
+        variables: Mapping[str, Any],
         until: Sequence[tuple[int, bool]],
     ) -> list[str]:
         """Args: until: see `Job`."""
-        job = Job(self.text, {**self.names, "messages": list(messages), "tools": tools}, tuple(until))
+        for number, message in enumerate(messages, start=1):
+            self._check_message(message, f"{where}: message {number}")
+        job = Job(self.text, {**self.names, "tools": None, **variables, "messages": list(messages)}, tuple(until))
         try:
             return RENDERER.render(job)
         except UnsuitableTextError as error:
             raise ConfigError(f"{where}: {error}") from error
         except RenderingError as error:
             raise ConfigError(f"{where}: the chat template ({self.origin}){error}") from error
+
+    def _check_message(self, message: Mapping[str, Any], where: str) -> None:
+        """Raises `ConfigError` for calls and parts of a content that the template would leave out, or write as Python does."""
+        content = message.get("content")
+        parts = content if isinstance(content, list) else []
+        types = [f"{part.get('type')}" for part in parts if isinstance(part, Mapping)]
+        given = [name for name in (*(name for name in _CALLS if message.get(name)), *types) if not self.reads(name)]
+        if given:
+            raise ConfigError(
+                f"{where} has '{given[0]}', which the chat template ({self.origin}) does not read. Set chat_template to one"
+                " that does, or remove the record"
+            )
 
     def check(self) -> None:
         """Raises `ConfigError` if the template is invalid."""
@@ -221,17 +253,21 @@ def with_templates(tokenizer: Tokenizer, names: Sequence[str], key: str) -> Toke
     return tokenizer.with_chat_template(default_template.text, files, ends)
 
 
-def _split_marked(marked: str) -> Rendered:
-    """Removes the marks around generated text, and returns the spans between them."""
-    parts, spans, size, begin = [], [], 0, None
+def _split_marked(marked: str, untrained: Sequence[tuple[int, int]]) -> Rendered:
+    """Removes the marks around generated text, and returns the spans between them.
+
+    Args:
+        untrained: ranges of `marked` without loss.
+    """
+    parts, spans, size, begin, place = [], [], 0, None, 0
     for part in MARKS.split(marked):
         if part == BEGIN:
-            begin = size
+            begin = size if not any(start <= place < end for start, end in untrained) else None
         elif part == END:
-            assert begin is not None, "a block ends only after it begins"
             # An empty span would count a token that begins before it and ends after it.
-            spans += [(begin, size)] if size > begin else []
+            spans += [(begin, size)] if begin is not None and size > begin else []
         else:
             parts.append(part)
             size += len(part)
+        place += len(part)
     return Rendered("".join(parts), tuple(spans))

@@ -55,6 +55,26 @@ class Job(NamedTuple):
     until: tuple[tuple[int, bool], ...]
 
 
+class Arguments(dict):
+    """The arguments of a call: a mapping, and their JSON where a template writes them as text.
+
+    Templates disagree on which of the two they get: some apply `tojson`, others write what they are given.
+    """
+
+    def __init__(self, values: dict[str, Any], text: str):
+        super().__init__(values)
+        self.text = text
+
+    def __str__(self) -> str:
+        return self.text
+
+    def __add__(self, after: str) -> str:
+        return self.text + after
+
+    def __radd__(self, before: str) -> str:
+        return before + self.text
+
+
 def serve(descriptor: int) -> None:
     """Renders what comes through the connection, until it is closed."""
     # Ctrl-C in a terminal, or a scheduler, tells the run to stop, which still renders what it has begun.

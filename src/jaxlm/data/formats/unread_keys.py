@@ -1,0 +1,61 @@
+"""How the records of a source are read, and what they say that nobody reads.
+
+Every key of a record, and of the messages in it, is read by the format, by the chat template, or by rewards, or is listed. So
+no layout needs to be known for `weight`, `images` or `history` to be named.
+"""
+
+import itertools
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from jaxlm.data.formats.base import FormatConfig
+from jaxlm.data.formats.chat import OF_TEMPLATE, TOOLS, VARIABLES, key_of_tools
+from jaxlm.data.sources.record_files import Record
+from jaxlm.data.sources.text_file import TextFile
+from jaxlm.data.tokenizer.chat_template import ChatTemplate
+
+_MAX_FILES, _RECORDS = 10, 100  # of each file
+_MAX_LISTED = 200  # characters
+
+
+def describe_records(
+    config: FormatConfig, template: ChatTemplate | None, files: Sequence[TextFile], text_key: str
+) -> str | None:
+    """How records are read, and which of their keys are not; None if that is all of them, as the configuration says.
+
+    Args:
+        text_key: the key of the text, for formats that read one.
+
+    Raises:
+        ConfigError: one of the first records cannot be read.
+    """
+    first = [file for file in files if file.has_records][:_MAX_FILES]
+    records = [record for file in first for record in itertools.islice(file.records(None), _RECORDS)]
+    how = config.describe_record(records[0]) if records else None
+    unread = ", ".join(dict.fromkeys(key for record in records for key in _unread(config, template, record, text_key)))
+    short = unread if len(unread) <= _MAX_LISTED else f"{unread[:_MAX_LISTED]}..."
+    return "; ".join(filter(None, (how, unread and f"not read: {short}"))) or None
+
+
+def _unread(config: FormatConfig, template: ChatTemplate | None, record: Record, text_key: str) -> Iterator[str]:
+    turns = {key: _turns(record.values.get(key)) for key in config.keys if key != key_of_tools(config)}
+    read = {*config.keys, config.key_of_text(text_key)}
+    if template is not None and any(turns.values()):
+        read |= {VARIABLES, *([key_of_tools(config)] if template.reads(TOOLS) else [])}
+    for key, value in record.values.items():
+        if not _says_something(value):
+            continue
+        if key not in read and not (config.passes_on and key not in OF_TEMPLATE):
+            yield key
+        for turn in turns.get(key, ()):
+            for name, said in turn.items():
+                if name not in config.keys_of_turns and _says_something(said) and not (template and template.reads(name)):
+                    yield f"{key}[].{name}"
+
+
+def _turns(value: Any) -> list[dict[str, Any]]:
+    return [turn for turn in value if isinstance(turn, dict)] if isinstance(value, list) else []
+
+
+def _says_something(value: Any) -> bool:
+    return value is not None and not (isinstance(value, str | list | dict) and not value)
