@@ -253,7 +253,9 @@ def test_a_template_gets_the_tools_of_a_conversation(config, tokenizer, tmp_path
     transformers = pytest.importorskip("transformers")
     reference = transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer._backend_with_offsets)
     found = reference.apply_chat_template(CONVERSATIONS[0], tools=tools, chat_template=template, tokenize=False)
-    rendered = ChatTemplate(template, "here", {}).render(CONVERSATIONS[0], "here", mark=False, tools=tools)
+    rendered = ChatTemplate(template, "here", {}).render(
+        CONVERSATIONS[0], "here", mark=False, variables={"tools": tools}
+    )
     assert rendered.text == found
     (tmp_path / "a.jsonl").write_text(json.dumps({"messages": CONVERSATIONS[0], "tools": "add"}) + "\n")
     with pytest.raises(

@@ -67,7 +67,9 @@ def test_supervised_fields(base, tmp_path):
     assert usual == seen(1, second, input_field="x", output_field="y")
     for number, keys in enumerate(({"separate_with": " "}, {"mask_inputs": False}, {"pack": False}), start=2):
         assert seen(number, first, **keys) != usual, keys
-    with pytest.raises(ConfigError, match="line 1: no text under 'prompt': the record has the keys x, y"):
+    with pytest.raises(
+        ConfigError, match="line 1: no text and no list of messages under 'prompt': the record has the keys x, y"
+    ):
         seen(9, second)
 
 
@@ -88,9 +90,12 @@ def test_every_format_field_has_a_test():
         # tests/data/test_chat_format.py
         "sharegpt": [
             *("pack", "truncation", "chat_template", "mask_user_turns", "tools_field"),
-            *("conversations_field", "roles"),
+            *("conversations_field", "roles", "system_field"),
         ],
-        "supervised": ["pack", "truncation", "input_field", "output_field", "separate_with", "mask_inputs"],
+        "supervised": [
+            *("pack", "truncation", "input_field", "output_field", "separate_with", "mask_inputs"),
+            *("context_field", "chat_template"),
+        ],
         "text": ["text_key"],
         "unpaired": ["prompt_field", "completion_field", "label_field", "chat_template"],  # tests/data/test_unpaired.py
     }

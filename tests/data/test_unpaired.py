@@ -60,7 +60,10 @@ def test_messages_are_rendered_and_fields_name_the_keys(opened, tokenizer):
         ({"label": "true"}, r"line 1: expected true or false under 'label', got 'true'"),
         ({"label": None}, r"expected true or false under 'label', got None"),
         ({"completion": 3}, r"no text and no list of messages under 'completion': it is 3"),
-        ({"prompt": [{"role": "user", "content": "hi"}]}, r"'prompt' is a list of messages and 'completion' is a text"),
+        (
+            {"prompt": [{"role": "user", "content": "hi"}]},
+            "the prompt is a list of messages and 'completion' is a text",
+        ),
     ],
 )
 def test_records_that_are_refused(opened, change, message):

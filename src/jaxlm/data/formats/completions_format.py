@@ -18,7 +18,7 @@ from jaxlm.data.tokenizer.chat_template import ChatTemplate
 from jaxlm.data.tokenizer.tokenizer import Tokenizer, boundary_ids
 
 _SYSTEM, _USER, _ASSISTANT = "system", "user", "assistant"
-_Sequence = tuple[np.ndarray, np.ndarray]  # ids, and whether the loss is computed on each of them
+_Sequence = tuple[np.ndarray, np.ndarray]  # ids of a prompt and a completion
 
 
 class Completions(NamedTuple):
@@ -38,26 +38,24 @@ class Completions(NamedTuple):
 
 
 @dataclass(frozen=True)
-class CompletionsFormat(FormatConfig):
-    """Records with a prompt and several completions."""
+class PromptedFormat(FormatConfig):
+    """Records with a prompt and one or more completions."""
 
     begins_as: ClassVar[Begin] = "prompt"
-
-    @property
-    @abc.abstractmethod
-    def num_completions(self) -> int:
-        """Number of completions of each record."""
-
-    @property
-    def documents_per_sequence(self) -> int | None:
-        return 1
-
-    def can_read(self, name: str) -> bool:
-        return has_records(name)
 
     def encoder(self, tokenizer: Tokenizer, *, bos: bool | None, eos: bool, key: str) -> Encoder:
         template = template_of(self, tokenizer, key)
         return CompletionsEncoder(self, key, tokenizer, template, *boundary_ids(tokenizer, bos=bos, eos=eos))
+
+    @property
+    def trains_prompts(self) -> bool:
+        """Whether the loss is computed on prompts too."""
+        return False
+
+    @property
+    def trains_empty(self) -> bool:
+        """Whether a completion without text is trained, of which only EOS is left."""
+        return True
 
     @abc.abstractmethod
     def records(self, file: TextFile) -> Iterator[Record]:
@@ -70,6 +68,23 @@ class CompletionsFormat(FormatConfig):
     @abc.abstractmethod
     def nothing_to_train_on(self) -> str:
         """What is missing if no record has a prompt and completions, for the error message."""
+
+
+@dataclass(frozen=True)
+class CompletionsFormat(PromptedFormat):
+    """Records whose completions are an example together."""
+
+    @property
+    @abc.abstractmethod
+    def num_completions(self) -> int:
+        """Number of completions of each record."""
+
+    @property
+    def documents_per_sequence(self) -> int | None:
+        return 1
+
+    def can_read(self, name: str) -> bool:
+        return has_records(name)
 
 
 def template_of(config: FormatConfig, tokenizer: Tokenizer, key: str) -> ChatTemplate | None:
@@ -91,7 +106,7 @@ def text_or_messages(record: Record, key: str) -> str | Messages:
 
 
 def one_completion(record: Record, prompt: str | Messages, key: str, template: ChatTemplate | None) -> Completions:
-    """The prompt of a record with the completion under a key. Raises `ConfigError` as of `rendered`."""
+    """A prompt with the completion under a key of its record. Raises `ConfigError` if they do not fit."""
     completion = text_or_messages(record, key)
     if isinstance(completion, list):
         return rendered(record, prompt, (completion,), checked_template(template, record.where, key))
@@ -186,7 +201,7 @@ class CompletionsEncoder(Encoder):
     whole.
     """
 
-    config: CompletionsFormat
+    config: PromptedFormat
     key: str
     tokenizer: Tokenizer
     template: ChatTemplate | None
@@ -202,9 +217,9 @@ class CompletionsEncoder(Encoder):
 
     def encode(self, contents: Sequence[Any]) -> list[TokenizedText | None]:
         plain, rendered = ([content for content in contents if content.is_rendered is kind] for kind in (False, True))
-        sequences = {False: iter(self._plain(plain)), True: iter(self._rendered(rendered))}
+        sequences = {False: self._plain(plain), True: self._rendered(rendered)}
         return [
-            _document(content, [next(sequences[content.is_rendered]) for _ in content.completions])
+            self._document(content, [next(sequences[content.is_rendered]) for _ in content.completions])
             for content in contents
         ]
 
@@ -213,38 +228,33 @@ class CompletionsEncoder(Encoder):
         return self.template
 
     def no_targets_message(self) -> str:
-        advice = "Set data.enforce_bos and data.enforce_eos, or check the records"
-        return f"{self.key}: {self.config.nothing_to_train_on()}. {advice}"
+        advice = "Set data.enforce_bos and data.enforce_eos, or check" if self.config.trains_empty else "Check"
+        return f"{self.key}: {self.config.nothing_to_train_on()}. {advice} the records"
 
     def _plain(self, contents: Sequence[Completions]) -> Iterator[_Sequence]:
         ids = iter(self.tokenizer.encode_arrays([t for c in contents for t in (c.prompt, *c.completions)]))
         for content in contents:
             prompt = next(ids)
             for completion in itertools.islice(ids, len(content.completions)):
-                yield _sequence(np.concatenate([self.before, prompt]), np.concatenate([completion, self.after]))
+                yield np.concatenate([self.before, prompt]), completion
 
     def _rendered(self, contents: Sequence[Completions]) -> Iterator[_Sequence]:
-        yield from itertools.starmap(_sequence, encoded_whole(self.tokenizer, contents))
+        texts = [c.prompt + completion for c in contents for completion in c.completions]
+        prompts = [c.prompt for c in contents for _ in c.completions]
+        for prompt, (ids, begins, _) in zip(prompts, self.tokenizer.encode_with_offsets(texts), strict=True):
+            size = int(np.searchsorted(begins, len(prompt)))
+            yield ids[:size], ids[size:]
 
-
-def encoded_whole(tokenizer: Tokenizer, contents: Sequence[Completions]) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """The ids of each rendered prompt and of each of its completions. Args: contents: rendered ones."""
-    texts = [c.prompt + completion for c in contents for completion in c.completions]
-    prompts = [c.prompt for c in contents for _ in c.completions]
-    for prompt, (ids, begins, _) in zip(prompts, tokenizer.encode_with_offsets(texts), strict=True):
-        size = int(np.searchsorted(begins, len(prompt)))
-        yield ids[:size], ids[size:]
-
-
-def _sequence(prompt: np.ndarray, completion: np.ndarray) -> _Sequence:
-    is_target = np.arange(len(prompt) + len(completion)) >= len(prompt)
-    return np.concatenate([prompt, completion]), is_target
-
-
-def _document(content: Completions, sequences: Sequence[_Sequence]) -> TokenizedText | None:
-    """All sequences as one document; None if one of them has no prompt or no completion."""
-    ids, masks = zip(*sequences, strict=True)
-    if not all(mask.any() and not mask.all() for mask in masks):
-        return None
-    numbers = np.array(content.numbers, np.float32) if content.numbers else None
-    return TokenizedText(np.concatenate(ids), np.concatenate(masks), numbers)
+    def _document(self, content: Completions, sequences: Sequence[_Sequence]) -> TokenizedText | None:
+        """All sequences as one document; None if one of them has no prompt or no completion."""
+        ids, masks = [], []
+        for prompt, completion in sequences:
+            ends = completion if content.is_rendered else np.concatenate([completion, self.after])
+            if not len(ends if self.config.trains_empty else completion) or (
+                self.config.trains_empty and not len(prompt)
+            ):
+                return None
+            ids += [prompt, ends]
+            masks += [np.full(len(prompt), self.config.trains_prompts), np.ones(len(ends), bool)]
+        numbers = np.array(content.numbers, np.float32) if content.numbers else None
+        return TokenizedText(np.concatenate(ids), np.concatenate(masks), numbers)

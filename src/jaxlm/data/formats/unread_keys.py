@@ -49,7 +49,11 @@ def _unread(config: FormatConfig, template: ChatTemplate | None, record: Record,
             yield key
         for turn in turns.get(key, ()):
             for name, said in turn.items():
-                if name not in config.keys_of_turns and _says_something(said) and not (template and template.reads(name)):
+                if (
+                    name not in config.keys_of_turns
+                    and _says_something(said)
+                    and not (template and template.reads(name))
+                ):
                     yield f"{key}[].{name}"
 
 

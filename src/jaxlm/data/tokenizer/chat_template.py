@@ -163,7 +163,7 @@ class ChatTemplate:
             raise ConfigError(f"{where}: the chat template ({self.origin}){error}") from error
 
     def _check_message(self, message: Mapping[str, Any], where: str) -> None:
-        """Raises `ConfigError` for calls and parts of a content that the template would leave out, or write as Python does."""
+        """Raises `ConfigError` for calls and parts of a content that the template would leave out, or write as a list."""
         content = message.get("content")
         parts = content if isinstance(content, list) else []
         types = [f"{part.get('type')}" for part in parts if isinstance(part, Mapping)]

@@ -103,12 +103,22 @@ class Tokenizer:
     def encode_with_offsets(self, texts: Sequence[str]) -> list[tuple[np.ndarray, np.ndarray, np.ndarray]]:
         """For each text: ids, and the begin and end character of each token; int32 [tokens] each.
 
-        Unlike in `encode_batch`, text that looks like a special token becomes that token, as chat templates need.
+        Unlike in `encode_batch`, text that looks like a special token becomes that token, as chat templates need. White
+        space that it swallows (`rstrip`, as in Phi-3) is not its own: it may be in an answer that the token is not in.
         """
         with pattern_errors():
             encoded = self._backend_with_offsets.encode_batch(texts, add_special_tokens=False)
-        pairs = [np.array(e.offsets, np.int32).reshape(-1, 2) for e in encoded]
-        return [(np.asarray(e.ids, np.int32), p[:, 0], p[:, 1]) for e, p in zip(encoded, pairs, strict=True)]
+        added = self._backend.get_added_tokens_decoder()
+        greedy = {number: token.content for number, token in added.items() if token.lstrip or token.rstrip}
+        tokens = []
+        for text, encoding in zip(texts, encoded, strict=True):
+            ids, pairs = np.array(encoding.ids, np.int32), np.array(encoding.offsets, np.int32).reshape(-1, 2)
+            for at in np.flatnonzero(np.isin(ids, list(greedy))):
+                content = greedy[int(ids[at])]
+                begin = text.find(content, *pairs[at].tolist())
+                pairs[at] = (begin, begin + len(content)) if begin >= 0 else pairs[at]
+            tokens.append((ids, pairs[:, 0], pairs[:, 1]))
+        return tokens
 
     def encode_like_transformers(self, text: str, *, add_special_tokens: bool) -> list[int]:
         """Ids of a text as transformers encodes it: text that looks like a special token becomes that token.
