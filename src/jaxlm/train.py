@@ -53,6 +53,7 @@ from jaxlm.session.init_from import (
     check_hf_weights,
     check_init_from,
     check_tokenizer,
+    check_vocabulary,
     expected_cursor,
     find_init_from,
 )
@@ -216,6 +217,7 @@ def _prepared(plan: Plan, console: Console) -> Iterator[tuple[Plan, Tokenizer, I
     enable_compilation_cache(config.trainer.compilation_cache_dir)
 
     tokenizer = main_first(lambda: plan.data[0].load_tokenizer(log=console.log))
+    check_vocabulary(plan, tokenizer.vocab_size)
     plan.model.leaves_from_tokens(tokenizer.vocab_size)  # raises for keys that do not suit the vocabulary
     check_same_data(plan, tokenizer.fingerprint)
     saved = main_only(lambda: saved and check_same_tokenizer(plan, saved, tokenizer.fingerprint))

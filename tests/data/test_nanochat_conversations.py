@@ -176,7 +176,7 @@ WRONG = {
         "message 1 has the role user, and its content must be",
     ),
     "a part of no type": ([user("a"), assistant([{"text": "b"}])], "has a part of the type , but text, python or"),
-    "another part": ([user("a"), parts(("image", "b"))], "message 2 has a part of the type image, but text, python or"),
+    "another part": ([user("a"), parts(("user", "b"))], "message 2 has a part of the type user, but text, python or"),
     "a part without text": ([user("a"), assistant([{"type": "text"}])], "message 2 has a part whose text is not text"),
     "an output of nothing": (
         [user("a"), assistant("b"), {"role": "tool", "content": "c"}],

@@ -20,6 +20,7 @@ import jax
 import numpy as np
 
 from jaxlm.core.errors import ConfigError, Parser
+from jaxlm.data.base import TRAIN
 from jaxlm.data.batch_schedule import BatchSchedule, BatchSize
 from jaxlm.data.cache.ray_workers import tokenize_on_ray
 from jaxlm.data.data import Data
@@ -157,8 +158,9 @@ def show_examples(config: RunConfig, tokenizer: Tokenizer, page: str, console: C
             "--show_example: no source has chats or prompts with completions (data.format: chat or supervised). To see what"
             " a batch consists of, use --show_batch 0"
         )
+    read = {source.key: source.describe_records(TRAIN, tokenizer) for source, _ in sources}
     for key, preview in previews:
-        console.log(f"{key}: trained: {preview.describe()}")
+        console.log(f"{key}: trained: {preview.describe()}{f'; {read[key]}' if read[key] else ''}")
         if not page and preview.example:
             console.log(preview.draw(colors=console.has_colors))
     if page:

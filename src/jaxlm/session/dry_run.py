@@ -241,7 +241,8 @@ def _openings(plan: Plan) -> Iterator[_Question]:
 
 
 def _previews(plan: Plan, drawn: list[MaskPreview]) -> Iterator[_Question]:
-    """The share of tokens that the loss is computed on, for chats and prompts on this machine. Adds them to `drawn`."""
+    """How the records on this machine are read, and the share of tokens that the loss is computed on, for chats and prompts.
+    Adds these to `drawn`."""
     if bpe_config(plan.data[0].tokenizer) is not None:
         return
 
@@ -252,17 +253,15 @@ def _previews(plan: Plan, drawn: list[MaskPreview]) -> Iterator[_Question]:
         except ConfigError:
             return None  # other rows say what is wrong with the tokenizer, or with the list of files
         preview = source.preview(tokenizer, seq_len)
-        if preview is None:
-            return None
-        if preview.example:
+        if preview is not None and preview.example:
             drawn.append(preview)
-        return preview.describe()
+        return (
+            "; ".join(filter(None, (preview and preview.describe(), source.describe_records(TRAIN, tokenizer)))) or None
+        )
 
     for source, seq_len in all_sources(plan.phases, plan.data):
-        if source.config.format.has_loss_mask:
-            yield _Question(
-                f"trained tokens of {source.key}", functools.partial(shares, source, seq_len), "what has the text"
-            )
+        name = "trained tokens" if source.config.format.has_loss_mask else "records"
+        yield _Question(f"{name} of {source.key}", functools.partial(shares, source, seq_len), "what has the text")
 
 
 def _unchecked(name: str, what: str) -> _Question:

@@ -41,7 +41,7 @@ from jaxlm.interop.hf.folder import ReadOptions
 from jaxlm.interop.hf.hub import local_folder, repository_of
 from jaxlm.interop.hf.load import Change
 from jaxlm.interop.hf.model_section import hf_name
-from jaxlm.interop.pretrained import check_weights, load_pretrained, open_pretrained
+from jaxlm.interop.pretrained import check_pretrained, check_weights, load_pretrained, open_pretrained
 from jaxlm.interop.vocabulary import grow_vocabulary
 from jaxlm.models.base import LanguageModel
 from jaxlm.observe.records import METRICS, read_jsonl
@@ -303,14 +303,48 @@ def check_init_from(plan: Plan) -> None:
 def check_hf_weights(plan: Plan) -> None:
     """Checks the files of the weights that a new run will load, before the training data is tokenized. A repository that is
     not on this disk is downloaded later, and checked by the Hub's client."""
-    config, trainer = plan.config, plan.config.trainer
-    name = hf_name(config.initialize_from_hf, plan.data[0].tokenizer)
-    others = (trainer.load_checkpoint_path, trainer.initialize_from_state)
-    if name is None or repository_of(name) is not None or main_first(plan.checkpoints.checkpoints):
-        return
-    if not any(path is not None and _checkpoints_at(path, trainer) for path in others):
-        options = ReadOptions(config.hf_weight_names)
+    name = _new_weights(plan)
+    if name is not None and repository_of(name) is None:
+        options = ReadOptions(plan.config.hf_weight_names)
         main_first(lambda: check_weights(local_folder(name, "initialize_from_hf", weights=True), options))
+
+
+def check_vocabulary(plan: Plan, num_tokens: int) -> None:
+    """Raises `ConfigError` if the weights that a new run will load are for another vocabulary, before anything is tokenized.
+
+    Args:
+        num_tokens: of the tokenizer.
+    """
+    config, path = plan.config, plan.config.trainer.initialize_from
+    name = _new_weights(plan)
+    if name is not None and not config.hf_weight_names:
+        folder = main_first(lambda: local_folder(name, "initialize_from_hf", weights=False))
+        options, added = ReadOptions(skip_keys=config.hf_skip_keys), len(plan.data[0].added_tokens)
+        main_first(lambda: check_pretrained(folder, num_tokens - added, options))
+    if path is None or main_first(plan.checkpoints.checkpoints):
+        return
+    checkpoint = _checkpoints_at(path, config.trainer)[-1]
+
+    def saved_tokens() -> int:
+        with checkpoint.local("run/tokenizer") as folder:
+            return load_tokenizer(str(folder)).vocab_size
+
+    if (theirs := main_first(saved_tokens)) != num_tokens:
+        raise ConfigError(
+            f"data.tokenizer: it has {num_tokens:,} tokens, but the model of {checkpoint.location} has {theirs:,}"
+            " (trainer.initialize_from). Set data.tokenizer to the one that the model was trained with, which is in"
+            " run/tokenizer of the checkpoint"
+        )
+
+
+def _new_weights(plan: Plan) -> str | None:
+    """The folder or repository whose weights a new run will load; None without any, or if a checkpoint has others."""
+    trainer = plan.config.trainer
+    name = hf_name(plan.config.initialize_from_hf, plan.data[0].tokenizer)
+    if name is None or main_first(plan.checkpoints.checkpoints):
+        return None
+    others = (trainer.load_checkpoint_path, trainer.initialize_from_state)
+    return None if any(path is not None and _checkpoints_at(path, trainer) for path in others) else name
 
 
 def _check_names(checkpoint: Checkpoint, plan: Plan) -> None:

@@ -190,8 +190,13 @@ def _for_template(given: Mapping[str, Any]) -> dict[str, Any]:
             text = arguments if isinstance(arguments, str) else json.dumps(values, ensure_ascii=False, default=str)
             call["arguments"] = Arguments(values, text)
     parts = message.get("content")
-    if isinstance(parts, list) and all(isinstance(p, dict) and p.keys() == {"type", "text"} for p in parts):
-        message["content"] = "".join(map(str, (part["text"] for part in parts)))
+    texts = (
+        [p.get("text") for p in parts if isinstance(p, dict) and p.get("type") == "text"]
+        if isinstance(parts, list)
+        else []
+    )
+    if texts and len(texts) == len(parts) and all(isinstance(text, str) for text in texts):
+        message["content"] = "".join(texts)
     return message
 
 

@@ -165,12 +165,12 @@ class ChatTemplate:
     def _check_message(self, message: Mapping[str, Any], where: str) -> None:
         """Raises `ConfigError` for calls and parts of a content that the template would leave out, or write as a list."""
         content = message.get("content")
-        parts = content if isinstance(content, list) else []
-        types = [f"{part.get('type')}" for part in parts if isinstance(part, Mapping)]
-        given = [name for name in (*(name for name in _CALLS if message.get(name)), *types) if not self.reads(name)]
-        if given:
+        parts = [part for part in content if isinstance(part, Mapping)] if isinstance(content, list) else []
+        given = [name for name in _CALLS if message.get(name)] + [part.get("type") or "text" for part in parts]
+        unread = [name for name in given if not self.reads(name)]
+        if unread:
             raise ConfigError(
-                f"{where} has '{given[0]}', which the chat template ({self.origin}) does not read. Set chat_template to one"
+                f"{where} has '{unread[0]}', which the chat template ({self.origin}) does not read. Set chat_template to one"
                 " that does, or remove the record"
             )
 
