@@ -176,7 +176,7 @@ def test_one_source_with_a_signal_is_enough(open_with):
         (
             "pairs",
             {"prompt": "hello", "chosen": [{"role": "user", "content": "bye"}], "rejected": [ASSISTANT]},
-            r"line 2: a completion has no message with the role 'assistant': .* the roles user\.",
+            r"line 2: two prompts: 'hello' is not in the messages beside it, which begin with 'bye'",
         ),
         (
             "unpaired",

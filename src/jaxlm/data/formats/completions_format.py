@@ -176,8 +176,8 @@ def _joined(prompt: Messages, messages: Messages, where: str) -> Messages:
     roles = [message["role"] for message in (*prompt[-1:], *after[:1])]
     if prompt and (roles[-1] == _SYSTEM or roles == [_USER, _USER]):
         raise ConfigError(
-            f"{where}: the prompt is given twice: {prompt[-1].get('content')!r:.80} is not in the messages that begin with"
-            f" {messages[0].get('content')!r:.80}. Correct the record, or set data.format.prompt_field to the key of those"
+            f"{where}: two prompts: {prompt[-1].get('content')!r:.80} is not in the messages beside it, which begin with"
+            f" {messages[0].get('content')!r:.80}. Correct the record, or set data.format.prompt_field to null or another key"
         )
     return [*prompt, *after]
 

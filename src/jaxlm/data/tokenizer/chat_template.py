@@ -166,7 +166,7 @@ class ChatTemplate:
         """Raises `ConfigError` for calls and parts of a content that the template would leave out, or write as a list."""
         content = message.get("content")
         parts = [part for part in content if isinstance(part, Mapping)] if isinstance(content, list) else []
-        given = [name for name in _CALLS if message.get(name)] + [part.get("type") or "text" for part in parts]
+        given = [name for name in _CALLS if message.get(name)] + [str(part.get("type") or "text") for part in parts]
         unread = [name for name in given if not self.reads(name)]
         if unread:
             raise ConfigError(
