@@ -276,7 +276,7 @@ def _start(
     if init_from.initializes(plan):
         plan = plan.with_token_leaves(leaves_from_tokens(plan, tokenizer, console.log))
     plan = plan.with_phase_ends(init_from.history.phase_ends)
-    check_tokenizer(init_from, tokenizer.fingerprint, console.log)
+    check_tokenizer(init_from, tokenizer, console.log)
     if init_from.state and init_from.resume_step:
         num_sequences, options = init_from.state.position()["examples"], step_options(plan)  # all processes call both
         for line in changes(saved, config, options, init_from.resume_step, num_sequences) if saved else []:

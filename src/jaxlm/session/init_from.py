@@ -22,7 +22,7 @@ from jaxlm.core.runtime import from_main, main_first, main_only
 from jaxlm.core.sharding import Layout
 from jaxlm.core.stores import is_url
 from jaxlm.core.tree import is_named
-from jaxlm.data.tokenizer.tokenizer import load_tokenizer
+from jaxlm.data.tokenizer.tokenizer import Tokenizer, load_tokenizer
 from jaxlm.engine.checkpoint.integrity import DamagedError
 from jaxlm.engine.checkpoint.manifest import CheckpointName, Cursor, History
 from jaxlm.engine.checkpoint.resolve import resolve_checkpoints
@@ -310,31 +310,12 @@ def check_hf_weights(plan: Plan) -> None:
 
 
 def check_vocabulary(plan: Plan, num_tokens: int) -> None:
-    """Raises `ConfigError` if the weights that a new run will load are for another vocabulary, before anything is tokenized.
-
-    Args:
-        num_tokens: of the tokenizer.
-    """
-    config, path = plan.config, plan.config.trainer.initialize_from
-    name = _new_weights(plan)
+    """Raises `ConfigError` if the weights that a new run will load have fewer rows than the tokenizer has tokens."""
+    config, name = plan.config, _new_weights(plan)
     if name is not None and not config.hf_weight_names:
-        folder = main_first(lambda: local_folder(name, "initialize_from_hf", weights=False))
-        options, added = ReadOptions(skip_keys=config.hf_skip_keys), len(plan.data[0].added_tokens)
-        main_first(lambda: check_pretrained(folder, num_tokens - added, options))
-    if path is None or main_first(plan.checkpoints.checkpoints):
-        return
-    checkpoint = _checkpoints_at(path, config.trainer)[-1]
-
-    def saved_tokens() -> int:
-        with checkpoint.local("run/tokenizer") as folder:
-            return load_tokenizer(str(folder)).vocab_size
-
-    if (theirs := main_first(saved_tokens)) != num_tokens:
-        raise ConfigError(
-            f"data.tokenizer: it has {num_tokens:,} tokens, but the model of {checkpoint.location} has {theirs:,}"
-            " (trainer.initialize_from). Set data.tokenizer to the one that the model was trained with, which is in"
-            " run/tokenizer of the checkpoint"
-        )
+        path = main_first(lambda: local_folder(name, "initialize_from_hf", weights=False))
+        options = ReadOptions(skip_keys=config.hf_skip_keys)
+        main_first(lambda: check_pretrained(path, num_tokens - len(plan.data[0].added_tokens), options))
 
 
 def _new_weights(plan: Plan) -> str | None:
@@ -499,14 +480,19 @@ def _newest_cursor(checkpoints: Sequence[Checkpoint]) -> Cursor | None:
     return None
 
 
-def check_tokenizer(init_from: InitFrom, fingerprint: str, log: Log) -> None:
-    """Warns if a checkpoint of another run was trained with another tokenizer."""
+def check_tokenizer(init_from: InitFrom, tokenizer: Tokenizer, log: Log) -> None:
+    """Warns if a checkpoint of another run was trained with another tokenizer. Raises `ConfigError` if that has another size."""
     checkpoint = init_from.weights or (None if init_from.is_own else init_from.state)
     if checkpoint is None:
         return
     with checkpoint.checkpoint.local("run/tokenizer") as folder:
-        checkpoint_fingerprint = load_tokenizer(str(folder)).fingerprint
-    if checkpoint_fingerprint != fingerprint:
+        theirs = load_tokenizer(str(folder))
+    if theirs.vocab_size != tokenizer.vocab_size:
+        raise ConfigError(
+            f"data.tokenizer: it has {tokenizer.vocab_size:,} tokens, but {checkpoint.location} was trained with"
+            f" {theirs.vocab_size:,}. Set data.tokenizer to the tokenizer of that run, which is in run/tokenizer there"
+        )
+    if theirs.fingerprint != tokenizer.fingerprint:
         log(
             f"warning: {checkpoint.location} was trained with another tokenizer, so its embeddings belong to different tokens"
         )

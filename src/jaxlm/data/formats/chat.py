@@ -84,7 +84,7 @@ class ConversationFormat(MaskedFormat):
         """The conversations of a file, each with its record."""
         optional = [key for key in self.keys if key != self.key_of_messages]
         for record in file.records((self.key_of_messages,), [*optional, *OF_TEMPLATE]):
-            yield record, for_template(self.messages(record), record.where)
+            yield record, for_template(self.messages(record))
 
 
 @choice(FormatConfig, "chat")
@@ -171,44 +171,38 @@ def are_messages(value: Any) -> TypeGuard[Messages]:
     )
 
 
-def for_template(messages: Sequence[Mapping[str, Any]], where: str) -> Messages:
-    """Messages as a chat template gets them: without nulls, with the arguments of calls as mappings, and texts as texts."""
-    try:
-        return [_for_template(message) for message in messages]
-    except RecursionError as error:
-        raise ConfigError(f"{where}: the messages are nested too deeply. Remove the record") from error
+def for_template(messages: Sequence[Mapping[str, Any]]) -> Messages:
+    """Messages as a chat template gets them: see `_cleaned`. The texts of a content that has only texts are joined."""
+    cleaned = _cleaned(messages)
+    for message in cleaned:
+        parts = message.get("content")
+        texts = [p["text"] for p in parts if _is_text(p)] if isinstance(parts, list) else []
+        if texts and len(texts) == len(parts):
+            message["content"] = "".join(texts)
+    return cleaned
 
 
-def _for_template(given: Mapping[str, Any]) -> dict[str, Any]:
-    message = _without_nulls(given)
-    calls = message.get("tool_calls")
-    called = [call for call in (calls if isinstance(calls, list) else []) if isinstance(call, dict)]
-    for call in (message.get("function_call"), *called, *(call.get("function") for call in called)):
-        arguments = call.get("arguments") if isinstance(call, dict) else None
-        values = _parsed(arguments)
-        if isinstance(call, dict) and isinstance(values, dict):
-            text = arguments if isinstance(arguments, str) else json.dumps(values, ensure_ascii=False, default=str)
-            call["arguments"] = Arguments(values, text)
-    parts = message.get("content")
-    texts = (
-        [p.get("text") for p in parts if isinstance(p, dict) and p.get("type") == "text"]
-        if isinstance(parts, list)
-        else []
-    )
-    if texts and len(texts) == len(parts) and all(isinstance(text, str) for text in texts):
-        message["content"] = "".join(texts)
-    return message
+def _is_text(part: Any) -> bool:
+    return isinstance(part, dict) and part.get("type") == "text" and isinstance(part.get("text"), str)
 
 
-def _without_nulls(value: Any) -> Any:
-    """A value in which no mapping has a null.
+def _cleaned(value: Any) -> Any:
+    """A value in which no mapping has a null, and the arguments of calls are mappings.
 
     Tables have nulls for keys that only other records have, and cannot say which of them somebody wrote. So that JSON gives
-    the same tokens, its nulls are left out too. Those in texts with JSON stay.
+    the same tokens, its nulls are left out too. Those in texts with JSON, as OpenAI writes arguments, stay.
     """
-    if isinstance(value, Mapping):
-        return {key: _without_nulls(item) for key, item in value.items() if item is not None}
-    return [_without_nulls(item) for item in value] if isinstance(value, list) else value
+
+    def clean(values: dict[str, Any]) -> dict[str, Any]:
+        kept = {key: item for key, item in values.items() if item is not None}
+        arguments = _parsed(kept.get("arguments"))
+        if "name" in kept and isinstance(arguments, dict):
+            text = kept["arguments"]
+            is_text = isinstance(text, str)
+            kept["arguments"] = Arguments(arguments, text if is_text else json.dumps(text, ensure_ascii=False))
+        return kept
+
+    return json.loads(json.dumps(value, default=str), object_hook=clean)
 
 
 def _parsed(value: Any) -> Any:
@@ -226,19 +220,18 @@ def key_of_tools(config: FormatConfig) -> str:
 
 def template_variables(record: Record, template: ChatTemplate, tools_field: str = TOOLS) -> dict[str, Any]:
     """What the chat template gets of a record beside the messages: its tools, and the variables in TRL's column of them."""
-    read, variables = [], _parsed(record.values.get(VARIABLES)) or {}
-    if template.reads(TOOLS):
-        read = _parsed(record.values.get(tools_field)) or []
+    tools = (_parsed(record.values.get(tools_field)) if template.reads(TOOLS) else None) or []
+    variables = _parsed(record.values.get(VARIABLES)) or {}
     for key, value, kind, what in (
-        (tools_field, read, list, "a list of tools"),
-        (VARIABLES, variables, dict, "a mapping of variables"),
+        (tools_field, tools, list, "list of tools"),
+        (VARIABLES, variables, dict, "mapping"),
     ):
         if not isinstance(value, kind):
             raise ConfigError(
-                f"{record.where}: expected {what} under '{key}', or a text with one in JSON, got {value!r:.80}. Correct the"
-                " record, or rename the key"
+                f"{record.where}: expected a {what} under '{key}', or a text with one in JSON, got {value!r:.80}. Correct"
+                " the record, or rename the key"
             )
-    return {**_without_nulls(variables), TOOLS: _without_nulls(read) or None}
+    return {**_cleaned(variables), TOOLS: _cleaned(tools) or None}
 
 
 def _untrained(messages: Messages, where: str) -> list[int]:

@@ -42,6 +42,8 @@ class PromptedFormat(FormatConfig):
     """Records with a prompt and one or more completions."""
 
     begins_as: ClassVar[Begin] = "prompt"
+    trains_empty: ClassVar[bool] = True
+    """Whether a completion without text is trained, of which only EOS is left."""
 
     def encoder(self, tokenizer: Tokenizer, *, bos: bool | None, eos: bool, key: str) -> Encoder:
         template = template_of(self, tokenizer, key)
@@ -51,11 +53,6 @@ class PromptedFormat(FormatConfig):
     def trains_prompts(self) -> bool:
         """Whether the loss is computed on prompts too."""
         return False
-
-    @property
-    def trains_empty(self) -> bool:
-        """Whether a completion without text is trained, of which only EOS is left."""
-        return True
 
     @abc.abstractmethod
     def records(self, file: TextFile) -> Iterator[Record]:
@@ -100,7 +97,7 @@ def text_or_messages(record: Record, key: str) -> str | Messages:
     if isinstance(value, str):
         return value
     if are_messages(value):
-        return for_template(value, record.where)
+        return for_template(value)
     problem = f"it is {value!r:.80}" if key in record.values else f"the record has the keys {listed(record.values)}"
     raise ConfigError(f"{record.where}: no text and no list of messages under '{key}': {problem}")
 
@@ -184,12 +181,8 @@ def _joined(prompt: Messages, messages: Messages, where: str) -> Messages:
 
 def _is_same(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
     """Whether two messages say the same, but for white space around it."""
-    return {**one, "content": _stripped(one)} == {**other, "content": _stripped(other)}
-
-
-def _stripped(message: Mapping[str, Any]) -> Any:
-    content = message.get("content")
-    return content.strip() if isinstance(content, str) else content
+    contents = [m["content"].strip() if isinstance(m.get("content"), str) else m.get("content") for m in (one, other)]
+    return contents[0] == contents[1] and {**one, "content": None} == {**other, "content": None}
 
 
 @dataclass(frozen=True)

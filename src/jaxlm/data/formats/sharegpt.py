@@ -69,12 +69,12 @@ class ShareGptFormat(ConversationFormat):
                 )
             others = {key: value for key, value in turn.items() if key not in (_FROM, _VALUE)}
             messages.append({**others, "role": roles[name], "content": text})
-        system = None if self.system_field is None else record.values.get(self.system_field)
-        if not system or (messages[0]["role"] == "system" and messages[0]["content"].strip() == str(system).strip()):
-            return messages
-        if not isinstance(system, str) or messages[0]["role"] == "system":
+        system = record.values.get(self.system_field or "") or ""
+        if not system or messages[0]["role"] != "system":
+            return [*([{"role": "system", "content": system}] if system else []), *messages]
+        if system.strip() != messages[0]["content"].strip():
             raise ConfigError(
-                f"{record.where}: {system!r:.80} under '{self.system_field}', a text expected that is not beside another"
-                " system message. Correct the record, or set format.system_field to null"
+                f"{record.where}: {system!r:.80} under '{self.system_field}' is not the system message that the conversation"
+                " begins with. Correct the record, or set format.system_field to null"
             )
-        return [{"role": "system", "content": system}, *messages]
+        return messages

@@ -37,14 +37,11 @@ class SupervisedFormat(MaskedFormat, PromptedFormat):
     chat_template: str | None = None
 
     newer_keys: ClassVar[tuple[str, ...]] = ("context_field", "chat_template")
+    trains_empty: ClassVar[bool] = False
 
     @property
     def trains_prompts(self) -> bool:
         return not self.mask_inputs
-
-    @property
-    def trains_empty(self) -> bool:
-        return False
 
     def texts(self, file: TextFile) -> Iterator[str]:
         for record in self.records(file):

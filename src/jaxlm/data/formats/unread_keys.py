@@ -1,8 +1,4 @@
-"""How the records of a source are read, and what they say that nobody reads.
-
-Every key of a record, and of the messages in it, is read by the format, by the chat template, or by rewards, or is listed. So
-no layout needs to be known for `weight`, `images` or `history` to be named.
-"""
+"""What records say that nobody reads: keys that neither the format, nor the chat template, nor rewards read are listed."""
 
 import itertools
 from collections.abc import Iterator, Sequence
@@ -21,13 +17,10 @@ _MAX_LISTED = 200  # characters
 def describe_records(
     config: FormatConfig, template: ChatTemplate | None, files: Sequence[TextFile], text_key: str
 ) -> str | None:
-    """How records are read, and which of their keys are not; None if that is all of them, as the configuration says.
+    """How the first records are read, and which of their keys are not; None if they are read as the configuration says.
 
     Args:
         text_key: the key of the text, for formats that read one.
-
-    Raises:
-        ConfigError: one of the first records cannot be read.
     """
     first = [file for file in files if file.has_records][:_MAX_FILES]
     records = [record for file in first for record in itertools.islice(file.records(None), _RECORDS)]

@@ -6,7 +6,6 @@ supported: with them, the same data would give different tokens every day. They 
 """
 
 import contextlib
-import functools
 import hashlib
 import json
 import os
@@ -28,6 +27,8 @@ _ASSISTANT = "assistant"
 _ANSWERS = ("jaxlm", "haliax")  # of an example: they end differently, in capitals too
 _CALLS = ("tool_calls", "function_call")  # keys of messages
 _VERSION = 2  # of how records become what templates render
+Messages, Variables = Sequence[Mapping[str, Any]], Mapping[str, Any]
+NONE: Variables = MappingProxyType({})
 
 
 class Rendered(NamedTuple):
@@ -58,11 +59,7 @@ class ChatTemplate:
 
     def reads(self, name: str) -> bool:
         """Whether the template mentions a variable, a key of a message or a type of content."""
-        return name in self._words
-
-    @functools.cached_property
-    def _words(self) -> frozenset[str]:
-        return frozenset(re.findall(r"\w+", self.text))
+        return re.search(rf"\b{re.escape(name)}\b", self.text) is not None
 
     @classmethod
     def load(cls, source: str | None, tokenizer: Tokenizer, key: str) -> "ChatTemplate":
@@ -98,11 +95,11 @@ class ChatTemplate:
 
     def render(
         self,
-        messages: Sequence[Mapping[str, Any]],
+        messages: Messages,
         where: str,
         *,
         mark: bool,
-        variables: Mapping[str, Any] = MappingProxyType({}),
+        variables: Variables = NONE,
         untrained: Collection[int] = (),
     ) -> Rendered:
         """Renders a conversation.
@@ -135,21 +132,12 @@ class ChatTemplate:
         spans = tuple((len(b), len(u)) for b, u in zip(texts[::2], texts[1::2], strict=True))
         return _split_marked(text, spans) if self.has_generation else Rendered(text, spans)
 
-    def prompt(
-        self,
-        messages: Sequence[Mapping[str, Any]],
-        where: str,
-        variables: Mapping[str, Any] = MappingProxyType({}),
-    ) -> str:
+    def prompt(self, messages: Messages, where: str, variables: Variables = NONE) -> str:
         """Renders a conversation followed by the header of the assistant's next message."""
         return MARKS.sub("", self._texts(messages, where, variables, [(len(messages), True)])[0])
 
     def _texts(
-        self,
-        messages: Sequence[Mapping[str, Any]],
-        where: str,
-        variables: Mapping[str, Any],
-        until: Sequence[tuple[int, bool]],
+        self, messages: Messages, where: str, variables: Variables, until: Sequence[tuple[int, bool]]
     ) -> list[str]:
         """Args: until: see `Job`."""
         for number, message in enumerate(messages, start=1):

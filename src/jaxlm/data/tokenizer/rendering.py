@@ -56,10 +56,7 @@ class Job(NamedTuple):
 
 
 class Arguments(dict):
-    """The arguments of a call: a mapping, and their JSON where a template writes them as text.
-
-    Templates disagree on which of the two they get: some apply `tojson`, others write what they are given.
-    """
+    """The arguments of a call: a mapping for templates with `tojson`, and its JSON for those that write what they get."""
 
     def __init__(self, values: dict[str, Any], text: str):
         super().__init__(values)
