@@ -53,7 +53,6 @@ from jaxlm.session.init_from import (
     check_hf_weights,
     check_init_from,
     check_tokenizer,
-    check_vocabulary,
     expected_cursor,
     find_init_from,
 )
@@ -207,7 +206,6 @@ def _prepared(plan: Plan, console: Console) -> Iterator[tuple[Plan, Tokenizer, I
     main_only(lambda: logs.fetch(replace=False))
     plan.checkpoints.open(console.log)
     check_init_from(plan)
-    check_hf_weights(plan)
     plan = with_past_references(plan)
     for ref in plan.read_refs.values():
         ref.identity()  # all processes read the references here; the next line is process 0's alone
@@ -217,7 +215,7 @@ def _prepared(plan: Plan, console: Console) -> Iterator[tuple[Plan, Tokenizer, I
     enable_compilation_cache(config.trainer.compilation_cache_dir)
 
     tokenizer = main_first(lambda: plan.data[0].load_tokenizer(log=console.log))
-    check_vocabulary(plan, tokenizer.vocab_size)
+    check_hf_weights(plan, tokenizer.vocab_size)
     plan.model.leaves_from_tokens(tokenizer.vocab_size)  # raises for keys that do not suit the vocabulary
     check_same_data(plan, tokenizer.fingerprint)
     saved = main_only(lambda: saved and check_same_tokenizer(plan, saved, tokenizer.fingerprint))

@@ -134,7 +134,7 @@ LISTED = {
     "KTO": (
         {"prompt": [user("a")], "completion": [assistant("b", weight=0)], "label": True, "tools": TOOLS, "score": 3},
         UnpairedFormat(),
-        "completion[].weight, score",
+        "score, completion[].weight",
     ),
     "texts": ({"prompt": "a", "completion": "b", "label": True, "tools": TOOLS}, UnpairedFormat(), "tools"),
     "groups": ({"prompt": "a", "responses": ["b"] * 4, "rewards": [1] * 4, "answer": "c"}, GroupsFormat(), "answer"),
@@ -483,10 +483,10 @@ def test_the_input_of_alpaca_follows_its_instruction(encoded, tokenizer):
     changed = dataclasses.replace(alpaca, separate_with="\n")
     for suffix in ("jsonl", "parquet"):
         assert encoded(records, changed, suffix) == encoded(expected, plain, suffix)
-    with pytest.raises(
-        ConfigError, match=r"line 1: None under 'input' \(context_field\), .* Keys of the record: instruction"
-    ):
+    with pytest.raises(ConfigError, match=r"line 1: no text .* under 'input': the record has the keys instruction"):
         encoded([{"instruction": "a", "output": "b"}], alpaca)
+    with pytest.raises(ConfigError, match=r"line 1: 'input' \(context_field\): only a text can follow"):
+        encoded([{"instruction": [user("a")], "input": "b", "output": "c"}], alpaca)
 
 
 def test_messages_can_be_mixed_with_texts_across_records(encoded):

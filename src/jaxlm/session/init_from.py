@@ -300,32 +300,23 @@ def check_init_from(plan: Plan) -> None:
         main_first(functools.partial(_check_names, newest, plan))
 
 
-def check_hf_weights(plan: Plan) -> None:
-    """Checks the files of the weights that a new run will load, before the training data is tokenized. A repository that is
-    not on this disk is downloaded later, and checked by the Hub's client."""
-    name = _new_weights(plan)
-    if name is not None and repository_of(name) is None:
-        options = ReadOptions(plan.config.hf_weight_names)
-        main_first(lambda: check_weights(local_folder(name, "initialize_from_hf", weights=True), options))
-
-
-def check_vocabulary(plan: Plan, num_tokens: int) -> None:
-    """Raises `ConfigError` if the weights that a new run will load have fewer rows than the tokenizer has tokens."""
-    config, name = plan.config, _new_weights(plan)
-    if name is not None and not config.hf_weight_names:
-        path = main_first(lambda: local_folder(name, "initialize_from_hf", weights=False))
+def check_hf_weights(plan: Plan, num_tokens: int) -> None:
+    """Checks the weights that a new run will load, before the training data is tokenized: their vocabulary, and their files,
+    unless the Hub's client downloads and checks them later. Args: num_tokens: of the tokenizer."""
+    config, trainer = plan.config, plan.config.trainer
+    name = hf_name(config.initialize_from_hf, plan.data[0].tokenizer)
+    others = (trainer.load_checkpoint_path, trainer.initialize_from_state)
+    if name is None or main_first(plan.checkpoints.checkpoints):
+        return
+    if any(path is not None and _checkpoints_at(path, trainer) for path in others):
+        return
+    is_here = repository_of(name) is None
+    path = main_first(lambda: local_folder(name, "initialize_from_hf", weights=is_here))
+    if is_here:
+        main_first(lambda: check_weights(path, ReadOptions(config.hf_weight_names)))
+    if not config.hf_weight_names:
         options = ReadOptions(skip_keys=config.hf_skip_keys)
         main_first(lambda: check_pretrained(path, num_tokens - len(plan.data[0].added_tokens), options))
-
-
-def _new_weights(plan: Plan) -> str | None:
-    """The folder or repository whose weights a new run will load; None without any, or if a checkpoint has others."""
-    trainer = plan.config.trainer
-    name = hf_name(plan.config.initialize_from_hf, plan.data[0].tokenizer)
-    if name is None or main_first(plan.checkpoints.checkpoints):
-        return None
-    others = (trainer.load_checkpoint_path, trainer.initialize_from_state)
-    return None if any(path is not None and _checkpoints_at(path, trainer) for path in others) else name
 
 
 def _check_names(checkpoint: Checkpoint, plan: Plan) -> None:
@@ -481,7 +472,7 @@ def _newest_cursor(checkpoints: Sequence[Checkpoint]) -> Cursor | None:
 
 
 def check_tokenizer(init_from: InitFrom, tokenizer: Tokenizer, log: Log) -> None:
-    """Warns if a checkpoint of another run was trained with another tokenizer. Raises `ConfigError` if that has another size."""
+    """Warns if a checkpoint of another run was trained with another tokenizer, and refuses one of another size."""
     checkpoint = init_from.weights or (None if init_from.is_own else init_from.state)
     if checkpoint is None:
         return

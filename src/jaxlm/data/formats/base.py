@@ -119,7 +119,7 @@ class FormatConfig(draccus.PluginRegistry, abc.ABC, discover_packages_path="jaxl
     keys_of_turns: ClassVar[tuple[str, ...]] = ("role", "content")
     """The keys of a message that this format reads. Others are for the chat template."""
     newer_keys: ClassVar[tuple[str, ...]] = ()
-    """Options that older caches do not have, if they are null."""
+    """Options that older runs do not have, left out at their defaults."""
     passes_on: ClassVar[bool] = False
     """Whether other keys of a record reach somebody else, such as rewards."""
 
@@ -200,7 +200,7 @@ class FormatConfig(draccus.PluginRegistry, abc.ABC, discover_packages_path="jaxl
         """The options that determine the tokens, as plain JSON; {} for text, whose `text_key` is part of the files' key."""
         options = {name: value for name, value in encode(self).items() if name not in _NOT_IN_KEY}
         for name in self.newer_keys:
-            if options[name] is None:
+            if options[name] == getattr(type(self), name):
                 del options[name]
         return {} if options["type"] == "text" else {"format": options}
 

@@ -106,7 +106,7 @@ def one_completion(record: Record, prompt: str | Messages, key: str, template: C
     """A prompt with the completion under a key of its record. Raises `ConfigError` if they do not fit."""
     completion = text_or_messages(record, key)
     if isinstance(completion, list):
-        return rendered(record, prompt, (completion,), checked_template(template, record.where, key))
+        return rendered(record, key, prompt, (completion,), template)
     if isinstance(prompt, list):
         raise ConfigError(
             f"{record.where}: the prompt is a list of messages and '{key}' is a text. Make both of them texts, or both lists"
@@ -125,9 +125,18 @@ def checked_template(template: ChatTemplate | None, where: str, key: str) -> Cha
 
 
 def rendered(
-    record: Record, prompt: str | Messages | None, continued: Sequence[Messages], template: ChatTemplate
+    record: Record,
+    key: str,
+    prompt: str | Messages | None,
+    continued: Sequence[Messages],
+    template: ChatTemplate | None,
 ) -> Completions:
-    """Renders conversations. The prompt is what is given, or else the messages that all of them begin with."""
+    """Renders conversations. The prompt is what is given, or else the messages that all of them begin with.
+
+    Args:
+        key: of messages, for messages.
+    """
+    template = checked_template(template, record.where, key)
     where, variables = record.where, template_variables(record, template)
     before = [{"role": _USER, "content": prompt}] if isinstance(prompt, str) else (prompt or [])
     conversations = [_joined(before, messages, where) for messages in continued]

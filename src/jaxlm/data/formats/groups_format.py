@@ -12,7 +12,6 @@ from jaxlm.data.formats.chat import OF_TEMPLATE, plain_text
 from jaxlm.data.formats.completions_format import (
     Completions,
     CompletionsFormat,
-    checked_template,
     rendered,
     text_or_messages,
 )
@@ -71,8 +70,7 @@ class GroupsFormat(CompletionsFormat):
         if isinstance(prompt, str):
             return Completions(prompt, tuple(responses), False, tuple(map(float, rewards)))
         conversations = [[*prompt, {"role": "assistant", "content": response}] for response in responses]
-        template = checked_template(template, record.where, self.prompt_field)
-        content = rendered(record, prompt, conversations, template)
+        content = rendered(record, self.prompt_field, prompt, conversations, template)
         return content._replace(numbers=tuple(map(float, rewards)))
 
     def _responses(self, record: Record) -> list[str]:

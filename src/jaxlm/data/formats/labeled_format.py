@@ -6,8 +6,9 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from jaxlm.core.errors import ConfigError, listed
+from jaxlm.core.errors import ConfigError
 from jaxlm.data.formats.base import Begin, Encoder, FormatConfig, RawContent, TokenizedText
+from jaxlm.data.formats.pretokenized import numbers_under, token_ids
 from jaxlm.data.sources.document_files import has_records
 from jaxlm.data.sources.text_file import TextFile
 from jaxlm.data.tokenizer.tokenizer import Tokenizer
@@ -66,16 +67,16 @@ class LabeledEncoder(Encoder):
 
     def read(self, file: TextFile) -> Iterator[RawContent]:
         for record in file.records((self.input_ids_key, self.labels_key)):
-            ids, labels = (self._numbers(record, key) for key in (self.input_ids_key, self.labels_key))
+            given = [numbers_under(key, record) for key in (self.input_ids_key, self.labels_key)]
+            ids = token_ids(given[0], record.where, self.tokenizer.vocab_size)
+            labels = token_ids(given[1], record.where, self.tokenizer.vocab_size, IGNORED)
             if len(ids) != len(labels):
                 raise ConfigError(
                     f"{record.where}: {len(ids)} token ids and {len(labels)} labels given, as many expected"
                 )
-            self._check(ids, record.where, "token id")
-            self._check(labels[labels != IGNORED], record.where, f"label (or {IGNORED})")
             if len(ids):
                 num_bytes = len(self.tokenizer.decode(ids.tolist()).encode())
-                yield RawContent((ids, labels), len(ids), num_bytes, record.position)
+                yield RawContent((ids, labels), len(ids), num_bytes, record.position, record.where)
 
     def encode(self, contents: Sequence[Any]) -> list[TokenizedText | None]:
         return [self._encoded(ids, labels) for ids, labels in contents]
@@ -88,25 +89,3 @@ class LabeledEncoder(Encoder):
 
     def no_targets_message(self) -> str:
         return f"{self.key}: no record has a label other than {IGNORED}"
-
-    def _numbers(self, record: Any, key: str) -> np.ndarray:
-        values = record.values.get(key)
-        if values is None:
-            raise ConfigError(
-                f"{record.where}: nothing under '{key}'. Keys of the record: {listed(record.values)}. Set"
-                " format.input_ids_key and format.labels_key"
-            )
-        numbers = np.asarray(values) if len(values) else np.zeros(0, int)
-        if numbers.ndim != 1 or numbers.dtype.kind not in "iu":
-            raise ConfigError(
-                f"{record.where}: '{key}': a list of integers expected, got {numbers.dtype} {numbers.shape}"
-            )
-        return numbers
-
-    def _check(self, ids: np.ndarray, where: str, what: str) -> None:
-        wrong = ids[(ids < 0) | (ids >= self.tokenizer.vocab_size)]
-        if len(wrong):
-            raise ConfigError(
-                f"{where}: {what} {wrong[0]} given, but the tokenizer has {self.tokenizer.vocab_size} tokens. Set"
-                " data.tokenizer to the tokenizer that made them"
-            )

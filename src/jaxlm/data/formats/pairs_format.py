@@ -12,7 +12,6 @@ from jaxlm.data.formats.chat import OF_TEMPLATE, plain_text
 from jaxlm.data.formats.completions_format import (
     Completions,
     CompletionsFormat,
-    checked_template,
     rendered,
     text_or_messages,
 )
@@ -116,8 +115,7 @@ class PairsFormat(CompletionsFormat):
             )
         if isinstance(chosen, str):
             return self._text_pair(record.where, prompt, chosen, rejected)
-        template = checked_template(template, record.where, self.chosen_field)
-        return rendered(record, prompt, (chosen, rejected), template)
+        return rendered(record, self.chosen_field, prompt, (chosen, rejected), template)
 
     def _text_pair(self, where: str, prompt: str | None, chosen: str, rejected: str) -> Completions:
         if prompt is not None:

@@ -9,6 +9,7 @@ import numpy as np
 from jaxlm.core.errors import ConfigError, listed
 from jaxlm.data.formats.base import Begin, Encoder, FormatConfig, RawContent, TokenizedText
 from jaxlm.data.sources.document_files import ARRAYS, has_records
+from jaxlm.data.sources.record_files import Record
 from jaxlm.data.sources.text_file import TextFile
 from jaxlm.data.tokenizer.tokenizer import Tokenizer
 from jaxlm.reading.choices import choice
@@ -56,24 +57,14 @@ class PretokenizedEncoder(Encoder):
     def read(self, file: TextFile) -> Iterator[RawContent]:
         token_bytes = self.tokenizer.known_token_bytes(lambda _: None)
         for where, values, position in self._arrays(file):
-            ids = _array(values, where)
-            if ids.ndim != 1 or (ids.dtype.kind not in "iu" and len(ids)):
-                raise ConfigError(
-                    f"{where}: expected token ids (a list of integers), got an array of {ids.dtype} {ids.shape}"
-                )
+            ids = token_ids(values, where, self.tokenizer.vocab_size)
             if not len(ids):
                 continue
-            if ids.min() < 0 or ids.max() >= self.tokenizer.vocab_size:
-                wrong = ids[(ids < 0) | (ids >= self.tokenizer.vocab_size)][0]
-                raise ConfigError(
-                    f"{where}: token id {wrong} given, but the tokenizer has {self.tokenizer.vocab_size} tokens. Set"
-                    " data.tokenizer to the tokenizer that made them"
-                )
             if token_bytes is None:
                 num_bytes = len(self.tokenizer.decode(ids.tolist()).encode())
             else:
                 num_bytes = int(token_bytes[ids].sum())
-            yield RawContent(ids.astype(np.int32), len(ids), num_bytes, position)
+            yield RawContent(ids, len(ids), num_bytes, position, where)
 
     def encode(self, contents: Sequence[Any]) -> list[TokenizedText | None]:
         return [TokenizedText(ids) for ids in contents]
@@ -84,14 +75,7 @@ class PretokenizedEncoder(Encoder):
     def _arrays(self, file: TextFile) -> Iterator[tuple[str, Any, int]]:
         if not file.path.name.endswith(ARRAYS):
             for record in file.records((self.input_ids_key,)):
-                ids = record.values.get(self.input_ids_key)
-                if ids is None:
-                    problem = "null" if self.input_ids_key in record.values else "missing"
-                    raise ConfigError(
-                        f"{record.where}: the token ids under '{self.input_ids_key}' are {problem}. Keys of the record:"
-                        f" {listed(record.values)}. Set format.input_ids_key, or remove such records"
-                    )
-                yield record.where, ids, record.position
+                yield record.where, numbers_under(self.input_ids_key, record), record.position
             return
         array = _load(file)
         rows = array if array.ndim == 2 else array[None]
@@ -99,14 +83,36 @@ class PretokenizedEncoder(Encoder):
             yield f"{file.path}: row {number}", row, file.size * number // len(rows)
 
 
-def _array(values: Any, where: str) -> np.ndarray:
+def numbers_under(key: str, record: Record) -> Any:
+    """What a record has under a key of token ids or labels. Raises `ConfigError` if that is nothing."""
+    if (values := record.values.get(key)) is None:
+        problem = "null" if key in record.values else "missing"
+        raise ConfigError(
+            f"{record.where}: the token ids under '{key}' are {problem}. Keys of the record: {listed(record.values)}. Set"
+            " the keys of format, or remove such records"
+        )
+    return values
+
+
+def token_ids(values: Any, where: str, vocab_size: int, ignored: int | None = None) -> np.ndarray:
+    """int32 [tokens]. Args: ignored: a number that is no token. Raises `ConfigError` if they are no list of ids."""
     try:
-        return np.asarray(values)
+        ids = np.asarray(values)
     except ValueError as error:
         raise ConfigError(
             f"{where}: expected token ids (a list of integers), got a list with lists of different lengths. A record holds"
             " one document: write one record for each of them"
         ) from error
+    if ids.ndim != 1 or (ids.dtype.kind not in "iu" and len(ids)):
+        raise ConfigError(f"{where}: expected token ids (a list of integers), got an array of {ids.dtype} {ids.shape}")
+    wrong = ids[((ids < 0) | (ids >= vocab_size)) & (ids != ignored)] if len(ids) else ids
+    if len(wrong):
+        what = "token id" if ignored is None else f"label (or {ignored})"
+        raise ConfigError(
+            f"{where}: {what} {wrong[0]} given, but the tokenizer has {vocab_size} tokens. Set data.tokenizer to the"
+            " tokenizer that made them"
+        )
+    return ids.astype(np.int32)
 
 
 def _load(file: TextFile) -> np.ndarray:

@@ -38,6 +38,7 @@ class ShareGptFormat(ConversationFormat):
     """
 
     keys_of_turns: ClassVar[tuple[str, ...]] = (_FROM, _VALUE, *TRAINED_IF)
+    newer_keys: ClassVar[tuple[str, ...]] = ("tools_field", "system_field")
 
     conversations_field: str = "conversations"
     roles: dict[str, str] = field(default_factory=dict)

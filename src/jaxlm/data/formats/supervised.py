@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from typing import ClassVar
 
-from jaxlm.core.errors import ConfigError, listed
+from jaxlm.core.errors import ConfigError
 from jaxlm.data.formats.base import FormatConfig, MaskedFormat
 from jaxlm.data.formats.chat import OF_TEMPLATE, Messages, plain_text
 from jaxlm.data.formats.completions_format import Completions, PromptedFormat, one_completion, text_or_messages
@@ -53,16 +53,14 @@ class SupervisedFormat(MaskedFormat, PromptedFormat):
     def prompt(self, record: Record) -> str | Messages:
         """The prompt, including the context and `separate_with`. Raises `ConfigError` if there is none."""
         prompt, key = text_or_messages(record, self.input_field), self.context_field
-        context = "" if key is None else record.values.get(key)
-        is_there = key is None or key in record.values
-        if not is_there or not isinstance(context or "", str) or (context and not isinstance(prompt, str)):
+        context = "" if key is None or record.values.get(key, key) is None else text_or_messages(record, key)
+        if isinstance(prompt, str) and isinstance(context, str):
+            return "\n".join(filter(None, (prompt, context))) + (self.separate_with or "")
+        if context:
             raise ConfigError(
-                f"{record.where}: {context!r:.80} under '{key}' (context_field), a text after a prompt that is a text"
-                f" expected. Keys of the record: {listed(record.values)}"
+                f"{record.where}: '{key}' (context_field): only a text can follow a prompt, which is a text"
             )
-        if not isinstance(prompt, str):
-            return prompt
-        return "\n".join(filter(None, (prompt, context))) + (self.separate_with or "")
+        return prompt
 
     def completions(self, record: Record, template: ChatTemplate | None) -> Completions:
         return one_completion(record, self.prompt(record), self.output_field, template)

@@ -1,9 +1,11 @@
 """What records say that nobody reads: keys that neither the format, nor the chat template, nor rewards read are listed."""
 
+import contextlib
 import itertools
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from jaxlm.core.errors import ConfigError
 from jaxlm.data.formats.base import FormatConfig
 from jaxlm.data.formats.chat import OF_TEMPLATE, TOOLS, VARIABLES, key_of_tools
 from jaxlm.data.sources.record_files import Record
@@ -23,7 +25,9 @@ def describe_records(
         text_key: the key of the text, for formats that read one.
     """
     first = [file for file in files if file.has_records][:_MAX_FILES]
-    records = [record for file in first for record in itertools.islice(file.records(None), _RECORDS)]
+    records: list[Record] = []
+    with contextlib.suppress(ConfigError):  # said when they are tokenized, unless nobody reads what is wrong with them
+        records.extend(record for file in first for record in itertools.islice(file.records(None), _RECORDS))
     how = config.describe_record(records[0]) if records else None
     unread = ", ".join(dict.fromkeys(key for record in records for key in _unread(config, template, record, text_key)))
     short = unread if len(unread) <= _MAX_LISTED else f"{unread[:_MAX_LISTED]}..."
@@ -31,23 +35,16 @@ def describe_records(
 
 
 def _unread(config: FormatConfig, template: ChatTemplate | None, record: Record, text_key: str) -> Iterator[str]:
-    turns = {key: _turns(record.values.get(key)) for key in config.keys if key != key_of_tools(config)}
-    read = {*config.keys, config.key_of_text(text_key)}
-    if template is not None and any(turns.values()):
-        read |= {VARIABLES, *([key_of_tools(config)] if template.reads(TOOLS) else [])}
-    for key, value in record.values.items():
-        if not _says_something(value):
-            continue
-        if key not in read and not (config.passes_on and key not in OF_TEMPLATE):
-            yield key
-        for turn in turns.get(key, ()):
-            for name, said in turn.items():
-                if (
-                    name not in config.keys_of_turns
-                    and _says_something(said)
-                    and not (template and template.reads(name))
-                ):
-                    yield f"{key}[].{name}"
+    values = {key: value for key, value in record.values.items() if _says_something(value)}
+    read, tools = {*config.keys, config.key_of_text(text_key)}, key_of_tools(config)
+    turns = {key: turns for key in config.keys if key != tools and (turns := _turns(values.get(key)))}
+    if turns and template is not None:
+        read |= {VARIABLES, *([tools] if template.reads(TOOLS) else [])}
+    yield from (key for key in values if key not in read and not (config.passes_on and key not in OF_TEMPLATE))
+    by_template = template.reads if template is not None else lambda name: False
+    for key, turn in ((key, turn) for key, of_key in turns.items() for turn in of_key):
+        said = [name for name in turn if name not in config.keys_of_turns and _says_something(turn[name])]
+        yield from (f"{key}[].{name}" for name in said if not by_template(name))
 
 
 def _turns(value: Any) -> list[dict[str, Any]]:
@@ -55,4 +52,4 @@ def _turns(value: Any) -> list[dict[str, Any]]:
 
 
 def _says_something(value: Any) -> bool:
-    return value is not None and not (isinstance(value, str | list | dict) and not value)
+    return value is not None and value not in ("", [], {})

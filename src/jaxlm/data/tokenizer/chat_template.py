@@ -13,7 +13,7 @@ import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 from jaxlm.core.bounded_read import read_text
 from jaxlm.core.errors import ConfigError
@@ -27,7 +27,8 @@ _ASSISTANT = "assistant"
 _ANSWERS = ("jaxlm", "haliax")  # of an example: they end differently, in capitals too
 _CALLS = ("tool_calls", "function_call")  # keys of messages
 _VERSION = 2  # of how records become what templates render
-Messages, Variables = Sequence[Mapping[str, Any]], Mapping[str, Any]
+Messages: TypeAlias = Sequence[Mapping[str, Any]]
+Variables: TypeAlias = Mapping[str, Any]
 NONE: Variables = MappingProxyType({})
 
 
