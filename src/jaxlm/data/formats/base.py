@@ -11,7 +11,6 @@ import numpy as np
 from jaxlm.data.sources.document_files import has_records
 from jaxlm.data.sources.record_files import Record
 from jaxlm.data.sources.text_file import TextFile
-from jaxlm.data.tokenizer.chat_template import ChatTemplate
 from jaxlm.data.tokenizer.tokenizer import Tokenizer
 from jaxlm.reading.decode import encode
 
@@ -91,14 +90,9 @@ class Encoder(abc.ABC):
     def encode(self, contents: Sequence[Any]) -> list[TokenizedText | None]:
         """Tokenizes documents; None for a document without target tokens. Must be thread-safe."""
 
-    @property
-    def messages_template(self) -> ChatTemplate | None:
-        """The chat template for records with messages."""
-        return None
-
     def cache_key(self) -> dict[str, Any]:
         """Whatever determines the tokens besides the format and the tokenizer, as plain JSON."""
-        return {} if self.messages_template is None else self.messages_template.cache_key()
+        return {}
 
     @abc.abstractmethod
     def no_targets_message(self) -> str:

@@ -58,14 +58,6 @@ class ConversationFormat(MaskedFormat):
     def messages(self, record: Record) -> Messages:
         """The conversation of a record. Raises `ConfigError` if it has none."""
 
-    def cache_key(self) -> dict[str, Any]:
-        # Folders of caches are named by the text of their keys, in which the keys of `chat` always had this order.
-        options = super().cache_key()["format"]
-        shared = {
-            name: options.pop(name) for name in ("chat_template", "mask_user_turns", "tools_field") if name in options
-        }
-        return {"format": options | shared}
-
     def encoder(self, tokenizer: Tokenizer, *, bos: bool | None, eos: bool, key: str) -> Encoder:
         del bos, eos
         template = ChatTemplate.load(self.chat_template, tokenizer, f"{key}.chat_template")
@@ -132,7 +124,7 @@ class ChatEncoder(Encoder):
                     " false, which trains every token. Set it to true, or remove the record"
                 )
             variables = template_variables(record, self.template, key_of_tools(self.config))
-            rendered = self.template.render(messages, record.where, mark=mark, variables=variables, untrained=untrained)
+            rendered = self.template.render(messages, record.where, mark=mark, variables=variables, without=untrained)
             yield RawContent(rendered, len(rendered.text), len(rendered.text.encode()), record.position, record.where)
 
     def encode(self, contents: Sequence[Any]) -> list[TokenizedText | None]:
@@ -146,9 +138,8 @@ class ChatEncoder(Encoder):
             tokens.append(TokenizedText(ids, target_mask) if target_mask[1:].any() else None)
         return tokens
 
-    @property
-    def messages_template(self) -> ChatTemplate:
-        return self.template
+    def cache_key(self) -> dict[str, Any]:
+        return self.template.cache_key()
 
     def no_targets_message(self) -> str:
         if self.template.has_generation:
@@ -176,14 +167,9 @@ def for_template(messages: Sequence[Mapping[str, Any]]) -> Messages:
     cleaned = _cleaned(messages)
     for message in cleaned:
         parts = message.get("content")
-        texts = [p["text"] for p in parts if _is_text(p)] if isinstance(parts, list) else []
-        if texts and len(texts) == len(parts):
-            message["content"] = "".join(texts)
+        if isinstance(parts, list) and parts and all(isinstance(p, dict) and p.get("type") == "text" for p in parts):
+            message["content"] = "".join(str(part.get("text") or "") for part in parts)
     return cleaned
-
-
-def _is_text(part: Any) -> bool:
-    return isinstance(part, dict) and part.get("type") == "text" and isinstance(part.get("text"), str)
 
 
 def _cleaned(value: Any) -> Any:
@@ -197,9 +183,10 @@ def _cleaned(value: Any) -> Any:
         kept = {key: item for key, item in values.items() if item is not None}
         arguments = _parsed(kept.get("arguments"))
         if "name" in kept and isinstance(arguments, dict):
-            text = kept["arguments"]
-            is_text = isinstance(text, str)
-            kept["arguments"] = Arguments(arguments, text if is_text else json.dumps(text, ensure_ascii=False))
+            given = kept["arguments"]
+            kept["arguments"] = Arguments(
+                arguments, given if isinstance(given, str) else json.dumps(given, ensure_ascii=False)
+            )
         return kept
 
     return json.loads(json.dumps(value, default=str), object_hook=clean)
@@ -222,31 +209,24 @@ def template_variables(record: Record, template: ChatTemplate, tools_field: str 
     """What the chat template gets of a record beside the messages: its tools, and the variables in TRL's column of them."""
     tools = (_parsed(record.values.get(tools_field)) if template.reads(TOOLS) else None) or []
     variables = _parsed(record.values.get(VARIABLES)) or {}
-    for key, value, kind, what in (
-        (tools_field, tools, list, "list of tools"),
-        (VARIABLES, variables, dict, "mapping"),
-    ):
-        if not isinstance(value, kind):
-            raise ConfigError(
-                f"{record.where}: expected a {what} under '{key}', or a text with one in JSON, got {value!r:.80}. Correct"
-                " the record, or rename the key"
-            )
+    if not isinstance(tools, list) or not isinstance(variables, dict):
+        raise ConfigError(
+            f"{record.where}: expected a list of tools under '{tools_field}' and a mapping under '{VARIABLES}', or texts with"
+            f" them in JSON, got {tools!r:.80} and {variables!r:.80}. Correct the record, or rename the keys"
+        )
     return {**_cleaned(variables), TOOLS: _cleaned(tools) or None}
 
 
 def _untrained(messages: Messages, where: str) -> list[int]:
     """The numbers of the messages that are not to be trained, as OpenAI's, ShareGPT's and Axolotl's files say it."""
-    numbers = []
-    for number, message in enumerate(messages):
-        given = {key: message[key] for key in TRAINED_IF if key in message}
-        for key, value in given.items():
-            if value not in (0, 1) or (value and key != "weight" and message["role"] != "assistant"):
-                raise ConfigError(
-                    f"{where}: message {number + 1}: {key}: {value!r:.40} given for the role '{message['role']}'. Only"
-                    " answers of the assistant are trained (1), or not (0). Correct the record"
-                )
-        numbers += [number] if not all(given.values()) else []
-    return numbers
+    given = [(n, key, m["role"], m[key]) for n, m in enumerate(messages) for key in TRAINED_IF if key in m]
+    for number, key, role, value in given:
+        if value not in (0, 1) or (value and key != "weight" and role != "assistant"):
+            raise ConfigError(
+                f"{where}: message {number + 1}: {key}: {value!r:.40} given for the role '{role}'. Only answers of the"
+                " assistant are trained (1), or not (0). Correct the record"
+            )
+    return [number for number, _, _, value in given if not value]
 
 
 def plain_text(content: str | Messages) -> str:

@@ -225,9 +225,8 @@ class CompletionsEncoder(Encoder):
             for content in contents
         ]
 
-    @property
-    def messages_template(self) -> ChatTemplate | None:
-        return self.template
+    def cache_key(self) -> dict[str, Any]:
+        return {} if self.template is None else self.template.cache_key()
 
     def no_targets_message(self) -> str:
         advice = "Set data.enforce_bos and data.enforce_eos, or check" if self.config.trains_empty else "Check"

@@ -7,8 +7,8 @@ from typing import Any, ClassVar
 import numpy as np
 
 from jaxlm.core.errors import ConfigError
-from jaxlm.data.formats.base import Begin, Encoder, FormatConfig, RawContent, TokenizedText
-from jaxlm.data.formats.pretokenized import numbers_under, token_ids
+from jaxlm.data.formats.base import Encoder, FormatConfig, RawContent, TokenizedText
+from jaxlm.data.formats.pretokenized import IdsFormat, numbers_under, token_ids
 from jaxlm.data.sources.document_files import has_records
 from jaxlm.data.sources.text_file import TextFile
 from jaxlm.data.tokenizer.tokenizer import Tokenizer
@@ -19,7 +19,7 @@ IGNORED = -100
 
 
 @choice(FormatConfig, "labeled")
-class LabeledFormat(FormatConfig):
+class LabeledFormat(IdsFormat):
     """Records with the token ids of a text and as many labels, each of which is what the model should predict at that very
     token (not at the one before it), or -100 for nothing. For `data.type: labeled`.
 
@@ -29,7 +29,6 @@ class LabeledFormat(FormatConfig):
     """
 
     makes: ClassVar[str] = "labels"
-    begins_as: ClassVar[Begin] = "ids"
 
     input_ids_key: str = "input_ids"
     labels_key: str = "labels"
@@ -48,12 +47,6 @@ class LabeledFormat(FormatConfig):
     def encoder(self, tokenizer: Tokenizer, *, bos: bool | None, eos: bool, key: str) -> Encoder:
         del bos, eos
         return LabeledEncoder(self.input_ids_key, self.labels_key, tokenizer, key)
-
-    def texts(self, file: TextFile) -> Iterator[str]:
-        raise ConfigError(
-            f"data.tokenizer: {file.name} holds token ids, so there is no text to train a tokenizer on. Set data.tokenizer to"
-            " the tokenizer that made them"
-        )
 
 
 @dataclass(frozen=True)

@@ -15,16 +15,27 @@ from jaxlm.data.tokenizer.tokenizer import Tokenizer
 from jaxlm.reading.choices import choice
 
 
+@dataclass(frozen=True)
+class IdsFormat(FormatConfig):
+    """Base of formats with token ids."""
+
+    begins_as: ClassVar[Begin] = "ids"
+
+    def texts(self, file: TextFile) -> Iterator[str]:
+        raise ConfigError(
+            f"data.tokenizer: {file.name} holds token ids, so there is no text to train a tokenizer on. Set data.tokenizer to"
+            " the tokenizer that made them"
+        )
+
+
 @choice(FormatConfig, "pretokenized")
-class PretokenizedFormat(FormatConfig):
+class PretokenizedFormat(IdsFormat):
     """Token ids made with `data.tokenizer`, used as they are: no BOS or EOS is added. A 1-D .npy file is one document; a 2-D
     .npy file has one document per row. Other files hold lists of ids under a key.
 
     Attributes:
         input_ids_key: key, or column, of the token ids; not used for .npy files.
     """
-
-    begins_as: ClassVar[Begin] = "ids"
 
     input_ids_key: str = "input_ids"
 
@@ -38,12 +49,6 @@ class PretokenizedFormat(FormatConfig):
     def encoder(self, tokenizer: Tokenizer, *, bos: bool | None, eos: bool, key: str) -> Encoder:
         del bos, eos
         return PretokenizedEncoder(self.input_ids_key, tokenizer, key)
-
-    def texts(self, file: TextFile) -> Iterator[str]:
-        raise ConfigError(
-            f"data.tokenizer: {file.name} holds token ids, so there is no text to train a tokenizer on. Set data.tokenizer to"
-            " the tokenizer that made them"
-        )
 
 
 @dataclass(frozen=True)

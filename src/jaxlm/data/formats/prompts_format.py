@@ -94,9 +94,8 @@ class PromptsEncoder(Encoder):
             for p in contents
         ]
 
-    @property
-    def messages_template(self) -> ChatTemplate | None:
-        return self.template
+    def cache_key(self) -> dict[str, Any]:
+        return {} if self.template is None else self.template.cache_key()
 
     def no_targets_message(self) -> str:
         return f"{self.key}: there is no record. Check the files"

@@ -8,16 +8,18 @@ from typing import Any
 from jaxlm.core.errors import ConfigError
 from jaxlm.data.formats.base import FormatConfig
 from jaxlm.data.formats.chat import OF_TEMPLATE, TOOLS, VARIABLES, key_of_tools
+from jaxlm.data.formats.completions_format import template_of
 from jaxlm.data.sources.record_files import Record
 from jaxlm.data.sources.text_file import TextFile
 from jaxlm.data.tokenizer.chat_template import ChatTemplate
+from jaxlm.data.tokenizer.tokenizer import Tokenizer
 
 _MAX_FILES, _RECORDS = 10, 100  # of each file
 _MAX_LISTED = 200  # characters
 
 
 def describe_records(
-    config: FormatConfig, template: ChatTemplate | None, files: Sequence[TextFile], text_key: str
+    config: FormatConfig, tokenizer: Tokenizer, files: Sequence[TextFile], text_key: str
 ) -> str | None:
     """How the first records are read, and which of their keys are not; None if they are read as the configuration says.
 
@@ -29,6 +31,8 @@ def describe_records(
     with contextlib.suppress(ConfigError):  # said when they are tokenized, unless nobody reads what is wrong with them
         records.extend(record for file in first for record in itertools.islice(file.records(None), _RECORDS))
     how = config.describe_record(records[0]) if records else None
+    has_turns = any(_turns(record.values.get(key)) for record in records for key in config.keys)
+    template = template_of(config, tokenizer, "data.format") if has_turns else None
     unread = ", ".join(dict.fromkeys(key for record in records for key in _unread(config, template, record, text_key)))
     short = unread if len(unread) <= _MAX_LISTED else f"{unread[:_MAX_LISTED]}..."
     return "; ".join(filter(None, (how, unread and f"not read: {short}"))) or None

@@ -177,8 +177,7 @@ class NamedSource:
 
     def describe_records(self, split: str, tokenizer: Tokenizer) -> str | None:
         """How the records of a split are read, and which of their keys are not; None for files of other machines too."""
-        template = self.encoder(tokenizer).messages_template
-        return describe_records(self.config.format, template, self.local_files(split) or (), self._text_key)
+        return describe_records(self.config.format, tokenizer, self.local_files(split) or (), self._text_key)
 
     def is_tokenized(self, split: str) -> bool:
         """Whether the token cache of the split exists, here or at the URL."""

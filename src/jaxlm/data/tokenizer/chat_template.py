@@ -95,13 +95,7 @@ class ChatTemplate:
         return _GENERATION.search(self.text) is not None
 
     def render(
-        self,
-        messages: Messages,
-        where: str,
-        *,
-        mark: bool,
-        variables: Variables = NONE,
-        untrained: Collection[int] = (),
+        self, messages: Messages, where: str, *, mark: bool, variables: Variables = NONE, without: Collection[int] = ()
     ) -> Rendered:
         """Renders a conversation.
 
@@ -109,7 +103,7 @@ class ChatTemplate:
             where: location of the conversation, for messages.
             mark: restrict the target spans to the assistant's text; otherwise the loss is computed on all text.
             variables: what the template gets beside the messages, such as `tools`.
-            untrained: with `mark`, the numbers of answers without loss.
+            without: with `mark`, the numbers of answers without loss.
 
         Raises:
             ConfigError: the template rejects the messages, or the assistant's text cannot be located.
@@ -120,7 +114,7 @@ class ChatTemplate:
             return Rendered(text, ((0, len(text)),))
         roles = [message["role"] for message in messages]
         # Without blocks, an answer is what its message adds to the conversation and the header of the message.
-        answers = [n for n, role in enumerate(roles) if role == _ASSISTANT and (n in untrained) == self.has_generation]
+        answers = [n for n, role in enumerate(roles) if role == _ASSISTANT and (n in without) == self.has_generation]
         ends = [end for n in answers for end in ((n, not self.has_generation), (n + 1, False))]
         text, *texts = self._texts(messages, where, variables, [whole, *ends])
         for number, before, until in zip(answers, texts[::2], texts[1::2], strict=True):
@@ -243,11 +237,7 @@ def with_templates(tokenizer: Tokenizer, names: Sequence[str], key: str) -> Toke
 
 
 def _split_marked(marked: str, untrained: Sequence[tuple[int, int]]) -> Rendered:
-    """Removes the marks around generated text, and returns the spans between them.
-
-    Args:
-        untrained: ranges of `marked` without loss.
-    """
+    """Removes the marks around generated text. Spans are what is between them, without `untrained` ranges of `marked`."""
     parts, spans, size, begin, place = [], [], 0, None, 0
     for part in MARKS.split(marked):
         if part == BEGIN:
