@@ -56,6 +56,7 @@ def test_token_ids_have_no_text_for_the_report_to_compress(kind, form):
         ({"input_ids": [1, 2], "labels": [3, 300]}, "label .* 300 given, but the tokenizer has 300 tokens"),
         ({"input_ids": [1, 2], "labels": [3, -1]}, "label .* -1 given"),
         ({"input_ids": [1, 2], "labels": None}, "under 'labels' are null. Keys of the record: input_ids, labels"),
+        ({"input_ids": 3, "labels": [1]}, r"line 1: expected token ids .*, got an array of int64 \(\)"),
         ({"input_ids": [1.5], "labels": [1]}, r"expected token ids \(a list of integers\), got an array of float64"),
         ({"input_ids": [1], "labels": [-100]}, "no record has a label other than -100"),
     ],

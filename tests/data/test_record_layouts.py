@@ -5,6 +5,7 @@ References: the data utilities of TRL, and the chat templates and masks of trans
 
 import dataclasses
 import json
+import re
 
 import numpy as np
 import pyarrow as pa
@@ -15,7 +16,9 @@ from jaxlm.core.errors import ConfigError
 from jaxlm.data.base import TRAIN
 from jaxlm.data.formats.chat import ChatFormat, for_template
 from jaxlm.data.formats.groups_format import GroupsFormat
+from jaxlm.data.formats.labeled_format import LabeledFormat
 from jaxlm.data.formats.pairs_format import PairsFormat
+from jaxlm.data.formats.pretokenized import PretokenizedFormat
 from jaxlm.data.formats.prompts_format import PromptsFormat
 from jaxlm.data.formats.sharegpt import ShareGptFormat
 from jaxlm.data.formats.supervised import SupervisedFormat
@@ -509,6 +512,41 @@ def test_messages_can_be_mixed_with_texts_across_records(encoded):
     assert masked[2] is None
     assert [text for text, _ in filter(None, whole)] == [text for text, _ in filter(None, masked)]
     assert all(text == trained for text, trained in filter(None, whole))
+
+
+VALUES = (
+    *(None, "", "x", 3, 2.5, True, 10**40, [], [None], [[]], {"a": 1}, [1, "a"], [10**40], [-1], [float("nan")]),
+    *([{"role": "user"}], [{"role": None}], [{"role": "user", "content": 3}], [{"role": "user", "content": [3]}]),
+    *([assistant("b")], [user("a"), assistant("b", tool_calls=3)], [user("a"), assistant("b", tool_calls=[3])]),
+    *([{"from": "human", "value": 3}], [{"from": 3, "value": "a"}], "\ud800", [user("\ufdd0")], [user("\ud800")]),
+)
+SOUND = {
+    **{name: (make(chat_template=QWEN), record) for name, (make, record) in FORMATS.items()},
+    "sharegpt": (ShareGptFormat(chat_template=QWEN), {"conversations": [{"from": "gpt", "value": "b"}], "system": "a"}),
+    "pretokenized": (PretokenizedFormat(), {"input_ids": [1, 2]}),
+    "labeled": (LabeledFormat(), {"input_ids": [1, 2], "labels": [1, 2]}),
+    "text": (TextFormat(), {"text": "a"}),
+}
+
+
+@pytest.mark.parametrize("name", SOUND)
+@pytest.mark.parametrize("suffix", ["jsonl", "parquet"])
+def test_whatever_a_record_holds_a_message_names_file_and_line(encoded, name, suffix):
+    record_format, record = SOUND[name]
+    unwritable = (pa.ArrowException, UnicodeEncodeError, OverflowError) if suffix == "parquet" else ()
+    place = r"\.jsonl: line 2: " if suffix == "jsonl" else r"\.parquet: (row 1: |column )"
+    refused = []
+    for key in record:
+        for value in VALUES:
+            other = {**record, key: value, **({"tools": value} if "chat" in name else {})}
+            try:
+                encoded([record, other] if suffix == "jsonl" else [other], record_format, suffix)
+            except ConfigError as error:
+                refused.append(f"{key}: {value!r}: {error}")
+            except unwritable:  # a table cannot hold it
+                continue
+    assert len(refused) > 5
+    assert [said for said in refused if not re.search(place, said)] == []
 
 
 def test_old_caches_of_text_keep_their_keys():

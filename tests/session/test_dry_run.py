@@ -125,6 +125,16 @@ def test_chats_are_previewed_and_masks_that_are_empty_are_refused(folder, tmp_pa
     for nothing in ({"train_urls": ["text.txt"], "format": {"type": "text"}}, {"train_urls": ["no.jsonl"]}):
         assert previewed(messages, **nothing) == ({}, []), "nothing to draw, or another row says what is wrong"
     assert previewed(messages, tokenizer=NOWHERE) == ({}, [])
+    (tmp_path / "pairs.jsonl").write_text(
+        json.dumps({"prompt": "a", "chosen": "b", "rejected": "c", "score": 1}) + "\n"
+    )
+    rows, _ = previewed(messages, type="pairs", train_urls=["pairs.jsonl"], format={"type": "pairs"})
+    assert rows == {
+        "records of data": "pairs of 'chosen' and 'rejected' (a text each) after 'prompt' (a text); not read: score"
+    }
+    messages[1]["speaker"] = "x"
+    rows, _ = previewed(messages)
+    assert rows["trained tokens of data"].endswith("in the first 1 records; not read: messages[].speaker")
     rows, drawn = previewed(messages[:1])
     assert not drawn
     assert rows["trained tokens of data"].startswith("a start would end with: data.format: the chat template (the tok")

@@ -30,6 +30,7 @@ from jaxlm.session.inference_model import load
 from jaxlm.session.init_from import InitFrom
 from jaxlm.session.load_model import open_model
 from tests.answers import write_tokenizer
+from tests.data.helpers import small_tokenizer
 from tests.engine.helpers import one_device
 from tests.interop.cases import inputs_of, logits_of
 
@@ -205,6 +206,24 @@ def test_a_folder_that_cannot_be_written_is_refused_before_the_model_is_opened(d
     ):
         assert convert.main([*direction, "--checkpoint", "anything", "--output_dir", str(output)]) == code
         assert message in capsys.readouterr().err
+
+
+def test_a_vocabulary_that_does_not_fit_ends_a_start_before_anything_is_tokenized(folder, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    rows = json.loads((folder / "config.json").read_text())["vocab_size"]
+    tokenizer = small_tokenizer(400)
+    tokenizer.save(tmp_path / "tokenizer")
+    config = {
+        "initialize_from_hf": str(folder),
+        "use_hf_model_config": True,
+        "model": {"seq_len": 16},
+        "data": {"tokenizer": "tokenizer", "train_urls": ["stdlib:train"], "cache_dir": "cache"},
+        "trainer": {"id": "x", "train_batch_size": 8, "num_train_steps": 2},
+    }
+    said = rf"the embedding has {rows} rows, but the tokenizer has {tokenizer.vocab_size} tokens\. Set data\.tokenizer"
+    with pytest.raises(ConfigError, match=said):
+        train.train(decode_run(ConfigSource(config), None))
+    assert not (tmp_path / "cache").exists()
 
 
 DAMAGED = {

@@ -269,6 +269,17 @@ def test_a_checkpoint_whose_surgeries_renamed_its_weights_is_refused_with_a_way_
 
 
 @pytest.mark.slow
+def test_a_checkpoint_with_another_vocabulary_is_refused_before_anything_is_tokenized(trainings):
+    cache = trainings.folder / "another"
+    data = {"train_urls": [f"{trainings.folder}/text"], "cache_dir": str(cache), "vocab_size": 300}
+    with pytest.raises(
+        ConfigError, match=r"data\.tokenizer: it has 300 tokens, but .*whole/step-\d was trained with 280"
+    ):
+        trainings.run("other", 2, trainer={"initialize_from": str(trainings.place("whole"))}, data=data)
+    assert not (cache / "train").exists()
+
+
+@pytest.mark.slow
 def test_a_checkpoint_whose_surgeries_kept_the_names_is_a_start(trainings):
     trainings.run("fp8", 2, phases=[{"name": "only", "surgery": [{"type": "fp8", "min_features": 1}]}])
     trainings.run("from_fp8", 2, trainer={"initialize_from": str(trainings.place("fp8"))})

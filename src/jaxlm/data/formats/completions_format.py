@@ -131,11 +131,7 @@ def rendered(
     continued: Sequence[Messages],
     template: ChatTemplate | None,
 ) -> Completions:
-    """Renders conversations. The prompt is what is given, or else the messages that all of them begin with.
-
-    Args:
-        key: of messages, for messages.
-    """
+    """Renders conversations under a key. The prompt is what is given, or else the messages that all of them begin with."""
     template = checked_template(template, record.where, key)
     where, variables = record.where, template_variables(record, template)
     before = [{"role": _USER, "content": prompt}] if isinstance(prompt, str) else (prompt or [])
@@ -251,9 +247,8 @@ class CompletionsEncoder(Encoder):
         ids, masks = [], []
         for prompt, completion in sequences:
             ends = completion if content.is_rendered else np.concatenate([completion, self.after])
-            if not len(ends if self.config.trains_empty else completion) or (
-                self.config.trains_empty and not len(prompt)
-            ):
+            needed = (prompt, ends) if self.config.trains_empty else (completion,)
+            if not all(map(len, needed)):
                 return None
             ids += [prompt, ends]
             masks += [np.full(len(prompt), self.config.trains_prompts), np.ones(len(ends), bool)]

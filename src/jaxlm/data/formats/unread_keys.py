@@ -5,7 +5,7 @@ import itertools
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from jaxlm.core.errors import ConfigError
+from jaxlm.core.errors import ConfigError, listed
 from jaxlm.data.formats.base import FormatConfig
 from jaxlm.data.formats.chat import OF_TEMPLATE, TOOLS, VARIABLES, key_of_tools
 from jaxlm.data.formats.completions_format import template_of
@@ -15,17 +15,12 @@ from jaxlm.data.tokenizer.chat_template import ChatTemplate
 from jaxlm.data.tokenizer.tokenizer import Tokenizer
 
 _MAX_FILES, _RECORDS = 10, 100  # of each file
-_MAX_LISTED = 200  # characters
 
 
 def describe_records(
     config: FormatConfig, tokenizer: Tokenizer, files: Sequence[TextFile], text_key: str
 ) -> str | None:
-    """How the first records are read, and which of their keys are not; None if they are read as the configuration says.
-
-    Args:
-        text_key: the key of the text, for formats that read one.
-    """
+    """How the first records are read, and which of their keys are not; None if they are read as the configuration says."""
     first = [file for file in files if file.has_records][:_MAX_FILES]
     records: list[Record] = []
     with contextlib.suppress(ConfigError):  # said when they are tokenized, unless nobody reads what is wrong with them
@@ -33,9 +28,8 @@ def describe_records(
     how = config.describe_record(records[0]) if records else None
     has_turns = any(_turns(record.values.get(key)) for record in records for key in config.keys)
     template = template_of(config, tokenizer, "data.format") if has_turns else None
-    unread = ", ".join(dict.fromkeys(key for record in records for key in _unread(config, template, record, text_key)))
-    short = unread if len(unread) <= _MAX_LISTED else f"{unread[:_MAX_LISTED]}..."
-    return "; ".join(filter(None, (how, unread and f"not read: {short}"))) or None
+    unread = dict.fromkeys(key for record in records for key in _unread(config, template, record, text_key))
+    return "; ".join(filter(None, (how, f"not read: {listed(unread)}" if unread else None))) or None
 
 
 def _unread(config: FormatConfig, template: ChatTemplate | None, record: Record, text_key: str) -> Iterator[str]:
@@ -45,10 +39,9 @@ def _unread(config: FormatConfig, template: ChatTemplate | None, record: Record,
     if turns and template is not None:
         read |= {VARIABLES, *([tools] if template.reads(TOOLS) else [])}
     yield from (key for key in values if key not in read and not (config.passes_on and key not in OF_TEMPLATE))
-    by_template = template.reads if template is not None else lambda name: False
     for key, turn in ((key, turn) for key, of_key in turns.items() for turn in of_key):
         said = [name for name in turn if name not in config.keys_of_turns and _says_something(turn[name])]
-        yield from (f"{key}[].{name}" for name in said if not by_template(name))
+        yield from (f"{key}[].{name}" for name in said if template is None or not template.reads(name))
 
 
 def _turns(value: Any) -> list[dict[str, Any]]:
