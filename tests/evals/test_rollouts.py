@@ -94,8 +94,8 @@ def case(tmp_path_factory):
     model = jax.tree.map(lambda x: x * 20, model)
     logged: list[Any] = []
 
-    def chat_prompt(messages, where):
-        text = f"<{messages[0]['content']}>"
+    def chat_prompt(record, key, where):
+        text = f"<{record[key][0]['content']}>"
         return text, tokenizer.encode(text)
 
     context = EvalContext(

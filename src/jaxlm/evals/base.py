@@ -24,8 +24,8 @@ Score = Callable[[LanguageModel, Any], TokenScores]
 """Scores the targets of a validation batch. Traceable."""
 Measure = Callable[[LanguageModel, Any], tuple[Mapping[str, Sum], Mapping[str, Sum | Largest]]]
 """The loss terms and metrics of an objective on a validation batch. The model is in the dtypes of the computation."""
-ChatPrompt = Callable[[Sequence[Mapping[str, Any]], str], tuple[str, list[int]]]
-"""Gets messages, and where they are, for error messages. Returns the text of the prompt and its tokens."""
+ChatPrompt = Callable[[Mapping[str, Any], str, str], tuple[str, list[int]]]
+"""Gets a record, the key of its messages, and its place, for errors. Returns the text of the prompt and its tokens."""
 LogCompletions = Callable[[str, ScoredRows, Mapping[str, np.ndarray]], None]
 """Gets the `completions_name` of an evaluation, its completions, and what `Rewards.score` returned for them."""
 LoadReference = Callable[[str], LanguageModel]
@@ -88,7 +88,7 @@ class EvalContext:
     dummy_prefix: DummyPrefix | None = None
     log_sample: Callable[[str, str], None] = lambda prompt, text: None
     log_completions: LogCompletions = lambda name, rows, scores: None
-    chat_prompt: ChatPrompt = lambda messages, where: ("", [])
+    chat_prompt: ChatPrompt = lambda record, key, where: ("", [])
     enforce_bos: bool | None = True
     progress: Callable[[], None] = lambda: None
     measure: Measure | None = None

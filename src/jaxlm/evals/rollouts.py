@@ -177,7 +177,7 @@ class RolloutsEvalConfig(EvalConfig):
         for place, record in from_main(self._records):  # the file of another process may differ
             columns = {name: value for name, value in record.items() if name != key}
             if self.messages_key is not None:
-                text, ids = ctx.chat_prompt(record[key], place)
+                text, ids = ctx.chat_prompt(record, key, place)
             else:
                 text = record[key]
                 ids = prompt_ids(ctx.tokenizer, text, bos=ctx.enforce_bos)

@@ -3,7 +3,7 @@
 import contextlib
 import functools
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -16,6 +16,8 @@ from jaxlm.core.runtime import from_main
 from jaxlm.core.values.activity import Activity
 from jaxlm.core.values.sums import Sum
 from jaxlm.data.data import Data, ValidationData
+from jaxlm.data.formats.chat import for_template, given_messages, template_variables
+from jaxlm.data.sources.record_files import Record
 from jaxlm.data.tokenizer.chat_template import ChatTemplate
 from jaxlm.data.tokenizer.tokenizer import Tokenizer
 from jaxlm.engine.hooks import Hooks
@@ -204,9 +206,10 @@ def _token_bytes(tokenizer: Tokenizer, phase: Phase, log: Log) -> np.ndarray | N
 
 
 def _chat_prompt(
-    saved_tokenizer: Tokenizer, tokenizer: Tokenizer, messages: Sequence[Mapping[str, Any]], where: str
+    saved_tokenizer: Tokenizer, tokenizer: Tokenizer, values: Mapping[str, Any], key: str, where: str
 ) -> tuple[str, list[int]]:
-    text = ChatTemplate.load(None, saved_tokenizer, "data.tokenizer").prompt(messages, where)
+    template, record = ChatTemplate.load(None, saved_tokenizer, "data.tokenizer"), Record(where, dict(values), 0)
+    text = template.prompt(for_template(given_messages(record, key)), where, template_variables(record, template))
     return text, tokenizer.encode_like_transformers(text, add_special_tokens=False)
 
 

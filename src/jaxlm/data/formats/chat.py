@@ -94,16 +94,7 @@ class ChatFormat(ConversationFormat):
         return self.messages_field
 
     def messages(self, record: Record) -> Messages:
-        messages = record.values.get(self.messages_field)
-        if not are_messages(messages):
-            turns = messages if isinstance(messages, list) else []
-            is_sharegpt = bool(turns) and all(isinstance(turn, Mapping) and "from" in turn for turn in turns)
-            raise ConfigError(
-                f"{record.where}: no messages under '{self.messages_field}': expected a list of messages, each with a"
-                f" 'role' and a 'content', got {messages!r:.80}. Keys of the record: {listed(record.values)}"
-                + (". For messages with 'from' and 'value', set format.type to sharegpt" if is_sharegpt else "")
-            )
-        return messages
+        return given_messages(record, self.messages_field)
 
 
 @dataclass(frozen=True)
@@ -160,6 +151,20 @@ def are_messages(value: Any) -> TypeGuard[Messages]:
         and bool(value)
         and all(isinstance(message, Mapping) and isinstance(message.get("role"), str) for message in value)
     )
+
+
+def given_messages(record: Record, key: str) -> Messages:
+    """The messages under a key of a record. Raises `ConfigError` if there are none."""
+    messages = record.values.get(key)
+    if not are_messages(messages):
+        turns = messages if isinstance(messages, list) else []
+        is_sharegpt = bool(turns) and all(isinstance(turn, Mapping) and "from" in turn for turn in turns)
+        raise ConfigError(
+            f"{record.where}: no messages under '{key}': expected a list of messages, each with a"
+            f" 'role' and a 'content', got {messages!r:.80}. Keys of the record: {listed(record.values)}"
+            + (". For messages with 'from' and 'value', set format.type to sharegpt" if is_sharegpt else "")
+        )
+    return messages
 
 
 def for_template(messages: Sequence[Mapping[str, Any]]) -> Messages:
