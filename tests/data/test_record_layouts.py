@@ -28,6 +28,7 @@ from jaxlm.data.pairs import PairsConfig
 from jaxlm.data.tokenizer.chat_template import ChatTemplate
 from jaxlm.data.tokenizer.tokenizer import Tokenizer
 from jaxlm.data.tokens import TokensConfig
+from jaxlm.session import phase_hooks
 from tests.data.chat_templates import DEEPSEEK, LLAMA, MARKED, MISTRAL, PHI, QWEN, SPECIAL_TOKENS
 from tests.data.helpers import find_files, open_data, small_tokenizer, write_records
 
@@ -256,6 +257,20 @@ def test_tools_and_variables_reach_the_template(encoded, reference, name, suffix
     ]
     assert "# Tools" in text
     assert text == "".join(rendered)
+
+
+def test_an_evaluation_writes_the_prompt_that_the_data_has(tokenizer, encoded):
+    record = {
+        "chat": [SYSTEM, user([{"type": "text", "text": "hi"}])],
+        "tools": TOOLS,
+        "chat_template_kwargs": {"thinks": True},
+    }
+    saved = tokenizer.with_chat_template(QWEN, {})
+    text, ids = phase_hooks._chat_prompt(saved, tokenizer, record, "chat", "here")
+    assert [text] == [whole for whole, _ in encoded([record], PromptsFormat("chat", QWEN))]
+    assert (tokenizer.decode(ids, special=True), "# Tools" in text, text.endswith("<think>\n")) == (text, True, True)
+    with pytest.raises(ConfigError, match=r"here: no messages under 'chat': .* got 'hi'"):
+        phase_hooks._chat_prompt(saved, tokenizer, {"chat": "hi"}, "chat", "here")
 
 
 @pytest.mark.parametrize(

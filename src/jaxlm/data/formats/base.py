@@ -204,7 +204,15 @@ _NOT_IN_KEY = ("pack", "truncation")
 
 
 @dataclass(frozen=True)
-class MaskedFormat(FormatConfig):
+class RecordsFormat(FormatConfig):
+    """Base of formats that only files of records can hold."""
+
+    def can_read(self, name: str) -> bool:
+        return has_records(name)
+
+
+@dataclass(frozen=True)
+class MaskedFormat(RecordsFormat):
     """Base of formats with a loss mask. Their documents are records, and are never split across sequences.
 
     Attributes:
@@ -227,6 +235,3 @@ class MaskedFormat(FormatConfig):
     @property
     def overlong(self) -> Truncation:
         return self.truncation
-
-    def can_read(self, name: str) -> bool:
-        return has_records(name)

@@ -9,9 +9,8 @@ from typing import Any, ClassVar, NamedTuple
 import numpy as np
 
 from jaxlm.core.errors import ConfigError, listed
-from jaxlm.data.formats.base import Begin, Encoder, FormatConfig, RawContent, TokenizedText
+from jaxlm.data.formats.base import Begin, Encoder, FormatConfig, RawContent, RecordsFormat, TokenizedText
 from jaxlm.data.formats.chat import Messages, are_messages, for_template, template_variables
-from jaxlm.data.sources.document_files import has_records
 from jaxlm.data.sources.record_files import Record
 from jaxlm.data.sources.text_file import TextFile
 from jaxlm.data.tokenizer.chat_template import ChatTemplate
@@ -38,7 +37,7 @@ class Completions(NamedTuple):
 
 
 @dataclass(frozen=True)
-class PromptedFormat(FormatConfig):
+class PromptedFormat(RecordsFormat):
     """Records with a prompt and one or more completions."""
 
     begins_as: ClassVar[Begin] = "prompt"
@@ -79,9 +78,6 @@ class CompletionsFormat(PromptedFormat):
     @property
     def documents_per_sequence(self) -> int | None:
         return 1
-
-    def can_read(self, name: str) -> bool:
-        return has_records(name)
 
 
 def template_of(config: FormatConfig, tokenizer: Tokenizer, key: str) -> ChatTemplate | None:

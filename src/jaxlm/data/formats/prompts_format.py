@@ -7,10 +7,9 @@ from typing import Any, ClassVar, NamedTuple
 import numpy as np
 
 from jaxlm.core.errors import ConfigError
-from jaxlm.data.formats.base import Begin, Encoder, FormatConfig, RawContent, TokenizedText
+from jaxlm.data.formats.base import Begin, Encoder, FormatConfig, RawContent, RecordsFormat, TokenizedText
 from jaxlm.data.formats.chat import OF_TEMPLATE, plain_text, template_variables
 from jaxlm.data.formats.completions_format import checked_template, template_of, text_or_messages
-from jaxlm.data.sources.document_files import has_records
 from jaxlm.data.sources.text_file import TextFile
 from jaxlm.data.tokenizer.chat_template import ChatTemplate
 from jaxlm.data.tokenizer.tokenizer import Tokenizer, boundary_ids
@@ -18,7 +17,7 @@ from jaxlm.reading.choices import choice
 
 
 @choice(FormatConfig, "prompts")
-class PromptsFormat(FormatConfig):
+class PromptsFormat(RecordsFormat):
     """Records with a prompt, as a text or a list of messages, for `data.type: rollouts`. Rewards see the other keys of the
     record.
 
@@ -38,9 +37,6 @@ class PromptsFormat(FormatConfig):
     @property
     def documents_per_sequence(self) -> int | None:
         return 1
-
-    def can_read(self, name: str) -> bool:
-        return has_records(name)
 
     def beside_prompt(self, values: dict[str, Any]) -> dict[str, Any]:
         return {key: value for key, value in values.items() if key != self.prompt_field}
