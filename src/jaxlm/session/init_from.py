@@ -305,10 +305,12 @@ def check_hf_weights(plan: Plan, num_tokens: int) -> None:
     unless the Hub's client downloads and checks them later. Args: num_tokens: of the tokenizer."""
     config, trainer = plan.config, plan.config.trainer
     name = hf_name(config.initialize_from_hf, plan.data[0].tokenizer)
-    others = (trainer.load_checkpoint_path, trainer.initialize_from_state)
-    if name is None or main_first(plan.checkpoints.checkpoints):
-        return
-    if any(path is not None and _checkpoints_at(path, trainer) for path in others):
+    others = [path for path in (trainer.load_checkpoint_path, trainer.initialize_from_state) if path is not None]
+    if (
+        name is None
+        or main_first(plan.checkpoints.checkpoints)
+        or any(_checkpoints_at(path, trainer) for path in others)
+    ):
         return
     is_here = repository_of(name) is None
     path = main_first(lambda: local_folder(name, "initialize_from_hf", weights=is_here))

@@ -188,10 +188,10 @@ def _cleaned(value: Any) -> Any:
         kept = {key: item for key, item in values.items() if item is not None}
         arguments = _parsed(kept.get("arguments"))
         if "name" in kept and isinstance(arguments, dict):
-            given = kept["arguments"]
-            kept["arguments"] = Arguments(
-                arguments, given if isinstance(given, str) else json.dumps(given, ensure_ascii=False)
+            text = (
+                kept["arguments"] if arguments is not kept["arguments"] else json.dumps(arguments, ensure_ascii=False)
             )
+            kept["arguments"] = Arguments(arguments, text)
         return kept
 
     return json.loads(json.dumps(value, default=str), object_hook=clean)

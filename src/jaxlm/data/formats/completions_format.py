@@ -148,10 +148,8 @@ def rendered(
                 f" roles {', '.join(roles)}. Remove the record, or rename the roles"
             )
     text = template.prompt(shared, where, variables)
-    wholes = [
-        template.render([*shared, *conversation[len(shared) :]], where, mark=False, variables=variables).text
-        for conversation in conversations
-    ]
+    conversations = [[*shared, *conversation[len(shared) :]] for conversation in conversations]
+    wholes = [template.render(c, where, mark=False, variables=variables).text for c in conversations]
     if not all(whole.startswith(text) for whole in wholes):
         raise ConfigError(
             f"{where}: the completion cannot be located: the chat template ({template.origin}) renders the prompt differently"

@@ -78,9 +78,8 @@ class PairsFormat(CompletionsFormat):
         completions = [self.chosen_field, self.rejected_field]
         # Only the usual key may be missing: another one was written by somebody whose data should have it.
         is_usual = self.prompt_field == _PROMPT
-        return file.records(
-            completions if is_usual else [*prompt, *completions], [*(prompt if is_usual else ()), *OF_TEMPLATE]
-        )
+        needed, optional = (completions, prompt) if is_usual else ([*prompt, *completions], [])
+        return file.records(needed, [*optional, *OF_TEMPLATE])
 
     def describe_record(self, record: Record) -> str:
         prompt, chosen, _ = self.fields(record)
