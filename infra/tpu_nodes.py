@@ -54,8 +54,8 @@ if [ "$(cat run/attempt 2>/dev/null)" != "$attempt" ]; then
   : > run/log
   byte=1
   # The run itself writes these files, in a session of its own: what has no session yet ends with this connection.
-  PATH="$HOME/jaxlm/venv/bin:$PATH" setsid nohup bash -c 'echo $$ > run/pid; echo "$0" > run/attempt; "$@"; echo $? > run/code' \
-    "$attempt" "$@" >> run/log 2>&1 < /dev/null &
+  run='echo $$ > run/pid; echo "$0" > run/attempt; "$@"; echo $? > run/code'
+  PATH="$HOME/jaxlm/venv/bin:$PATH" setsid nohup bash -c "$run" "$attempt" "$@" >> run/log 2>&1 < /dev/null &
   while kill -0 $! 2>/dev/null && [ "$(cat run/attempt 2>/dev/null)" != "$attempt" ]; do sleep 0.05; done
 fi
 tail -c "+$byte" -s 0.2 -f --pid="$(cat run/pid)" run/log
