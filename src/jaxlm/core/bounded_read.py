@@ -46,6 +46,15 @@ def largest() -> int:
     return max(SMALL, os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // _SHARE_OF_MEMORY)
 
 
+def listed_file(folder: Path, name: str) -> Path:
+    """The path of a file that another file of a folder lists. Raises `ConfigError` for a name that leads out of it."""
+    if not name or "\0" in name or Path(name).is_absolute() or ".." in Path(name).parts:
+        raise ConfigError(
+            f"{folder}: {name!r} is listed, the name of a file in this folder expected. Download it again"
+        )
+    return folder / name
+
+
 def open_regular(path: Path | str) -> io.BufferedReader:
     """Opens a file to read bytes. Raises `UnreadableFileError` for a pipe, a device or a socket."""
     # Without O_NONBLOCK, opening a pipe waits until somebody writes to it. It has no effect on regular files.
