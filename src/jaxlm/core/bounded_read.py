@@ -10,9 +10,12 @@ import os
 import stat
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from jaxlm.core.errors import ConfigError
+
+if TYPE_CHECKING:
+    import numpy as np
 
 SMALL = 64 << 20
 """Bytes of a file that people write, or that describes another one: settings, templates, manifests."""
@@ -65,6 +68,21 @@ def open_regular(path: Path | str) -> io.BufferedReader:
         kind = errno.EISDIR if stat.S_ISDIR(mode) else errno.EINVAL
         raise _unreadable(path, kind, os.strerror(kind) if stat.S_ISDIR(mode) else "it is not a regular file")
     return os.fdopen(descriptor, "rb")
+
+
+def map_array(path: Path | str) -> "np.ndarray":
+    """A memory map of the array in a .npy file. Raises `ConfigError` if it is anything else, and `OSError`."""
+    import numpy as np
+
+    try:
+        array = np.load(path, mmap_mode="r", allow_pickle=False)
+    except OSError:
+        raise
+    except Exception as error:  # numpy parses the header as Python
+        raise ConfigError(f"{path}: not an array written by numpy.save ({error})") from error
+    if not isinstance(array, np.ndarray):
+        raise ConfigError(f"{path}: not an array written by numpy.save, but an archive of several. Save each of them")
+    return array
 
 
 def read_bytes(path: Path | str, limit: int | None = None) -> bytes:
