@@ -26,6 +26,7 @@ _ROWS = 256  # table rows converted to Python strings per batch
 _BUFFER = 1 << 20  # bytes; without a buffer size, whole columns of a row group are fetched
 _ARROW_FILE = b"ARROW1"
 _WITH_TEXT = {str, dict, list}
+Parts = Iterator[tuple["pa.RecordBatch", int, int]]  # rows of a table, the position after them, their row group
 ARRAYS = ".npy"  # arrays of token ids: not documents, but may be listed in URLs
 
 
@@ -125,29 +126,17 @@ def _table(path: Path, text_key: str) -> Iterator[Document]:
                     yield Document(text, position, group)
 
 
-class Part(NamedTuple):
-    """Some rows of a table, the position in the file after them, and the number of their row group."""
-
-    batch: "pa.RecordBatch"
-    position: int
-    group: int = 0
-
-
 @contextlib.contextmanager
-def open_table(path: Path, columns: Sequence[str] | None) -> Iterator[tuple["pa.Schema", Iterator[Part]]]:
-    """The schema of a table, and those of its `columns` that exist, or all.
-
-    Raises:
-        ConfigError: the file is damaged.
-    """
+def open_table(path: Path, columns: Sequence[str] | None) -> Iterator[tuple["pa.Schema", Parts]]:
+    """The schema of a table, and its rows with those `columns` that exist, or all. Raises `ConfigError` for damage."""
     row = 0
 
-    def checked(parts: Iterator[Part]) -> Iterator[Part]:
+    def checked(parts: Parts) -> Parts:
         nonlocal row
-        for part in parts:
-            _check_batch(path, part.batch, row)
-            yield part
-            row += len(part.batch)
+        for batch, position, group in parts:
+            _check_batch(path, batch, row)
+            yield batch, position, group
+            row += len(batch)
 
     reader = _open_parquet if format_of(path.name) == ".parquet" else _open_arrow
     # A reader in C++ raises anything for a damaged file.
@@ -156,26 +145,23 @@ def open_table(path: Path, columns: Sequence[str] | None) -> Iterator[tuple["pa.
 
 
 @contextlib.contextmanager
-def _open_parquet(path: Path, columns: Sequence[str] | None) -> Iterator[tuple["pa.Schema", Iterator[Part]]]:
+def _open_parquet(path: Path, columns: Sequence[str] | None) -> Iterator[tuple["pa.Schema", Parts]]:
     import pyarrow.parquet as pq
 
-    row, size = 0, path.stat().st_size
-
-    def parts() -> Iterator[Part]:
-        nonlocal row
-        total = max(1, file.metadata.num_rows)
+    def parts() -> Parts:
+        row, size, total = 0, path.stat().st_size, max(1, file.metadata.num_rows)
         available = [name for name in file.schema_arrow.names if columns is None or name in columns]
         for group in range(file.num_row_groups):  # one by one: otherwise Arrow holds several row groups in memory
             for batch in file.iter_batches(_ROWS, [group], available):
                 row += len(batch)
-                yield Part(batch, size * row // total, group)
+                yield batch, size * row // total, group
 
     with pq.ParquetFile(path, pre_buffer=False, buffer_size=_BUFFER) as file:
         yield file.schema_arrow, parts()
 
 
 @contextlib.contextmanager
-def _open_arrow(path: Path, columns: Sequence[str] | None) -> Iterator[tuple["pa.Schema", Iterator[Part]]]:
+def _open_arrow(path: Path, columns: Sequence[str] | None) -> Iterator[tuple["pa.Schema", Parts]]:
     """Without a memory map, in which damaged offsets point anywhere, and whose file may shrink."""
     import pyarrow as pa
 
@@ -189,9 +175,9 @@ def _open_arrow(path: Path, columns: Sequence[str] | None) -> Iterator[tuple["pa
         reader = open_ipc(source, options=pa.ipc.IpcReadOptions(included_fields=wanted))
         if is_file:
             total = reader.num_record_batches
-            yield schema, (Part(reader.get_batch(n), source.size() * (n + 1) // total) for n in range(total))
+            yield schema, ((reader.get_batch(n), source.size() * (n + 1) // total, 0) for n in range(total))
         else:
-            yield schema, (Part(batch, source.tell()) for batch in reader)
+            yield schema, ((batch, source.tell(), 0) for batch in reader)
 
 
 def _check_batch(path: Path, batch: "pa.RecordBatch", rows_before: int) -> None:

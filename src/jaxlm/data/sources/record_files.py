@@ -56,10 +56,10 @@ def _table(path: Path, keys: Sequence[str] | None, optional: Sequence[str]) -> I
         if missing:
             raise ConfigError(f"{path}: no column '{missing[0]}'. The file has: {', '.join(schema.names)}")
         columns = [*wanted, *(key for key in optional if key in schema.names and key not in wanted)]
-        for part in parts:
-            for values in part.batch.select(columns).to_pylist():
+        for batch, position, _ in parts:
+            for values in batch.select(columns).to_pylist():
                 row += 1
-                yield Record(f"{path}: row {row}", values, part.position)
+                yield Record(f"{path}: row {row}", values, position)
 
 
 _READERS: dict[str, Callable[[Path, Sequence[str] | None, Sequence[str]], Iterator[Record]]] = {
