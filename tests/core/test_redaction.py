@@ -131,10 +131,18 @@ def test_tokens_of_a_vocabulary_are_no_secrets():
             "mask_token": "[MASK]",
             "bos_token": "word",
         },
-        **{"eos_token_id": [1, 2], "stop_token": "\u2581end", "special_tokens": ["<|im_start|>"]},
+        **{
+            "mapping": {"token": ["replica", "data"]},
+            "eos_token_id": [1, 2],
+            "stop_token": "\u2581end",
+            "special_tokens": ["<|im_start|>"],
+        },
     }
     assert without_secrets(tree) == tree
-    assert without_secrets({"mytoken": "glpat-0123456789abcdef"}) == {"mytoken": MASK}
+    assert without_secrets({"mytoken": "glpat-0123456789abcdef", "token": "abc-defgh"}) == {
+        "mytoken": MASK,
+        "token": MASK,
+    }
 
 
 def test_a_line_of_json_stays_one(monkeypatch):
@@ -147,8 +155,9 @@ def test_a_line_of_json_stays_one(monkeypatch):
     assert json.loads(redacted(json.dumps({"text": 'a"b\\cdefgh"'}))) == {"text": f'{MASK}"'}
 
 
-def test_no_recipe_is_changed():
-    for path in Path(recipes.__file__).parents[1].glob("recipes/**/*.yaml"):
+def test_no_recipe_and_no_file_of_levanter_is_changed():
+    vectors = Path(__file__).parents[1] / "vectors"
+    for path in (*Path(recipes.__file__).parents[1].glob("recipes/**/*.yaml"), *vectors.glob("*.yaml")):
         tree = load_yaml(path).tree
         assert without_secrets(tree) == tree, path
 

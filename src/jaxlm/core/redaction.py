@@ -28,7 +28,7 @@ _WORDS = (
     r"|(?:api|access|account|private|secret|signing|storage)_?key"
 )
 _TOKENS = r"(?:hf|hub|auth|access|api|bearer|session|security|refresh|id|github|wandb|sas)_?token"
-_SECRET_NAME = re.compile(rf".*(?:{_WORDS})s?|.*access_?key_?id|(?:.*_)?{_TOKENS}|token|authorization")
+_SECRET_NAME = re.compile(rf".*(?:{_WORDS})s?|.*access_?key_?id|(?:.*_)?{_TOKENS}|authorization")
 _PARAMETERS = ("sig", "key", "auth", "code")  # and those that end with "token"
 _SECRET_VARIABLE = re.compile(rf".*(?:(?:{_WORDS})s?|access_?key_?id|token|_pass|_pwd)_?\d*")
 _KEY_VARIABLE = re.compile(r"(?:.*_)?(?:key|auth)")  # often a name, such as PROJECT_KEY
@@ -182,6 +182,8 @@ def _is_secret(key: str, value: str) -> bool:
     name = _snake(key.rpartition(".")[2])
     if name.endswith("_variable"):
         return _SECRET_NAME.fullmatch(name.removesuffix("_variable")) is not None and not _VARIABLE.fullmatch(value)
+    if name == "token":  # or an axis with this name
+        return _can_be_found(value)
     return _SECRET_NAME.fullmatch(name) is not None or (name.endswith("token") and _RANDOM.fullmatch(value) is not None)
 
 
