@@ -306,7 +306,7 @@ def test_torch_files_and_weight_name_rules(tmp_path):
         ConfigError, match=r"before version 1\.6\. .*weights = (torch\.load\(.*\)); (torch\.save\(.*\))"
     ) as old:
         open_tensors(tmp_path / "old.bin")
-    program = str(old.value).partition("these lines of Python: ")[2].replace('"old.bin"', f'"{tmp_path}/old.bin"')
+    program = str(old.value).partition("these lines of Python: ")[2].replace("'old.bin'", f"'{tmp_path}/old.bin'")
     exec(program, {"torch": torch})  # what the message advises
     np.testing.assert_array_equal(open_tensors(tmp_path / "old.bin").view("weight"), [1, 1])
     torch.save(torch.nn.Linear(2, 2), tmp_path / "module.pt")

@@ -6,11 +6,12 @@ file, or a line of it, does so here.
 
 import errno
 import io
+import json
 import os
 import stat
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from jaxlm.core.errors import ConfigError
 
@@ -68,6 +69,14 @@ def open_regular(path: Path | str) -> io.BufferedReader:
         kind = errno.EISDIR if stat.S_ISDIR(mode) else errno.EINVAL
         raise _unreadable(path, kind, os.strerror(kind) if stat.S_ISDIR(mode) else "it is not a regular file")
     return os.fdopen(descriptor, "rb")
+
+
+def parse_json(text: str | bytes) -> Any:
+    """The value in a JSON text. Raises `ValueError` for anything else, such as what is nested too deeply."""
+    try:
+        return json.loads(text)
+    except RecursionError:  # no cause: its traceback has a thousand lines
+        raise ValueError("it is nested too deeply") from None
 
 
 def map_array(path: Path | str) -> "np.ndarray":

@@ -29,7 +29,6 @@ _WORDS = (
 )
 _TOKENS = r"(?:hf|hub|auth|access|api|bearer|session|security|refresh|id|github|wandb|sas)_?token"
 _SECRET_NAME = re.compile(rf".*(?:{_WORDS})s?|.*access_?key_?id|(?:.*_)?{_TOKENS}|authorization")
-_PARAMETERS = ("sig", "key", "auth", "code")  # and those that end with "token"
 _SECRET_VARIABLE = re.compile(rf".*(?:(?:{_WORDS})s?|access_?key_?id|token|_pass|_pwd)_?\d*")
 _KEY_VARIABLE = re.compile(r"(?:.*_)?(?:key|auth)")  # often a name, such as PROJECT_KEY
 _VARIABLE = re.compile(r"[A-Z_][A-Z0-9_]*|[a-z_]+")
@@ -190,7 +189,7 @@ def _is_secret(key: str, value: str) -> bool:
 def _is_parameter(name: str) -> bool:
     """Whether a query parameter has a secret."""
     name = _snake(name)
-    return name in _PARAMETERS or name.endswith("token") or _SECRET_NAME.fullmatch(name) is not None
+    return name in ("sig", "key", "auth", "code") or name.endswith("token") or _SECRET_NAME.fullmatch(name) is not None
 
 
 def _in_urls(text: str) -> Iterator[str]:

@@ -10,7 +10,7 @@ from typing import Any
 import jax
 
 from jaxlm.core.atomic_io import atomic_file
-from jaxlm.core.bounded_read import read_bytes, read_text
+from jaxlm.core.bounded_read import parse_json, read_bytes, read_text
 from jaxlm.core.errors import ConfigError, PeerError
 from jaxlm.core.precision import Precision
 from jaxlm.core.publish import Location, PublishError, child_of, location_of
@@ -270,7 +270,7 @@ def _copy(files: Path, folder: Path) -> None:
 
 def _read_about(folder: Path) -> Any:
     try:
-        return json.loads(read_text(folder / ABOUT))
+        return parse_json(read_text(folder / ABOUT))
     except (OSError, ValueError):
         return None
 

@@ -2,7 +2,6 @@
 
 import abc
 import contextlib
-import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -10,6 +9,7 @@ from typing import Any, ClassVar, NamedTuple, TypeGuard
 
 import numpy as np
 
+from jaxlm.core.bounded_read import parse_json
 from jaxlm.core.errors import ConfigError, listed
 from jaxlm.data.formats.base import Begin, Encoder, FormatConfig, MaskedFormat, RawContent, TokenizedText
 from jaxlm.data.sources.record_files import Record
@@ -159,7 +159,7 @@ class ChatEncoder(Encoder):
         tools = value
         if isinstance(value, str):
             with contextlib.suppress(ValueError):
-                tools = json.loads(value) if value.strip() else None
+                tools = parse_json(value) if value.strip() else None
         if tools is not None and not isinstance(tools, list):
             raise ConfigError(
                 f"{where}: expected a list of tools under '{self.config.tools_field}', or a text with one in JSON, got"

@@ -1,6 +1,5 @@
 """Torch checkpoint files as a tensor source, memory-mapped."""
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -40,8 +39,8 @@ class TorchFile:
         if not is_zip:
             raise ConfigError(
                 f"{path}: not a zip file. It is damaged, or in the format of torch before version 1.6. Convert that with"
-                f" these lines of Python: weights = torch.load({json.dumps(path.name)}, weights_only=True);"
-                f" torch.save(weights, {json.dumps(path.name)})"
+                f" these lines of Python: weights = torch.load({path.name!r}, weights_only=True);"
+                f" torch.save(weights, {path.name!r})"
             )
         try:
             content = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
