@@ -1,6 +1,5 @@
 """What launchers share: the command of a run, what its exit codes mean (docs/reference/exit-codes.md), and when to retry."""
 
-import shlex
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -50,9 +49,9 @@ def config_path(arguments: Sequence[str]) -> str | None:
     return None
 
 
-def train_command(arguments: Sequence[str]) -> str:
-    """The line that every launcher runs. `arguments` are those of `jaxlm train`."""
-    return shlex.join(["python", "-m", "jaxlm.train", *arguments])
+def train_command(arguments: Sequence[str], variables: Sequence[str] = ()) -> list[str]:
+    """The words that every launcher runs. Args: arguments: of `jaxlm train`; variables: NAME=VALUE."""
+    return [*(["env", *variables] if variables else []), "python", "-m", "jaxlm.train", *arguments]
 
 
 @dataclass

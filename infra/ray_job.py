@@ -26,14 +26,13 @@ from preflight import check_configuration
 ADDRESS = "--trainer.distributed.coordinator_address"
 
 
-def command_of(options: argparse.Namespace, address: str, number: int) -> str:
+def command_of(options: argparse.Namespace, address: str, number: int) -> list[str]:
     """The command of one node. TPU nodes find each other, and a single process needs no coordinator."""
     distributed = []
     if options.nodes > 1 and not options.tpu:
         distributed = [ADDRESS, address, "--trainer.distributed.num_processes", str(options.nodes)]
         distributed += ["--trainer.distributed.process_id", str(number)]
-    variables = shlex.join(["env", *options.env]) + " " if options.env else ""
-    return variables + train_command([*options.arguments, *distributed])
+    return train_command([*options.arguments, *distributed], options.env)
 
 
 class Node:
@@ -56,11 +55,11 @@ class Node:
                 free.bind(("", port))
                 return f"{ray.util.get_node_ip_address()}:{port}"
 
-    def start(self, command: str, folder: str) -> None:
+    def start(self, command: Sequence[str], folder: str) -> None:
         """Starts the command in a folder. Its output is the actor's, which Ray prints with the node's address."""
         # The kernel kills it together with the actor's process, so that two attempts never run at the same time.
-        command = f"exec setpriv --pdeathsig KILL {command}"
-        self._process = subprocess.Popen(["bash", "-c", command], cwd=folder, start_new_session=True)
+        command = ["setpriv", "--pdeathsig", "KILL", *command]
+        self._process = subprocess.Popen(command, cwd=folder, start_new_session=True)
 
     def code(self) -> int | None:
         """The exit code; None while the command runs."""
@@ -222,7 +221,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         needs = {"CPU": options.cpus, "GPU": options.gpus, "TPU": options.tpu}
         say(f"{options.nodes} nodes, each with {json.dumps({k: v for k, v in needs.items() if v})}")
         for number in range(options.nodes):
-            print(command_of(options, "HOST:PORT", number))
+            print(shlex.join(command_of(options, "HOST:PORT", number)))
         return 0
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     import ray

@@ -31,31 +31,36 @@ CORES = ("v4", "v5p")  # a type counts two cores a chip, of which JAX makes one 
 MAX_DELETIONS = 3
 KEEP_ALIVE = ("--ssh-flag=-oServerAliveInterval=30", "--ssh-flag=-oServerAliveCountMax=4")
 
+# Scripts of the workers. Values never become part of them: they are arguments.
 SET_UP = """set -e
 cd "$HOME/jaxlm"
-[ "$(cat installed 2>/dev/null)" = {stamp} ] && exit 0
+stamp=$1 python=$2
+shift 2
+[ "$(cat installed 2>/dev/null)" = "$stamp" ] && exit 0
 trap 'echo "jaxlm could not be installed on $(hostname)" >&2' ERR
 python3 -m pip install --quiet --user uv
-python3 -m uv venv --quiet --clear --python {python} venv
-python3 -m uv pip install --quiet --python venv/bin/python {constraints}{package}
-echo {stamp} > installed
+python3 -m uv venv --quiet --clear --python "$python" venv
+python3 -m uv pip install --quiet --python venv/bin/python "$@"
+echo "$stamp" > installed
 """
 # The run does not depend on this connection. A second connection with the same attempt only follows its output.
 # The exit code of the run goes to stderr with the attempt's name, because the exit code of ssh or gcloud may be their own.
 RUN = """cd "$HOME/jaxlm" && mkdir -p run
-byte={byte}
-if [ "$(cat run/attempt 2>/dev/null)" != {attempt} ]; then
+attempt=$1 byte=$2
+shift 2
+if [ "$(cat run/attempt 2>/dev/null)" != "$attempt" ]; then
   [ -s run/pid ] && kill -KILL -- "-$(cat run/pid)" 2>/dev/null
   rm -f run/code run/pid
   : > run/log
   byte=1
   # The run itself writes these files, in a session of its own: what has no session yet ends with this connection.
-  PATH="$HOME/jaxlm/venv/bin:$PATH" setsid nohup bash -c {command} >> run/log 2>&1 < /dev/null &
-  while kill -0 $! 2>/dev/null && [ "$(cat run/attempt 2>/dev/null)" != {attempt} ]; do sleep 0.05; done
+  run='echo $$ > run/pid; echo "$0" > run/attempt; "$@"; echo $? > run/code'
+  PATH="$HOME/jaxlm/venv/bin:$PATH" setsid nohup bash -c "$run" "$attempt" "$@" >> run/log 2>&1 < /dev/null &
+  while kill -0 $! 2>/dev/null && [ "$(cat run/attempt 2>/dev/null)" != "$attempt" ]; do sleep 0.05; done
 fi
 tail -c "+$byte" -s 0.2 -f --pid="$(cat run/pid)" run/log
 code=$(cat run/code 2>/dev/null)  # empty, too, if the run was killed just before it wrote it
-echo "{attempt} ended with ${{code:-137}}" >&2
+echo "$attempt ended with ${code:-137}" >&2
 """
 
 
@@ -126,15 +131,17 @@ class Pod:
             return self.gcloud("queued-resources", "delete", self.name, "--force", "--quiet")
         return self.gcloud("tpu-vm", "delete", self.name, "--quiet")
 
-    def ssh_command(self, node: str, worker: str, script: str) -> list[str]:
+    def ssh_command(self, node: str, worker: str, script: str, *arguments: str) -> list[str]:
         internal = ["--internal-ip"] if self.options.internal_ips else []
         where = (f"--worker={worker}", *internal, *KEEP_ALIVE)
-        return self.gcloud("tpu-vm", "ssh", node, *where, f"--command=bash -c {shlex.quote(script)}")
+        return self.gcloud(
+            "tpu-vm", "ssh", node, *where, f"--command={shlex.join(['bash', '-c', script, 'jaxlm', *arguments])}"
+        )
 
     def set_up_commands(self, node: str) -> list[list[str]]:
         """Commands that copy the run's files to all workers of a node, and install jaxlm if they do not have this version."""
         o = self.options
-        package, files, constraints = o.install, list(o.send), ""
+        package, files, constraints = o.install, list(o.send), []
         if o.install.endswith(".whl"):
             files.append(o.install)
             package = f"./{Path(o.install).name}[tpu,gs]"
@@ -142,22 +149,19 @@ class Pod:
             o.constraints is not None
         ):  # of the checkout that the wheel was built of: the versions that it was tested with
             files.append(str(o.constraints))
-            constraints = f"-c {shlex.quote(o.constraints.name)} "
+            constraints = ["-c", o.constraints.name]
         content = Path(o.install).read_bytes() if Path(o.install).is_file() else b""
-        stamp = hashlib.sha256(f"{constraints}{package} {o.python}".encode() + content).hexdigest()[:16]
-        script = SET_UP.format(stamp=stamp, python=o.python, package=shlex.quote(package), constraints=constraints)
+        stamp = hashlib.sha256(repr((constraints, package, o.python)).encode() + content).hexdigest()[:16]
         internal = ["--internal-ip"] if o.internal_ips else []
         copy = self.gcloud("tpu-vm", "scp", "--recurse", *files, f"{node}:jaxlm/", "--worker=all", *internal)
         make = self.ssh_command(node, "all", "mkdir -p jaxlm")
-        return [make, *([copy] if files else []), self.ssh_command(node, "all", script)]
+        install = self.ssh_command(node, "all", SET_UP, stamp, o.python, *constraints, package)
+        return [make, *([copy] if files else []), install]
 
     def run_command(self, node: str, worker: str, attempt: str, byte: int = 1) -> list[str]:
         """Starts the run on a worker, or follows its output from a byte, counted from 1."""
-        variables = shlex.join(["env", *self.options.env]) + " " if self.options.env else ""
-        begun = f"echo $$ > run/pid; echo {attempt} > run/attempt"
-        command = f"{begun}; {variables}{train_command(self.options.arguments)}; echo $? > run/code"
-        script = RUN.format(attempt=attempt, command=shlex.quote(command), byte=byte)
-        return self.ssh_command(node, worker, script)
+        command = train_command(self.options.arguments, self.options.env)
+        return self.ssh_command(node, worker, RUN, attempt, str(byte), *command)
 
     def describe(self, group: str, name: str) -> dict:
         command = self.gcloud(group, "describe", name, "--format=json")

@@ -140,9 +140,11 @@ def attempts(folder: Path, options: argparse.Namespace) -> Iterator[str]:
     folder.mkdir(parents=True, exist_ok=True)
     command = hashlib.sha256(repr((options.arguments, options.env)).encode()).hexdigest()[:8]
     while True:
-        if not current.exists() or not current.read_text().endswith(command):
-            current.write_text(f"{datetime.now():%Y%m%d-%H%M%S-%f}-{command}")
-        yield current.read_text()
+        name = current.read_text(errors="replace") if current.exists() else ""
+        if not re.fullmatch(rf"[0-9-]+-{command}", name):
+            name = f"{datetime.now():%Y%m%d-%H%M%S-%f}-{command}"
+            current.write_text(name)
+        yield name
         current.unlink(missing_ok=True)
 
 

@@ -43,7 +43,5 @@ checkout=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 "${run[@]}" "$python" -m pip download --quiet --only-binary :all: -c "$checkout/constraints.txt" \
   --dest "$output" "${checkout}[$extras]"
 "${run[@]}" cp "$checkout/constraints.txt" "$output/"
-cat <<TEXT
-Copy $output to the machines, and install from it there:
-  python -m pip install --no-index --find-links $output -c $output/constraints.txt 'jaxlm[$extras]'
-TEXT
+echo "Copy $output to the machines, and install from it there:"
+printf "  python -m pip install --no-index --find-links %q -c %q 'jaxlm[%s]'\n" "$output" "$output/constraints.txt" "$extras"

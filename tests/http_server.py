@@ -23,6 +23,7 @@ class StandIn(ThreadingHTTPServer):
         self.requests: list[tuple[str, dict[str, Any]]] = []
         self.headers: list[dict[str, str]] = []
         self.faults: list[Any] = []
+        self.location: str | None = None  # of what answers with a status that redirects
         self.lock = threading.Lock()
 
     @property
@@ -62,6 +63,8 @@ class _PostHandler(BaseHTTPRequestHandler):
     def _send(self, status: int, content: bytes, length: int | None = None) -> None:
         self.send_response(status)
         self.send_header("Content-Type", "application/json")
+        if self.server.location is not None:
+            self.send_header("Location", self.server.location)
         self.send_header("Content-Length", str(len(content) if length is None else length))
         self.end_headers()
         self.wfile.write(content)

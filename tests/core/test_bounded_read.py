@@ -5,14 +5,16 @@ import gzip
 import io
 import lzma
 import os
+import random
 import re
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from jaxlm.core import bounded_read
 from jaxlm.core.atomic_io import DISK_FULL_ERRNOS
-from jaxlm.core.bounded_read import UnreadableFileError, read_bytes, read_lines, read_stored, read_text
+from jaxlm.core.bounded_read import UnreadableFileError, map_array, read_bytes, read_lines, read_stored, read_text
 from jaxlm.core.errors import ConfigError
 from jaxlm.data.sources.document_files import read_documents
 from jaxlm.data.sources.record_files import read_records
@@ -173,6 +175,40 @@ def test_a_tokenizer_without_tokens_is_refused(tmp_path):
         ConfigError, match=r"data\.tokenizer: '.*tokenizer\.json' has no tokens: its vocabulary is empty"
     ):
         load_tokenizer(str(tmp_path))
+
+
+def test_arrays_with_a_damaged_header_are_one_message(tmp_path):
+    path = tmp_path / "a.npy"
+    np.save(path, np.arange(1000).reshape(10, 100))
+    whole, refused = path.read_bytes(), 0
+    np.testing.assert_array_equal(map_array(path), np.arange(1000).reshape(10, 100))
+    for seed in range(300):
+        chooser, content = random.Random(seed), bytearray(whole)
+        for _ in range(chooser.choice([1, 2, 5])):
+            content[chooser.randrange(128)] = chooser.choice(b"()[]{}'\"0129,: <>|fiOU\\\n\x00\xff")
+        path.write_bytes(content)
+        try:
+            map_array(path)
+        except ConfigError:
+            refused += 1
+    assert refused > 200
+    np.savez(path.with_suffix(".npz"), a=np.arange(3))
+    with pytest.raises(ConfigError, match="an archive of several"):
+        map_array(path.with_suffix(".npz"))
+
+
+def test_nothing_else_reads_formats_whose_readers_trust_the_file():
+    """Readers in C++ and numpy's: what checks their input is in one place for each."""
+    trusting = re.compile(r"memory_map\(|OSFile\(|ParquetFile\(|torch\.load\(|np\.load\(|from_file\(str")
+    own = {"data/annotations.py", "data/cache/build.py", "data/cache/derived_arrays.py", "data/cache/row_index.py"}
+    checked = {"core/bounded_read.py", "data/sources/document_files.py", "data/tokenizer/tokenizer.py"}
+    checked |= {"interop/torch/torch_file.py", "observe/profile_summary.py"}
+    found = {
+        path.relative_to(SOURCES).as_posix()
+        for path in SOURCES.rglob("*.py")
+        if trusting.search(path.read_text(encoding="utf-8"))
+    }
+    assert found == own | checked
 
 
 def test_nothing_else_reads_whole_files():

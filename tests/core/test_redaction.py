@@ -1,13 +1,32 @@
 """What is a secret, and what is not."""
 
+import html
+import json
+import os
+from pathlib import Path
+from urllib.parse import quote
+
 import pytest
 
 from jaxlm.core import redaction
 from jaxlm.core.errors import ConfigError
-from jaxlm.core.redaction import MASK, redacted, redacted_arguments, remember_secrets, without_secrets
+from jaxlm.core.redaction import (
+    MASK,
+    redact,
+    redacted,
+    redacted_arguments,
+    redacted_bytes,
+    remember_secrets,
+    without_secrets,
+)
 from jaxlm.core.stores import open_store
+from jaxlm.core.values.logged import Sample
 from jaxlm.plan.run_config import RunConfig
+from jaxlm.reading import recipes
 from jaxlm.reading.schema import sections
+from jaxlm.reading.yaml import load_yaml
+
+SOURCES = Path(redaction.__file__).parents[1]
 
 
 @pytest.fixture(autouse=True)
@@ -28,7 +47,13 @@ def forgetful(monkeypatch):
         ("https://h/x?X-Goog-Credential=a%40b", f"https://h/x?X-Goog-Credential={MASK}"),
         (f"token hf_{'a' * 34} given", f"token {MASK} given"),
         ("AKIAIOSFODNN7EXAMPLE", MASK),
+        ("https://h/cb?code=4%2Fabc&state=1", f"https://h/cb?code={MASK}&state=1"),
+        ("https://h/cb#access_token=abc&x=1", f"https://h/cb#access_token={MASK}&x=1"),
+        ("https://h/x?clientSecret=abc", f"https://h/x?clientSecret={MASK}"),
+        ("https://u:12/SECRET@h", f"https://u:{MASK}@h"),
+        ("HTTPS://TOKEN@h", f"HTTPS://{MASK}@h"),
         # Not secrets.
+        ("https://host:443/a@b", "https://host:443/a@b"),
         ("http://host:8000/a@b", "http://host:8000/a@b"),
         ("gs://bucket/run@2", "gs://bucket/run@2"),
         ("ada@example.org: monkey=1 token=2", "ada@example.org: monkey=1 token=2"),
@@ -72,9 +97,105 @@ def test_a_secret_of_the_configuration_is_masked_everywhere_after_that():
     assert redacted("login of pass/w0rd with k-123456789") == f"login of {MASK} with {MASK}"
 
 
-@pytest.mark.parametrize("key", ["secret_key", "api_keys", "passwords", "x-api-key", "credentials"])
+@pytest.mark.parametrize(
+    "key",
+    [
+        *(
+            "secret_key",
+            "api_keys",
+            "passwords",
+            "x-api-key",
+            "credentials",
+            "sas_token",
+            "account_key",
+            "clientSecret",
+        ),
+        *("secretAccessKey", "connection_string", "AccountKey", "hubToken", "AWSAccessKeyId", "dbPassword"),
+    ],
+)
 def test_keys_are_recognized_in_their_usual_spellings(key):
     assert without_secrets({key: ["abc"]}) == {key: [MASK]}
+
+
+def test_tokens_of_a_vocabulary_are_no_secrets():
+    tree = {
+        **{
+            "max_tokens": 5,
+            "tokenizer": "hub/name-2024-v1.5-large",
+            "num_tokens": "1000000000000000",
+            "text_key": "t1",
+        },
+        **{
+            "pad_token": "<|reserved_special_token_250|>",
+            "eos_token": "</s>",
+            "mask_token": "[MASK]",
+            "bos_token": "word",
+        },
+        **{
+            "mapping": {"token": ["replica", "data"]},
+            "eos_token_id": [1, 2],
+            "stop_token": "\u2581end",
+            "special_tokens": ["<|im_start|>"],
+        },
+    }
+    assert without_secrets(tree) == tree
+    assert without_secrets({"mytoken": "glpat-0123456789abcdef", "token": "abc-defgh"}) == {
+        "mytoken": MASK,
+        "token": MASK,
+    }
+
+
+def test_a_line_of_json_stays_one(monkeypatch):
+    monkeypatch.setenv("MY_SECRET", 'a"b\\')
+    monkeypatch.setenv("MY_OTHER_SECRET", 'a"b\\cdefgh')
+    for text in ('see "https://h/?token=abc"', "https://u:pw\n@x", 'a"b\\cdefgh"', 'https://tok"@h', "?sig=a\\b"):
+        for ensure_ascii in (True, False):
+            line = redacted(json.dumps({"text": text, "é": 1}, ensure_ascii=ensure_ascii))
+            assert json.loads(line)["é"] == 1
+    assert json.loads(redacted(json.dumps({"text": 'a"b\\cdefgh"'}))) == {"text": f'{MASK}"'}
+
+
+def test_no_recipe_and_no_file_of_levanter_is_changed():
+    vectors = Path(__file__).parents[1] / "vectors"
+    for path in (*Path(recipes.__file__).parents[1].glob("recipes/**/*.yaml"), *vectors.glob("*.yaml")):
+        tree = load_yaml(path).tree
+        assert without_secrets(tree) == tree, path
+
+
+@pytest.mark.parametrize(
+    "name", ["PGPASSWORD", "MYTOKEN", "KAGGLE_KEY", "MYSQL_PWD", "CLIENT_SECRET2", "AZURE_STORAGE_CONNECTION_STRING"]
+)
+def test_variables_are_recognized_in_their_usual_spellings(monkeypatch, name):
+    monkeypatch.setenv(name, 'k"9é<&0123456789abcdef' if name != "KAGGLE_KEY" else "0123456789abcdef0123")
+    value = os.environ[name]
+    for form in (value, json.dumps(value)[1:-1], html.escape(value), quote(value)):
+        assert redacted(f"a {form} b") == f"a {MASK} b"
+    assert without_secrets({"path": f"a/{value}"}) == {"path": f"a/{MASK}"}
+    assert redact([Sample("eval", f"Say {value}", value), {value: 1.5}]) == [
+        Sample("eval", f"Say {MASK}", MASK),
+        {MASK: 1.5},
+    ]
+    assert redacted_bytes(b"\xff" + value.encode()) == b"\xff" + MASK.encode()
+
+
+@pytest.mark.parametrize("name", ["PWD", "OLDPWD", "TOKENIZERS_PARALLELISM", "MAX_TOKENS", "KEYBOARD", "SSH_AUTH_SOCK"])
+def test_variables_without_secrets_are_left_alone(monkeypatch, name):
+    monkeypatch.setenv(name, "/no/such-folder-1")
+    assert redacted("/no/such-folder-1/a") == "/no/such-folder-1/a"
+
+
+def test_nothing_else_writes_texts_for_people():
+    """They go through `redaction.write_text`, `LogFile` or a tracker."""
+    data = ("data/", "engine/checkpoint/", "evals/core_files.py", "session/compilation/")
+    published = ("interop/hf/", "interop/peft/write.py", "interop/torch/nanochat.py")  # model cards are redacted before
+    unchanged = ("core/redaction.py", "session/scaling/members.py")  # docs/reliability.md
+    found = [
+        name
+        for path in SOURCES.rglob("*.py")
+        if ".write_text(" in path.read_text(encoding="utf-8")
+        and not (name := path.relative_to(SOURCES).as_posix()).startswith((*data, *published, *unchanged))
+    ]
+    assert found == []
 
 
 def test_a_url_that_is_a_key_has_no_password():
@@ -112,4 +233,5 @@ def test_no_key_of_jaxlm_is_taken_for_a_secret():
     keys = {key.name for section in sections(RunConfig) for key in section.keys}
     names = {name for name in keys if not name.endswith("_variable")}
     assert len(names) > 300
-    assert [name for name in sorted(names) if without_secrets({name: "value-1"}) != {name: "value-1"}] == []
+    values = ("value-1", "<|value-0123456789-abcdef|>")
+    assert [name for name in sorted(names) for value in values if without_secrets({name: value}) != {name: value}] == []

@@ -6,6 +6,8 @@ import json
 import lzma
 import random
 import re
+import subprocess
+import sys
 
 import pyarrow as pa
 import pyarrow.feather as feather
@@ -159,6 +161,38 @@ def test_truncated_tables(tmp_path, how):
             read(path)
 
 
+READ_DAMAGED = """
+import random, sys
+from pathlib import Path
+from jaxlm.core.errors import ConfigError
+from jaxlm.data.sources.record_files import read_records
+path, unread = Path(sys.argv[1]), 0
+whole = path.read_bytes()
+for seed in range(200):
+    chooser, damaged = random.Random(seed), bytearray(whole)
+    for _ in range(chooser.choice([1, 3, 20])):
+        damaged[chooser.randrange(len(whole))] = chooser.choice([0, 1, 127, 128, 255])
+    path.write_bytes(damaged[: len(whole) if seed % 4 else chooser.randrange(len(whole))])
+    try:
+        for record in read_records(path, None):
+            repr(record)
+    except ConfigError as error:
+        assert path.name in str(error)
+        unread += 1
+print(unread)
+"""
+
+
+@pytest.mark.parametrize("how", ["parquet", "stream", "file"])
+def test_damaged_tables_end_no_process(tmp_path, how):
+    nested = [[{"role": "user", "content": text}, {"role": "assistant", "content": None}] for text in TEXTS]
+    content = table(messages=nested, same=pa.array(TEXTS).dictionary_encode(), large=pa.array(TEXTS, pa.large_string()))
+    path = write_table(tmp_path / ("x.parquet" if how == "parquet" else "x.arrow"), content, how)
+    done = subprocess.run([sys.executable, "-c", READ_DAMAGED, str(path)], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert int(done.stdout) > 30
+
+
 @pytest.mark.parametrize("how", ["parquet", "stream", "file"])
 class TestTablesWithoutText:
     def refused(self, tmp_path, how, content, message, text_key="text"):
@@ -181,7 +215,8 @@ class TestTablesWithoutText:
     def test_not_utf8(self, tmp_path, how):
         raw = pa.array([*[b"good"] * 20, b"\xff\xfe", *[b"good"] * 19])
         content = table(body=pa.Array.from_buffers(pa.string(), 40, raw.buffers()))
-        self.refused(tmp_path, how, content, r"row 21: not UTF-8 text \(invalid start byte at offset 0\)", "body")
+        message = r"rows 15 to 21: not UTF-8 text, or damaged: .*Invalid UTF8 sequence at string index 6\."
+        self.refused(tmp_path, how, content, message, "body")
 
 
 NO_TEXT = "no text under data.text_key 'text'"

@@ -371,6 +371,36 @@ def test_an_api_key_is_sent(server, sampler, monkeypatch):
     assert {headers["Authorization"] for headers in server.headers} == {"Bearer of-the-test"}
 
 
+@pytest.mark.parametrize("status", [301, 302, 303, 307, 308])
+def test_an_api_key_does_not_follow_a_redirect(server, monkeypatch, status):
+    monkeypatch.setenv("KEY_OF_TEST", "of-the-test")
+    with serving() as other:
+        other.answers["/x"] = lambda body: {}
+        server.faults, server.location = [status] * 2, f"{other.url}/x"
+        client = JsonServer(ServerConfig(server.url, "KEY_OF_TEST", num_retries=0))
+        with pytest.raises(ConfigError, match=rf"/x refuses the request: {status} .*redirects to {other.url}/x"):
+            client.post("/x", {})
+        with pytest.raises(ConfigError, match="redirects to"):
+            client.check_reachable()
+        assert not other.requests
+
+
+@pytest.mark.parametrize("key", ["secret-of\nthe-test", "sécret-of-the-test"])
+def test_an_api_key_that_no_header_can_have_is_one_message_without_it(server, monkeypatch, key):
+    monkeypatch.setenv("KEY_OF_TEST", key)
+    with pytest.raises(ConfigError, match=r"cannot be asked: .*Correct url or key") as caught:
+        JsonServer(ServerConfig(server.url, "KEY_OF_TEST")).post("/x", {})
+    assert "the-test" not in str(caught.value)
+
+
+def test_an_answer_that_does_not_end_is_refused(server, monkeypatch):
+    monkeypatch.setattr("jaxlm.interop.json_server.largest", lambda: 1000)
+    server.answers["/x"] = lambda body: ["much"] * 1000
+    with pytest.raises(ConfigError, match=r"/x has more than 1,000 bytes"):
+        JsonServer(ServerConfig(server.url)).post("/x", {})
+    assert len(server.requests) == 1
+
+
 @pytest.mark.parametrize(
     ("keys", "message"),
     [

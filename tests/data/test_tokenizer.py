@@ -320,6 +320,51 @@ def test_invalid_tokenizers_are_refused(tmp_path, content, message):
         load_tokenizer(str(tmp_path))
 
 
+DOUBLED = {"type": "Replace", "pattern": {"String": "a"}, "content": "aa"}
+BYTES = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
+WORDS = {"<unk>": 0, "a": 1}
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (
+            {"normalizer": {"type": "Sequence", "normalizers": [DOUBLED] * 64}},
+            r"its normalizer can make a text 1\.8e\+19 ti",
+        ),
+        (
+            {
+                "normalizer": {
+                    "type": "Sequence",
+                    "normalizers": [{"type": "Sequence", "normalizers": [DOUBLED] * 8}] * 8,
+                }
+            },
+            r"its normalizer can make a text 1\.8e\+19 times as long, at most 1,000",
+        ),
+        (
+            {"normalizer": {"type": "Sequence", "normalizers": [DOUBLED | {"pattern": {"Regex": "(?=a)"}}] * 64}},
+            "its normalizer can",
+        ),
+        ({"pre_tokenizer": {"type": "Sequence", "pretokenizers": [BYTES] * 64}}, "its pre_tokenizer can make a text"),
+        ({"decoder": {"type": "Sequence", "decoders": [DOUBLED] * 64}}, "its decoder can make a text"),
+        (
+            {"model": {"type": "WordLevel", "unk_token": "<unk>", "vocab": WORDS | {"b": 2_000_000_000}}},
+            r"has a token with the id 2,000,000,000, below 16,777,216 expected",
+        ),
+        ({"normalizer": {"type": "Sequence", "normalizers": [DOUBLED | {"content": "e"}] * 64}}, None),
+        ({"normalizer": {"type": "Replace", "pattern": {"Regex": "\\s+|x*"}, "content": " "}}, None),
+    ],
+)
+def test_a_tokenizer_without_a_bound_is_refused(tmp_path, change, message):
+    usual = {"version": "1.0", "model": {"type": "WordLevel", "unk_token": "<unk>", "vocab": WORDS}}
+    (tmp_path / "tokenizer.json").write_text(json.dumps(usual | change))
+    if message is None:
+        load_tokenizer(str(tmp_path)).encode("a b")
+        return
+    with pytest.raises(ConfigError, match=message):
+        load_tokenizer(str(tmp_path))
+
+
 def test_a_special_token_that_does_not_exist(small, tmp_path):
     with pytest.raises(ConfigError, match=r"eos_token in tokenizer_config\.json is '<stop>', which is not a token of"):
         load_tokenizer(str(saved_with(small, tmp_path, tokenizer_config={"eos_token": "<stop>"})))

@@ -1,6 +1,7 @@
 """No file, log, page or tracker of a run has a secret that its user has in the environment, in URLs or in keys."""
 
 import gzip
+import html
 import http.server
 import io
 import json
@@ -21,9 +22,20 @@ VARIABLES = {
     "AWS_SECRET_ACCESS_KEY": "canary/44+44",
     "AWS_SESSION_TOKEN": "canary55==",
     "JUDGE_API_KEY": "canary-judge-66",
+    "PGPASSWORD": "canary-postgres-77",
+    "MYTOKEN": "canary-mine-78",
+    "KAGGLE_KEY": "0123456789canary0123456789",
+    "DB_PWD": "canary<&>'79\\",
 }
-IN_URL = ("canary:pw88", "canary-sig99")
-IN_KEYS = ("canary-key-aa",)
+IN_URL = ("canary:pw88", "canary-sig99", "canary-code-9a", "canary-access-9b", "12/canary-9c", "canary-user-9d")
+# Keys as other programs spell them, and their secrets.
+KEYS = {
+    name: f"canary-key-a{number}"
+    for number, name in enumerate(
+        ("api_key", "sas_token", "account_key", "clientSecret", "secretAccessKey", "connection_string")
+    )
+}
+IN_KEYS = tuple(KEYS.values())
 CANARIES = (*VARIABLES.values(), *IN_URL, *IN_KEYS)
 CALLBACK = """
 from dataclasses import dataclass
@@ -35,13 +47,20 @@ class Asking(Callback):
 @dataclass(frozen=True)
 class Ask(CallbackConfig):
     server: str = ""
+    urls: str = ""
     api_key: str = ""
+    sas_token: str = ""
+    account_key: str = ""
+    clientSecret: str = ""
+    secretAccessKey: str = ""
+    connection_string: str = ""
 
     def check(self):
         pass
 
     def open(self, context):
         context.log(f"asking {self.server} with {self.api_key}")
+        context.log(str(self))
         return Asking()
 """
 
@@ -83,7 +102,7 @@ def leaks(folder: Path, shown: str) -> list[tuple[str, str]]:
         for place, data in {**places, "printed": shown.encode()}.items()
         for content in unpacked(data)
         for secret in CANARIES
-        if secret.encode() in content or json.dumps(secret)[1:-1].encode() in content
+        if any(form.encode() in content for form in (secret, json.dumps(secret)[1:-1], html.escape(secret)))
     ]
 
 
@@ -97,18 +116,21 @@ def test_a_run_with_all_trackers_an_export_and_a_page_writes_no_secret(workplace
         """
         hf_save_path: exports
         hf_save_steps: 12
-        evals: [{type: loss}, {type: samples, prompts: ["def "], max_new_tokens: 4}]
-        """
+        evals: [{type: loss}, {type: samples, prompts: PROMPTS, max_new_tokens: 4}]
+        """.replace("PROMPTS", json.dumps(["def ", *(f"my {secret} " for secret in VARIABLES.values())]))
     )
     address = f"{url}/train.txt?X-Amz-Signature={IN_URL[1]}"
-    trackers = "[{type: wandb, project: p, mode: offline}, {type: tensorboard}]"
+    trackers = "[{type: wandb, project: p, mode: offline}, {type: tensorboard, logdir: tb}]"
+    urls = f"https://h/cb?code={IN_URL[2]} https://h/cb#access_token={IN_URL[3]} https://u:{IN_URL[4]}@h HTTPS://{IN_URL[5]}@h"
+    keys = ", ".join(f"{name}: {value}" for name, value in KEYS.items())
     options = {
         "--config_path": "run.yaml",
         "--data.train_urls": f"['{address}']",
         "--data.cache_dir": "cache",
         "--trainer.tracker": trackers,
         "--trainer.num_train_steps": "12",
-        "--trainer.callbacks": f"[{{type: 'asking:Ask', server: '{address}', api_key: {IN_KEYS[0]}}}]",
+        "--model.seq_len": "96",
+        "--trainer.callbacks": f"[{{type: 'asking:Ask', server: '{address}', urls: '{urls}', {keys}}}]",
     }
     words = [word for pair in options.items() for word in pair]
     dry = place.finish(*words, "--dry_run", "true", **VARIABLES)
@@ -127,5 +149,7 @@ def test_a_run_with_all_trackers_an_export_and_a_page_writes_no_secret(workplace
         path.unlink()
     assert leaks(place.folder, shown) == []
     written = {path.suffix for path in place.folder.rglob("*") if path.is_file()}
+    samples = (place.folder / "logs" / "run" / "samples.jsonl").read_text()
+    assert samples.count("my <redacted>") >= len(VARIABLES)
     assert {".jsonl", ".log", ".html", ".wandb", ".yaml", ".json", ".safetensors", ".md"} <= written
     assert (place.folder / "logs" / "run" / "config.yaml").read_text().count("<redacted>") >= 3

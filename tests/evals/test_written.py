@@ -148,6 +148,9 @@ def test_cases_may_be_in_a_file(tmp_path):
     file.write_text("[1]")
     with pytest.raises(ConfigError, match=r"line 1: a JSON object expected"):
         measured([], file=str(file))
+    file.write_text("[" * 100_000)
+    with pytest.raises(ConfigError, match=r"line 1: not a JSON object: it is nested too deeply"):
+        measured([], file=str(file))
 
 
 @pytest.mark.parametrize(

@@ -110,16 +110,16 @@ def launched(tmp_path_factory):
     return make
 
 
-def pod_commands(folder: Path, nodes: int) -> list[str]:
-    """The shell command of each pod of a JobSet, as its container would run it."""
+def pod_commands(folder: Path, nodes: int) -> list[list[str]]:
+    """The command of each pod of a JobSet, as its container would run it."""
     import jobset
 
     manifest = jobset.manifest(jobset.parse(["mine", "--image", "x", "--nodes", str(nodes), "--", *ARGUMENTS]))
     (container,) = manifest["spec"]["replicatedJobs"][0]["template"]["spec"]["template"]["spec"]["containers"]
-    assert container["command"] == ["bash", "-c"]
-    # The name in the cluster's DNS; Kubernetes itself resolves "$$".
-    (line,) = container["args"]
-    return [line.replace("mine-run-0-0.mine:8476", f"127.0.0.1:{reserved_port()}").replace("$$", "$")] * nodes
+    # A name in the cluster's DNS, and what Kubernetes itself replaces.
+    replaced = {"mine-run-0-0.mine:8476": f"127.0.0.1:{reserved_port()}"}
+    indices = [{"$(JOB_COMPLETION_INDEX)": str(number)} for number in range(nodes)]
+    return [[(replaced | index).get(word, word) for word in container["command"]] for index in indices]
 
 
 @pytest.fixture(scope="session")
@@ -128,13 +128,8 @@ def expected(launched) -> tuple[dict[int, str], dict[str, str]]:
     place = launched()
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
     pods = [
-        subprocess.Popen(
-            ["bash", "-c", line],
-            cwd=place.folder,
-            env=place.environment | {"JOB_COMPLETION_INDEX": str(index)},
-            **pipes,
-        )
-        for index, line in enumerate(pod_commands(place.folder, 2))
+        subprocess.Popen(command, cwd=place.folder, env=place.environment, **pipes)
+        for command in pod_commands(place.folder, 2)
     ]
     for pod in pods:
         out, _ = pod.communicate(timeout=300)

@@ -1,5 +1,6 @@
 """The commands that the launchers render for real machines, and those that the documents show."""
 
+import argparse
 import re
 import shlex
 import subprocess
@@ -10,13 +11,12 @@ import jobset
 import pytest
 import ray_job
 import tpu_pod
+from tpu_nodes import RUN, SET_UP
 
 ROOT = Path(__file__).parents[2]
 PAGES = sorted((ROOT / "docs/howto/clusters").glob("*.md"))
 TRAIN = ("--config_path", "mine.yaml", "--trainer.id", "it's mine")
-LINE = "python -m jaxlm.train --config_path mine.yaml --trainer.id 'it'\"'\"'s mine'"
-
-BEGUN = "echo $$ > run/pid; echo ATTEMPT > run/attempt"
+WORDS = ["python", "-m", "jaxlm.train", *TRAIN]
 
 
 @pytest.fixture
@@ -42,9 +42,35 @@ def test_tpu_v4_32(gcloud):
     assert create == [*group, "create", "mine", "--accelerator-type=v4-32", version, "--spot", *where]
     assert delete == [*group, "delete", "mine", "--quiet", *where]
     assert run[3:7] == ["tpu-vm", "ssh", "mine", "--worker=N"]
-    (inner,) = [line for line in shlex.split(run[-2].partition("=")[2])[2].split("\n") if "setsid" in line]
-    script = shlex.split(inner)
-    assert script[script.index("-c") + 1] == f"{BEGUN}; env 'A=b c' {LINE}; echo $? > run/code"
+    assert on_worker(run) == ["bash", "-c", RUN, "jaxlm", "ATTEMPT", "1", "env", "A=b c", *WORDS]
+
+
+def on_worker(command: list[str]) -> list[str]:
+    """The words that the worker's shell reads of a gcloud command."""
+    (line,) = [word.partition("=")[2] for word in command if word.startswith("--command=")]
+    return shlex.split(line)
+
+
+def test_no_value_becomes_part_of_a_script(gcloud):
+    pasted = "3.12; touch pasted #"
+    words = ("--python", pasted, "--install", pasted, "--env", f"A={pasted}")
+    commands = gcloud("babysit", "--zone", "z", *words)
+    _, _, install, run, _ = commands
+    assert on_worker(install)[:4] == ["bash", "-c", SET_UP, "jaxlm"]
+    assert on_worker(install)[5:] == [pasted, pasted]
+    assert on_worker(run)[2] == RUN
+    assert on_worker(run)[7] == f"A={pasted}"
+    for script in (RUN, SET_UP):
+        assert subprocess.run(["bash", "-n", "-c", script], capture_output=True).returncode == 0
+
+
+def test_an_attempt_with_an_unusual_name_is_not_followed(tmp_path):
+    options = argparse.Namespace(arguments=["a"], env=[])
+    first = next(tpu_pod.attempts(tmp_path, options))
+    assert next(tpu_pod.attempts(tmp_path, options)) == first
+    for name in (f"$(touch pasted)-{first[-8:]}", f"../../x-{first[-8:]}", "", "\xff"):
+        (tmp_path / "attempt").write_text(name)
+        assert re.fullmatch(r"\d{8}-\d{6}-\d{6}-[0-9a-f]{8}", next(tpu_pod.attempts(tmp_path, options)))
 
 
 def test_tpu_two_v5p_slices(gcloud):
@@ -75,23 +101,22 @@ def test_tpu_two_v5p_slices(gcloud):
 def test_jaxlm_is_installed_again_only_if_its_wheel_has_changed(gcloud, tmp_path):
     wheel = tmp_path / "jaxlm-1-py3-none-any.whl"
 
-    def install_script(content: bytes) -> str:
+    def install_script(content: bytes) -> list[str]:
         wheel.write_bytes(content)
         _, make, copy, install = gcloud("create", "--zone", "z", "--install", str(wheel))
         assert "mkdir -p jaxlm" in make[-2]
         assert copy[4:8] == ["scp", "--recurse", str(wheel), "mine:jaxlm/"]
-        return shlex.split(install[-2].partition("=")[2])[2]
+        return on_worker(install)
 
     first, second = install_script(b"one"), install_script(b"two")
-    assert "'./jaxlm-1-py3-none-any.whl[tpu,gs]'" in first
+    assert first[-1] == "./jaxlm-1-py3-none-any.whl[tpu,gs]"
     # The workers' Python; it fails, so an installation is seen.
     (tmp_path / "jaxlm").mkdir()
     (tmp_path / "python3").write_text("#!/bin/sh\nexit 9\n")
     (tmp_path / "python3").chmod(0o755)
-    (stamp,) = re.findall(r"^echo (\w+) > installed$", first, re.MULTILINE)
-    (tmp_path / "jaxlm" / "installed").write_text(f"{stamp}\n")
+    (tmp_path / "jaxlm" / "installed").write_text(f"{first[4]}\n")
     variables = {"HOME": str(tmp_path), "PATH": f"{tmp_path}:/usr/bin:/bin"}
-    assert [subprocess.run(["bash", "-c", script], env=variables).returncode for script in (first, second)] == [0, 9]
+    assert [subprocess.run(words, env=variables).returncode for words in (first, second)] == [0, 9]
 
 
 def test_this_checkout_is_installed_by_default_with_the_versions_it_was_tested_with(in_process):
@@ -99,7 +124,7 @@ def test_this_checkout_is_installed_by_default_with_the_versions_it_was_tested_w
     build, *_, install = out.split("gcloud ")[0], *out.split("gcloud ")[1:]
     assert build.split()[-1] == str(ROOT)
     assert f"{ROOT / 'constraints.txt'} mine:jaxlm/" in out
-    assert re.search(r"pip install .* -c constraints\.txt \S*\./jaxlm-VERSION-py3-none-any\.whl\[tpu,gs\]", install)
+    assert on_worker(shlex.split(install))[-3:] == ["-c", "constraints.txt", "./jaxlm-VERSION-py3-none-any.whl[tpu,gs]"]
 
 
 def without_variables(words: list[str]) -> list[str]:

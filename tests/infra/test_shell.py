@@ -272,21 +272,23 @@ def test_slurm_tasks_that_end_while_the_signal_arrives(tmp_path):
 def test_skypilot_runs_the_command_of_each_node(tmp_path, extras, nodes):
     (tmp_path / "jaxlm-venv/bin").mkdir(parents=True)
     (tmp_path / "jaxlm-venv/bin/activate").touch()
-    environment = stand_in(tmp_path, python='printf "%s\\n" "$@"') | {
-        "ARGUMENTS": "--config_path 'my file.yaml'",
+    python = f'[ "$1" = -c ] && exec {sys.executable} "$@"\nprintf "%s\\n" "$@"'
+    environment = stand_in(tmp_path, python=python) | {
+        "ARGUMENTS": "--config_path 'my file.yaml' --x $(touch\\ pasted);>pasted",
         "EXTRAS": extras,
         "SKYPILOT_NUM_NODES": str(nodes),
         "SKYPILOT_NODE_IPS": "10.0.0.1\n10.0.0.2\n10.0.0.3\n10.0.0.4"[: 8 if nodes == 1 else None],
         "SKYPILOT_NODE_RANK": "2",
     }
-    result = subprocess.run(["bash", "-c", SKY["run"]], env=environment, capture_output=True, text=True)
-    words = ["-m", "jaxlm.train", "--config_path", "my file.yaml"]
+    result = subprocess.run(["bash", "-c", SKY["run"]], env=environment, capture_output=True, text=True, cwd=tmp_path)
+    words = ["-m", "jaxlm.train", "--config_path", "my file.yaml", "--x", "$(touch pasted);>pasted"]
     if (extras, nodes) == ("gpu,gs", 4):
         words += shlex.split(
             "--trainer.distributed.coordinator_address 10.0.0.1:8476 --trainer.distributed.num_processes 4"
         )
         words += ["--trainer.distributed.process_id", "2"]
     assert result.stdout.splitlines() == words, result.stderr
+    assert not (tmp_path / "pasted").exists()
 
 
 def test_skypilot_recovers_from_what_is_tried_again():

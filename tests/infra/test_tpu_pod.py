@@ -369,7 +369,7 @@ def test_the_configuration_is_copied_to_the_machines(cloud, in_process, train):
     words = ("babysit", "mine", "--zone", "z", "--install", "jaxlm==1", "--no_check", "--dry_run")
     result = in_process(tpu_pod.main, *words, "--", *(word.format(path) for word in train))
     assert f"scp --recurse {path} mine:jaxlm/" in result.out
-    assert re.search(r"jaxlm\.train --config_path[ =]mine\.yaml;", result.out)
+    assert re.search(r"jaxlm\.train --config_path[ =]mine\.yaml' ", result.out)
 
 
 @pytest.mark.slow

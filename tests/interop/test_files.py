@@ -2,8 +2,10 @@
 
 import dataclasses
 import errno
+import itertools
 import json
 import os
+import random
 import subprocess
 import sys
 import textwrap
@@ -304,7 +306,7 @@ def test_torch_files_and_weight_name_rules(tmp_path):
         ConfigError, match=r"before version 1\.6\. .*weights = (torch\.load\(.*\)); (torch\.save\(.*\))"
     ) as old:
         open_tensors(tmp_path / "old.bin")
-    program = str(old.value).partition("these lines of Python: ")[2].replace('"old.bin"', f'"{tmp_path}/old.bin"')
+    program = str(old.value).partition("these lines of Python: ")[2].replace("'old.bin'", f"'{tmp_path}/old.bin'")
     exec(program, {"torch": torch})  # what the message advises
     np.testing.assert_array_equal(open_tensors(tmp_path / "old.bin").view("weight"), [1, 1])
     torch.save(torch.nn.Linear(2, 2), tmp_path / "module.pt")
@@ -436,6 +438,54 @@ def entry(dtype: str, shape: str, offsets: str) -> bytes:
     return header(f'{{"a": {{"dtype": {dtype}, "shape": {shape}, "data_offsets": {offsets}}}}}'.encode())
 
 
+def two(*offsets: str) -> bytes:
+    """Two numbers of four bytes."""
+    a, b = (f'{{"dtype": "F32", "shape": [1], "data_offsets": {one}}}' for one in offsets)
+    return header(f'{{"a": {a}, "b": {b}}}'.encode()) + bytes(max(json.loads(one)[1] for one in offsets))
+
+
+def test_what_the_safetensors_library_refuses_is_refused(tmp_path):
+    library = pytest.importorskip("safetensors.numpy")
+    starts = [(0, 4), (2, 6), (4, 8), (5, 9), (0, 8)]
+    for a, b, more in itertools.product(starts, starts, (b"", b"x")):
+        content = two(str([*a]), str([*b])) + more
+        (tmp_path / "a.safetensors").write_bytes(content)
+        try:
+            library.load(content)
+        except Exception:
+            with pytest.raises(ConfigError, match=r"a\.safetensors"):
+                SafetensorsFile(tmp_path / "a.safetensors")
+        else:
+            assert [*SafetensorsFile(tmp_path / "a.safetensors").tensors] == ["a", "b"]
+
+
+@pytest.mark.parametrize("kind", ["bytes", "pickle"])
+def test_a_damaged_torch_file_is_one_message(tmp_path, kind):
+    torch = pytest.importorskip("torch")
+    state = {
+        "a": torch.ones(8, 16),
+        "b": torch.ones(7).bfloat16(),
+        "c": torch.ones(8, 4).T,
+        "d": torch.ones(100)[10:20],
+    }
+    torch.save(state, tmp_path / "whole.bin")
+    unread = 0
+    for seed in range(200):
+        chooser = random.Random(seed)
+        content = bytearray((tmp_path / "whole.bin").read_bytes())
+        first = content.index(b"\x80\x02") if kind == "pickle" else 0
+        last = content.index(b"PK", first + 1) if kind == "pickle" else len(content)
+        for _ in range(chooser.choice([1, 3, 9])):
+            content[chooser.randrange(first, last)] = chooser.randrange(256)
+        (tmp_path / "a.bin").write_bytes(content)
+        try:
+            source = open_tensors(tmp_path / "a.bin")
+            _ = [source.view(name) for name in source.tensors]
+        except ConfigError:
+            unread += 1
+    assert unread > 20
+
+
 @pytest.mark.parametrize(
     ("content", "message"),
     [
@@ -455,6 +505,10 @@ def entry(dtype: str, shape: str, offsets: str) -> bytes:
         (lambda whole: entry("[1]", "[1]", "[0, 4]"), r"'a' has the dtype \[1\]"),
         (lambda whole: header(b'{"a": ' + b"[" * 100_000), "no valid header"),
         (lambda whole: header(b"[]"), "no valid header"),
+        (lambda whole: two("[4, 8]", "[4, 8]"), "'a' is at byte .* expected: tensors overlap"),
+        (lambda whole: two("[0, 4]", "[2, 6]"), "'b' is at byte .* tensors overlap"),
+        (lambda whole: two("[0, 4]", "[5, 9]"), "'b' is at byte .* bytes belong to none"),
+        (lambda whole: two("[0, 4]", "[4, 8]") + b"x", "'the end of the file' is at byte .* bytes belong to none"),
     ],
 )
 def test_a_damaged_file_is_one_message(tmp_path, content, message):
@@ -469,6 +523,17 @@ def test_damaged_indices_are_one_message(tmp_path, index):
     (tmp_path / "model.safetensors.index.json").write_text(index)
     with pytest.raises(ConfigError, match=r"model\.safetensors\.index\.json"):
         open_tensors(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["{outside}/model.safetensors", "../outside/model.safetensors", "", "a\0"])
+def test_an_index_names_no_file_outside_of_its_folder(tmp_path, name):
+    saved(tmp_path / "outside")
+    name = name.format(outside=tmp_path / "outside")
+    (tmp_path / "hf").mkdir()
+    index = {"weight_map": {"lm_head.weight": name}}
+    (tmp_path / "hf" / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(ConfigError, match="is listed, the name of a file in this folder expected"):
+        open_tensors(tmp_path / "hf")
 
 
 @pytest.mark.parametrize(

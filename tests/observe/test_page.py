@@ -1,6 +1,7 @@
 """The HTML page of runs: its numbers, read back from the page, are those of the log folders."""
 
 import html
+import itertools
 import json
 import re
 import shutil
@@ -19,6 +20,7 @@ from jaxlm.observe.curves import extremes, half_window, smoothed
 from jaxlm.observe.ledger import Ledger
 from jaxlm.observe.logged_run import LoggedRun, Series, read_run, read_runs
 from jaxlm.observe.page.page import render
+from jaxlm.observe.page.sections import config_values
 from jaxlm.session import final_report
 from tests.observe.page_reader import Page, check_numbers
 
@@ -509,3 +511,13 @@ def test_a_browser_draws_the_numbers(tmp_path):
             np.testing.assert_allclose(drawn[name][1], list(curves[name].values()), atol=2e-3)
         steps = [step for step, _ in seen[view]["ticks"][0]]
         assert (min(steps) > 100, max(steps) <= 151) == ((view == "zoomed"),) * 2
+
+
+def test_a_configuration_whose_aliases_multiply_is_shown_in_part():
+    names = "abcdefghijklmnopqrstuvwxyz"
+    lines = [f"{name}: &{name} [{', '.join([f'*{before}'] * 9)}]" for before, name in itertools.pairwise(names)]
+    values = config_values("\n".join(["a: &a [x, x]", *lines]))
+    assert values["a"] == "[x, x]"
+    assert values["c.8.8"] == "[x, x]"
+    assert len(values) == 5000
+    assert config_values("loop: &loop [*loop, *loop]") == {}

@@ -20,6 +20,7 @@ import jax
 import numpy as np
 
 from jaxlm.core.errors import ConfigError, Parser
+from jaxlm.core.redaction import write_text
 from jaxlm.data.base import TRAIN
 from jaxlm.data.batch_schedule import BatchSchedule, BatchSize
 from jaxlm.data.cache.ray_workers import tokenize_on_ray
@@ -165,7 +166,7 @@ def show_examples(config: RunConfig, tokenizer: Tokenizer, page: str, console: C
             console.log(preview.draw(colors=console.has_colors))
     if page:
         try:
-            Path(page).write_text(page_of(previews), encoding="utf-8")
+            write_text(Path(page), page_of(previews))
         except OSError as error:
             raise ConfigError(f"--show_example: '{page}' cannot be written: {error.strerror}") from error
         console.log(f"wrote {page}")

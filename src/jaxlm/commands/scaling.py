@@ -15,6 +15,7 @@ from pathlib import Path
 
 from jaxlm.core.atomic_io import atomic_file
 from jaxlm.core.errors import ConfigError
+from jaxlm.core.redaction import write_text
 from jaxlm.engine.checkpoint.lock import locked_file
 from jaxlm.plan.load_config import load_source
 from jaxlm.session.exit_codes import EXIT_INTERRUPTED, command
@@ -122,9 +123,9 @@ def _write(scaling: ScalingConfig, results: Sequence[MemberResult]) -> str:
     text = "\n\n".join([member_table(results), law_table(law)])
     try:
         with atomic_file(folder / "scaling.json") as path:
-            path.write_text(_as_json(scaling, results, law), encoding="utf-8")
+            write_text(path, _as_json(scaling, results, law))
         with atomic_file(folder / "scaling.md") as path:
-            path.write_text(f"# Scaling law\n\n{text}\n\n![Losses and optima](scaling.png)\n", encoding="utf-8")
+            write_text(path, f"# Scaling law\n\n{text}\n\n![Losses and optima](scaling.png)\n")
         with atomic_file(folder / "scaling.png") as path:
             scaling_plot([result.point for result in results], law, path, scaling.metric)
     except OSError as error:

@@ -6,13 +6,17 @@ file, or a line of it, does so here.
 
 import errno
 import io
+import json
 import os
 import stat
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from jaxlm.core.errors import ConfigError
+
+if TYPE_CHECKING:
+    import numpy as np
 
 SMALL = 64 << 20
 """Bytes of a file that people write, or that describes another one: settings, templates, manifests."""
@@ -46,6 +50,15 @@ def largest() -> int:
     return max(SMALL, os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // _SHARE_OF_MEMORY)
 
 
+def listed_file(folder: Path, name: str) -> Path:
+    """The path of a file that another file of a folder lists. Raises `ConfigError` for a name that leads out of it."""
+    if not name or "\0" in name or Path(name).is_absolute() or ".." in Path(name).parts:
+        raise ConfigError(
+            f"{folder}: {name!r} is listed, the name of a file in this folder expected. Download it again"
+        )
+    return folder / name
+
+
 def open_regular(path: Path | str) -> io.BufferedReader:
     """Opens a file to read bytes. Raises `UnreadableFileError` for a pipe, a device or a socket."""
     # Without O_NONBLOCK, opening a pipe waits until somebody writes to it. It has no effect on regular files.
@@ -56,6 +69,29 @@ def open_regular(path: Path | str) -> io.BufferedReader:
         kind = errno.EISDIR if stat.S_ISDIR(mode) else errno.EINVAL
         raise _unreadable(path, kind, os.strerror(kind) if stat.S_ISDIR(mode) else "it is not a regular file")
     return os.fdopen(descriptor, "rb")
+
+
+def parse_json(text: str | bytes) -> Any:
+    """The value in a JSON text. Raises `ValueError` for anything else, such as what is nested too deeply."""
+    try:
+        return json.loads(text)
+    except RecursionError:  # no cause: its traceback has a thousand lines
+        raise ValueError("it is nested too deeply") from None
+
+
+def map_array(path: Path | str) -> "np.ndarray":
+    """A memory map of the array in a .npy file. Raises `ConfigError` if it is anything else, and `OSError`."""
+    import numpy as np
+
+    try:
+        array = np.load(path, mmap_mode="r", allow_pickle=False)
+    except OSError:
+        raise
+    except Exception as error:  # numpy parses the header as Python
+        raise ConfigError(f"{path}: not an array written by numpy.save ({error})") from error
+    if not isinstance(array, np.ndarray):
+        raise ConfigError(f"{path}: not an array written by numpy.save, but an archive of several. Save each of them")
+    return array
 
 
 def read_bytes(path: Path | str, limit: int | None = None) -> bytes:

@@ -49,6 +49,8 @@ NonNegativeInt = Annotated[int, Interval(ge=0, le=LARGEST_INT)]
 NumLayers = Annotated[int, Interval(ge=1, le=10_000)]
 NumStacks = Annotated[int, Interval(ge=1, le=128)]
 NumReplicas = Annotated[int, Interval(ge=1, le=1000)]
+NumDigits = Annotated[int, Interval(ge=1, le=1000)]
+NumCharacters = Annotated[int, Interval(ge=1, le=10_000_000)]
 NumTimeSteps = Annotated[int, Interval(ge=1, le=100_000)]
 """A run plans or reads something for each of these. Many more are a slip, with which it would not come to its first step."""
 TimeFeatures = Annotated[int, Interval(ge=1, le=16_384)]

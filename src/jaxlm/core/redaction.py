@@ -3,44 +3,47 @@
 A secret is recognized by where it is (`https://user:PASSWORD@host`, `?token=TOKEN`, `api_key: KEY`, `--password WORD`), by
 the name of the environment variable that has it (`HF_TOKEN`), or by its form (`hf_...`). A secret of the configuration or of
 the command line is recognized everywhere after that.
+
+All text that is written for people passes here: lines of logs, what trackers get, and files by `write_text`.
 """
 
+import dataclasses
 import functools
+import html
+import json
 import os
 import re
 import sys
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 from urllib.parse import quote, unquote
 
 MASK = "<redacted>"
 _SHORTEST = 8  # characters of a secret that is masked wherever it occurs: shorter text occurs by chance
 
+# Names in snake case: of keys, of query parameters, and of variables.
 _WORDS = (
-    r"(?:password|passwd|passphrase|secret|credential|signature|(?:api|access|private|secret)[-_]?key)s?"
-    r"|access[-_]?key[-_]?id"
+    r"password|passwd|passphrase|secret|credential|signature|connection_?string"
+    r"|(?:api|access|account|private|secret|signing|storage)_?key"
 )
-# Tokens of a vocabulary have names too, such as `pad_token`.
-_TOKENS = r"(?:(?:hf|hub|auth|access|api|bearer|session|security|refresh|id|github|wandb)[-_]?)token"
-_SECRET_KEY = re.compile(rf"(?:.*[-_])?(?:{_WORDS}|{_TOKENS})|token|authorization", re.IGNORECASE)
-_SECRET_VARIABLE = re.compile(rf"(?:.*_)?(?:{_WORDS}|token)", re.IGNORECASE)
-_KEY_VARIABLE = re.compile(r"(?:.*_)?(?:key|auth)", re.IGNORECASE)  # often a name, such as PROJECT_KEY
+_TOKENS = r"(?:hf|hub|auth|access|api|bearer|session|security|refresh|id|github|wandb|sas)_?token"
+_SECRET_NAME = re.compile(rf".*(?:{_WORDS})s?|.*access_?key_?id|(?:.*_)?{_TOKENS}|authorization")
+_SECRET_VARIABLE = re.compile(rf".*(?:(?:{_WORDS})s?|access_?key_?id|token|_pass|_pwd)_?\d*")
+_KEY_VARIABLE = re.compile(r"(?:.*_)?(?:key|auth)")  # often a name, such as PROJECT_KEY
 _VARIABLE = re.compile(r"[A-Z_][A-Z0-9_]*|[a-z_]+")
 _WORD = re.compile(r"[A-Za-z]{1,19}")
+_RANDOM = re.compile(r"(?=\D*\d)(?=[^A-Za-z]*[A-Za-z])[\w.~+/=-]{16,}")  # no token of a vocabulary, such as `pad_token`
 # A port follows a colon too: `http://host:8000/a@b` has no password.
-_PASSWORD = re.compile(r"(?<=://)([^\s/:@'\"]*):(?!\d{1,5}/)([^\s@'\"<>]+(?:@[^\s@/'\"<>]+)*)(?=@)")
-_USER = re.compile(r"(?<=http://|ttps://)([^\s/:@'\"<>]+)(?=@)")  # a user without a password is a token
-_PARAMETER = re.compile(
-    r"((?:[?&]|&amp;)(?:[\w.%-]*(?:signature|credential|token|secret|password|passwd|api-?_?key|accesskeyid)|sig|key|auth)=)"
-    r"([^&\s'\"<>#,;)\]}]+)",
-    re.IGNORECASE,
-)
+_PASSWORD = re.compile(r"(?<=://)([^\s/:@'\"\\]*):(?!(?:80|443|\d{4,5})/)([^\s@'\"<>\\]+(?:@[^\s@/'\"<>\\]+)*)(?=@)")
+_USER = re.compile(r"(https?://)[^\s/:@'\"<>\\]+(?=@)", re.IGNORECASE)  # a user without a password is a token
+_PARAMETER = re.compile(r"([?&#]|&amp;)([\w.%-]+)=([^&\s'\"<>#,;)\]}\\]+)")
 _FORMS = re.compile(
     r"\b(?:hf_[A-Za-z0-9]{30,}|sk-[\w-]{20,}|gh[opsru]_[A-Za-z0-9]{30,}|github_pat_\w{20,}|A[KS]IA[A-Z0-9]{16}"
     r"|wandb_v1_\w{20,}|xox[abprs]-[\w-]{10,}|eyJ[\w-]{10,}\.[\w-]{10,}\.[\w-]{10,})"
 )
 # In YAML on the command line: `{type: mine, api_key: KEY}`.
-_PAIR = re.compile(rf"(?:{_WORDS}|{_TOKENS})['\"]?:\s*(['\"]?)([^\s'\",}}\]]+)", re.IGNORECASE)
+_PAIR = re.compile(r"([\w.-]+)['\"]?:\s*['\"]?([^\s'\",}\]]+)")
 _OPTION = re.compile(r"--([\w.-]+)(?:=(.*))?", re.DOTALL)
 
 _remembered: set[str] = set()
@@ -48,17 +51,48 @@ _remembered: set[str] = set()
 
 def redacted(text: str) -> str:
     """The text without its secrets."""
-    return _masked(text, _remembered | set(_of_environment(_SECRET_VARIABLE)) | set(_of_environment(_KEY_VARIABLE)))
+    return _masked(text, _secrets(names_too=True))
 
 
-def _masked(text: str, secrets: Collection[str]) -> str:
-    for secret in sorted(secrets, key=len, reverse=True):
-        for form in {secret, quote(secret, safe=""), quote(secret)}:
-            text = text.replace(form, MASK)
+def redact(value: Any) -> Any:
+    """A value without the secrets in its texts. Args: value: a text, or a dataclass, mapping or sequence that has some."""
+    if isinstance(value, str):
+        return redacted(value)
+    if isinstance(value, Mapping):
+        return {redact(name): redact(item) for name, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [redact(item) for item in value]
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        fields = {field.name: redact(getattr(value, field.name)) for field in dataclasses.fields(value)}
+        return dataclasses.replace(value, **fields)
+    return value
+
+
+def redacted_bytes(content: bytes) -> bytes:
+    """The content of a file without its secrets."""
+    return redacted(content.decode(errors="surrogateescape")).encode(errors="surrogateescape")
+
+
+def write_text(path: Path, text: str) -> None:
+    """Writes a file for people."""
+    path.write_text(redacted(text), encoding="utf-8", errors="replace")
+
+
+def _masked(text: str, secrets: frozenset[str]) -> str:
+    if secrets:
+        text = _any_of(secrets).sub(MASK, text)
     text = _PASSWORD.sub(rf"\1:{MASK}", text)
-    text = _USER.sub(MASK, text)
-    text = _PARAMETER.sub(rf"\1{MASK}", text)
+    text = _USER.sub(rf"\1{MASK}", text)
+    text = _PARAMETER.sub(lambda found: f"{found[1]}{found[2]}={MASK}" if _is_parameter(found[2]) else found[0], text)
     return _FORMS.sub(MASK, text)
+
+
+@functools.lru_cache(maxsize=8)
+def _any_of(secrets: frozenset[str]) -> re.Pattern[str]:
+    """Finds secrets in texts, URLs, JSON and HTML."""
+    written = (lambda text: quote(text, safe=""), quote, html.escape, lambda text: json.dumps(text)[1:-1])
+    forms = {*secrets, *(form(secret) for secret in secrets for form in written)}
+    return re.compile("|".join(map(re.escape, sorted(forms, key=len, reverse=True))))
 
 
 def without_secrets(value: Any, key: str = "") -> Any:
@@ -73,9 +107,7 @@ def without_secrets(value: Any, key: str = "") -> Any:
         return [without_secrets(item, key) for item in value]
     if not isinstance(value, str):
         return value
-    if _is_secret(key, value):
-        return MASK
-    return _masked(value, _remembered | set(_of_environment(_SECRET_VARIABLE)))
+    return MASK if _is_secret(key, value) else _masked(value, _secrets(names_too=False))
 
 
 def remember_secrets(value: Any, key: str = "") -> None:
@@ -98,7 +130,8 @@ def command_line() -> list[str]:
     arguments = sys.argv[1:]
     for key, word in _with_keys(arguments):
         remember_secrets(word, key)
-        remember_secrets([match[2] for match in _PAIR.finditer(word)], "secret")
+        for pair in _PAIR.finditer(word):
+            remember_secrets(pair[2], pair[1])
     sys.argv[1:] = redacted_arguments(arguments)
     for stream in filter(None, (sys.stdout, sys.stderr)):
         if not isinstance(stream.write, _RedactedWrite):
@@ -136,24 +169,46 @@ def _with_keys(arguments: Sequence[str]) -> Iterator[tuple[str, str]]:
         key = option[1] if option is not None and option[2] is None else ""
 
 
+@functools.lru_cache(maxsize=1024)
+def _snake(name: str) -> str:
+    """`clientSecret`, `x-api-key` and `MY_TOKEN` in snake case."""
+    return re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", name).replace("-", "_").lower()
+
+
 def _is_secret(key: str, value: str) -> bool:
     """Whether the key says so. The name of the variable that has a key (`api_key_variable`) is not a secret, unless it
     holds the key itself by mistake."""
-    name = key.rpartition(".")[2]
+    name = _snake(key.rpartition(".")[2])
     if name.endswith("_variable"):
-        return _SECRET_KEY.fullmatch(name.removesuffix("_variable")) is not None and not _VARIABLE.fullmatch(value)
-    return _SECRET_KEY.fullmatch(name) is not None
+        return _SECRET_NAME.fullmatch(name.removesuffix("_variable")) is not None and not _VARIABLE.fullmatch(value)
+    if name == "token":  # or an axis with this name
+        return _can_be_found(value)
+    return _SECRET_NAME.fullmatch(name) is not None or (name.endswith("token") and _RANDOM.fullmatch(value) is not None)
+
+
+def _is_parameter(name: str) -> bool:
+    """Whether a query parameter has a secret."""
+    name = _snake(name)
+    return name in ("sig", "key", "auth", "code") or name.endswith("token") or _SECRET_NAME.fullmatch(name) is not None
 
 
 def _in_urls(text: str) -> Iterator[str]:
-    for pattern in (_PASSWORD, _PARAMETER):
-        yield from (match[2] for match in pattern.finditer(text))
+    yield from (match[2] for match in _PASSWORD.finditer(text))
+    yield from (match[3] for match in _PARAMETER.finditer(text) if _is_parameter(match[2]))
 
 
-def _of_environment(names: re.Pattern[str]) -> Iterator[str]:
-    for name, value in os.environ.items():
-        if names.fullmatch(name) and _can_be_found(value):
-            yield value
+def _secrets(*, names_too: bool) -> frozenset[str]:
+    """What the configuration and the environment have. Args: names_too: also what may be a name."""
+    kinds = ((value, _kind_of(name)) for name, value in os.environ.items())
+    found = (value for value, kind in kinds if kind == 2 or (kind and (names_too or _RANDOM.fullmatch(value))))
+    return frozenset((*_remembered, *filter(_can_be_found, found)))
+
+
+@functools.cache
+def _kind_of(variable: str) -> int:
+    """2 for a variable with a secret, 1 for one that may have a name."""
+    name = variable.lower()
+    return 2 if _SECRET_VARIABLE.fullmatch(name) else int(_KEY_VARIABLE.fullmatch(name) is not None)
 
 
 @functools.cache

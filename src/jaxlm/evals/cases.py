@@ -1,6 +1,5 @@
 """Asks a model, and a reference, questions with known answers."""
 
-import json
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -8,7 +7,7 @@ from typing import Any, ClassVar, Literal
 
 import jax
 
-from jaxlm.core.bounded_read import open_regular, read_lines
+from jaxlm.core.bounded_read import open_regular, parse_json, read_lines
 from jaxlm.core.errors import ConfigError, listed
 from jaxlm.core.field_types import Fraction, PositiveInt
 from jaxlm.core.runtime import from_main
@@ -230,7 +229,7 @@ def _records(path: str) -> Iterator[tuple[str, dict[str, Any]]]:
                 continue
             place = f"{path}, line {number}"
             try:
-                record = json.loads(line)
+                record = parse_json(line)
             except ValueError as error:  # also text that is not UTF-8
                 raise ConfigError(f"{_KEY}: {place}: not a JSON object: {error}") from error
             if not isinstance(record, dict):

@@ -22,7 +22,7 @@ from typing import Any
 
 import yaml
 
-from jaxlm.core.bounded_read import read_bytes, read_text
+from jaxlm.core.bounded_read import listed_file, read_bytes, read_text
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.stores import is_url
 
@@ -114,7 +114,7 @@ def _entries(folder: str, names: Sequence[str]) -> dict[str, TaskEntry]:
             )
     with _readable():
         settings, baselines = _settings(root / SETTINGS, names), _baselines(root / BASELINES, names)
-        files = {name: root / DATA / settings[name]["dataset_uri"] for name in names if name in settings}
+        files = {name: listed_file(root / DATA, settings[name]["dataset_uri"]) for name in names if name in settings}
         absent = [f"{name} (no file {file})" for name, file in files.items() if not file.is_file()]
     missing = [f"{name} (not in {SETTINGS})" for name in names if name not in settings]
     missing += [f"{name} (not in {BASELINES})" for name in names if name in settings and name not in baselines]

@@ -16,7 +16,7 @@ import jax
 import numpy as np
 
 from jaxlm.core.errors import ConfigError
-from jaxlm.core.field_types import Fraction, PositiveInt, Seed
+from jaxlm.core.field_types import Fraction, NumDigits, PositiveInt, Seed
 from jaxlm.core.values.pass_key import NEEDLE, PLACE, QUESTION
 from jaxlm.evals.base import Eval, EvalConfig, EvalContext
 from jaxlm.evals.continuations import token_columns
@@ -58,7 +58,7 @@ class NeedleEvalConfig(GateConfig):
     num_samples: PositiveInt = 4
     needle: str = NEEDLE
     question: str = QUESTION
-    digits: PositiveInt = 5
+    digits: NumDigits = 5
     seed: Seed = 0
     batch_size: PositiveInt = 1
     min_accuracy: Fraction | None = None

@@ -10,7 +10,7 @@ from typing import Any, ClassVar, NamedTuple
 import jax
 import numpy as np
 
-from jaxlm.core.bounded_read import open_regular, read_lines
+from jaxlm.core.bounded_read import open_regular, parse_json, read_lines
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.field_types import (
     Fraction,
@@ -284,7 +284,7 @@ def _records(path: str) -> Iterator[tuple[str, dict[str, Any]]]:
             place = f"{path}, line {number}"
             try:
                 line = content.decode()
-                record = json.loads(line)
+                record = parse_json(line)
                 json.dumps(record, ensure_ascii=False).encode()
             except UnicodeDecodeError as error:
                 raise ConfigError(f"{_KEY}: {place}: not UTF-8 text: {error}. Save the file as UTF-8") from error

@@ -1,10 +1,9 @@
 """Reads JSON files that other programs wrote."""
 
-import json
 from pathlib import Path
 from typing import Any
 
-from jaxlm.core.bounded_read import read_text
+from jaxlm.core.bounded_read import parse_json, read_text
 from jaxlm.core.errors import ConfigError
 
 
@@ -15,13 +14,11 @@ def read_json_object(file: Path) -> dict[str, Any]:
         ConfigError: the file cannot be read, or contains anything else.
     """
     try:
-        content = json.loads(read_text(file, limit=None))
+        content = parse_json(read_text(file, limit=None))
     except OSError as error:
         raise ConfigError(f"{file}: cannot be read ({error.strerror})") from error
     except ValueError as error:  # not UTF-8, not JSON, or a number of thousands of digits
         raise ConfigError(f"{file} is not JSON: {error}. Download or write it again") from error
-    except RecursionError:  # no cause: its traceback has a thousand lines
-        raise ConfigError(f"{file} is nested too deeply. Download or write it again") from None
     if not isinstance(content, dict):
         raise ConfigError(f"{file}: a JSON object ({{...}}) expected, {type(content).__name__} found")
     return content

@@ -1,18 +1,19 @@
 """A client of inference servers (vLLM, SGLang): JSON over HTTP, with timeouts, and retries while a server is not ready."""
 
-import http.client
 import json
 import os
 import time
-import urllib.error
 import urllib.parse
-import urllib.request
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
+from jaxlm.core.bounded_read import largest
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.field_types import NonNegativeInt, Seconds
+
+if TYPE_CHECKING:
+    import httpx2
 
 T = TypeVar("T")
 
@@ -23,7 +24,7 @@ _CHECK_TIMEOUT_S = 10.0
 _NO_ACCESS = (401, 403)
 _BUSY = (408, 425, 429)  # and 500 and above: the same request may succeed later
 _NOT_READY = (*_BUSY, 502, 503, 504)  # what a server, or a proxy before it, answers while it starts
-_CHUNK_BYTES = 1 << 20
+_MESSAGE_BYTES = 1 << 20
 _SHOWN = 300  # characters of a server's message
 
 
@@ -63,15 +64,6 @@ def _is_address(url: str) -> bool:
         return False
 
 
-def _message(error: urllib.error.HTTPError) -> str:
-    """What the server says about an error, as far as it says it."""
-    try:
-        with error:
-            return error.read(_CHUNK_BYTES).decode(errors="replace").strip()[:_SHOWN]
-    except (OSError, http.client.HTTPException):
-        return ""
-
-
 class _NotReadyError(Exception):
     """The request failed in a way that the next attempt may not. Attributes: code: the status; None without an answer."""
 
@@ -88,45 +80,18 @@ class RefusedError(ConfigError):
         self.code = code
 
 
-class _Connection(http.client.HTTPConnection):
-    """Connects soon or not at all; then there is time for the answer."""
-
-    def connect(self) -> None:
-        _connect(self, super().connect)
-
-
-class _SecureConnection(http.client.HTTPSConnection):
-    """The same over TLS."""
-
-    def connect(self) -> None:
-        _connect(self, super().connect)
-
-
-def _connect(connection: http.client.HTTPConnection, connect: Callable[[], None]) -> None:
-    answer_s = connection.timeout or _CONNECT_S
-    connection.timeout = min(answer_s, _CONNECT_S)
-    connect()
-    connection.sock.settimeout(answer_s)
-
-
-class _HttpHandler(urllib.request.HTTPHandler):
-    def http_open(self, req: urllib.request.Request) -> http.client.HTTPResponse:
-        return self.do_open(_Connection, req)
-
-
-class _HttpsHandler(urllib.request.HTTPSHandler):
-    def https_open(self, req: urllib.request.Request) -> http.client.HTTPResponse:
-        return self.do_open(_SecureConnection, req)
-
-
 class JsonServer:
-    """Sends requests to one server. Several threads may use it."""
+    """Sends requests to one server, and follows no redirect: the API key is for this server. Several threads may use it."""
 
     def __init__(self, config: ServerConfig, *, first_pause_s: float = _FIRST_PAUSE_S):
         self._config = config
         self._url = config.url.rstrip("/").removesuffix("/v1")
         self._first_pause_s = first_pause_s
-        self._opener = urllib.request.build_opener(_HttpHandler, _HttpsHandler)
+        import httpx2
+
+        limits = httpx2.Limits(max_keepalive_connections=0)  # a server may close one that is kept just as it is used
+        timeout = httpx2.Timeout(config.timeout_s, connect=min(config.timeout_s, _CONNECT_S), pool=None)
+        self._client = httpx2.Client(limits=limits, timeout=timeout, follow_redirects=False)
 
     def check_reachable(self, *, wait: bool = True) -> None:
         """Raises `ConfigError` if no server answers, it is not ready, or it refuses the API key.
@@ -145,7 +110,7 @@ class JsonServer:
             try:
                 self._attempt(_CHECK_PATH, None, lambda answer: None)
             except RefusedError as error:
-                if error.code in _NO_ACCESS:
+                if error.code in _NO_ACCESS or error.code < 400:  # a redirect
                     raise
             except _NotReadyError as error:
                 if error.code is None or error.code in _NOT_READY:
@@ -176,51 +141,56 @@ class JsonServer:
             f" {time.monotonic() - begin:.0f} s. Start it, or correct url, timeout_s or num_retries"
         )
 
-    def _attempt(self, path: str, body: Mapping[str, Any] | None, take: Callable[[http.client.HTTPResponse], T]) -> T:
+    def _attempt(self, path: str, body: Mapping[str, Any] | None, take: Callable[["httpx2.Response"], T]) -> T:
         """Sends one request. Returns what `take` makes of the answer."""
-        headers = {"Content-Type": "application/json"}
+        import httpx2
+
+        headers = {"Content-Type": "application/json", "Accept-Encoding": "identity"}
         if self._config.api_key_variable is not None:
             headers["Authorization"] = f"Bearer {os.environ[self._config.api_key_variable]}"
         content, method = (None, "GET") if body is None else (json.dumps(body).encode(), "POST")
-        request = urllib.request.Request(self._url + path, content, headers, method=method)
         try:
-            with self._opener.open(request, timeout=self._config.timeout_s) as answer:
-                return take(answer)
-        except urllib.error.HTTPError as error:
-            message = _message(error)
-            if error.code >= 500 or error.code in _BUSY:
-                raise _NotReadyError(f"status {error.code} {message}".strip(), error.code) from error
-            refused = f"the server at {self._url}{path} refuses the request: {error.code} {message}"
-            raise RefusedError(error.code, refused) from error
-        except TimeoutError as error:  # not while it connected, which is a `URLError`
+            with self._client.stream(method, self._url + path, content=content, headers=headers) as answer:
+                if answer.is_success:
+                    return take(answer)
+                code = answer.status_code
+                message = self._read(answer, _MESSAGE_BYTES).decode(errors="replace").strip()[:_SHOWN]
+        except (httpx2.InvalidURL, httpx2.LocalProtocolError, ValueError) as error:
+            # Neither the message of LocalProtocolError, which has the API key, nor a traceback that has it.
+            reason = error if not isinstance(error, httpx2.LocalProtocolError) else "no header can have this API key"
+            raise ConfigError(
+                f"the server at {self._url}{path} cannot be asked: {reason}. Correct url or key"
+            ) from None
+        except httpx2.ConnectTimeout as error:
+            raise _NotReadyError("no connection: timed out") from error
+        except (httpx2.TimeoutException, TimeoutError) as error:
             raise ConfigError(
                 f"the server at {self._url}{path} gave no answer: timed out after timeout_s: {self._config.timeout_s:g}."
                 " Look at what it does, or raise timeout_s"
             ) from error
-        except (OSError, http.client.HTTPException) as error:  # no connection, or one that was closed
-            reason = error.reason if isinstance(error, urllib.error.URLError) else error
-            raise _NotReadyError(str(reason) or type(reason).__name__) from error
-        except ValueError as error:  # of the name of the machine, or of headers that are no HTTP
-            raise ConfigError(
-                f"the server at {self._url}{path} cannot be asked: {error}. Correct url, or look at what answers there"
-            ) from error
+        except httpx2.TransportError as error:  # no connection, or one that was closed
+            raise _NotReadyError(str(error) or type(error).__name__) from error
+        if code >= 500 or code in _BUSY:
+            raise _NotReadyError(f"status {code} {message}".strip(), code)
+        advice = (
+            f": it redirects to {to}. Set url to the server itself" if (to := answer.headers.get("Location")) else ""
+        )
+        raise RefusedError(code, f"the server at {self._url}{path} refuses the request: {code} {message}{advice}")
 
-    def _json(self, answer: http.client.HTTPResponse) -> Any:
-        content = self._read(answer)
+    def _json(self, answer: "httpx2.Response") -> Any:
+        content = self._read(answer, largest())
         try:
             return json.loads(content) if content.strip() else None
         except (ValueError, RecursionError) as error:
             raise _NotReadyError(f"the answer is no JSON: {content[:_SHOWN].decode(errors='replace')}") from error
 
-    def _read(self, answer: http.client.HTTPResponse) -> bytes:
-        """The whole answer. The timeout of a socket is for each of its pieces, so their sum is limited here."""
-        deadline, pieces = time.monotonic() + self._config.timeout_s, []
-        while piece := answer.read1(_CHUNK_BYTES):
-            pieces.append(piece)
+    def _read(self, answer: "httpx2.Response", limit: int) -> bytes:
+        """The whole answer. The timeout is for each of its pieces, so their sum is limited here, and so is their size."""
+        deadline, content = time.monotonic() + self._config.timeout_s, bytearray()
+        for piece in answer.iter_raw():
+            content += piece
+            if len(content) > limit:
+                raise RefusedError(answer.status_code, f"the answer of {answer.url} has more than {limit:,} bytes")
             if time.monotonic() > deadline:
                 raise TimeoutError
-        content = b"".join(pieces)
-        expected = answer.getheader("Content-Length")
-        if expected is not None and len(content) < int(expected):
-            raise http.client.IncompleteRead(content, int(expected) - len(content))
-        return content
+        return bytes(content)

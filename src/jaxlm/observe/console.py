@@ -49,12 +49,12 @@ class Console:
             self._showing_progress = False
         self._print(text)
         if self._log_file is not None:
-            self._log_file.append(f"{redacted(text)}\n")
+            self._log_file.append(f"{text}\n")
             self._log_file.flush(sync=False)
 
     def _print(self, text: str, end: str = "\n") -> None:
         try:
-            print(text, end=end, file=self._stream, flush=True)
+            print(redacted(text), end=end, file=self._stream, flush=True)
         except BrokenPipeError as error:
             if self._log_file is None:
                 raise

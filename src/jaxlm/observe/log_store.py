@@ -8,6 +8,7 @@ from pathlib import Path
 
 from jaxlm.core.atomic_io import atomic_file
 from jaxlm.core.errors import ConfigError
+from jaxlm.core.redaction import write_text
 from jaxlm.core.stores import check_writable, open_store, put_file, storage_errors
 from jaxlm.engine.checkpoint.lock import locked_file
 from jaxlm.observe.records import CONFIG, ENVIRONMENT
@@ -114,7 +115,7 @@ def describe_start(folder: Path, config: str) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         for name, text in texts.items():
             with atomic_file(folder / name) as unfinished:
-                unfinished.write_text(text, encoding="utf-8")
+                write_text(unfinished, text)
     except OSError as error:
         raise ConfigError(
             f"trainer.log_dir: {folder} cannot be written ({error.strerror}). Free up disk space, or set another folder"

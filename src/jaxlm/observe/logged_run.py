@@ -12,7 +12,7 @@ import numpy as np
 
 from jaxlm.core.bounded_read import read_bytes, read_stored
 from jaxlm.core.errors import ConfigError
-from jaxlm.core.redaction import redacted
+from jaxlm.core.redaction import redacted_bytes
 from jaxlm.core.stores import is_url, open_store, storage_errors
 from jaxlm.observe.decision_notes import LoggedDecision, parse_decisions
 from jaxlm.observe.ledger import account, parse_lines
@@ -138,14 +138,14 @@ def _unreadable(what: str) -> Callable[[str], ConfigError]:
 
 def _read(name: str, location: str, read: Callable[[str], bytes]) -> LoggedRun:
     def optional(file: str) -> bytes:
+        """Without secrets, which earlier versions wrote: a page is for others."""
         try:
-            return read(file)
+            return redacted_bytes(read(file))
         except FileNotFoundError:
             return b""
 
     def text(file: str) -> str:
-        """Without secrets, which earlier versions wrote: a page is for others."""
-        return redacted(optional(file).decode(errors="replace"))
+        return optional(file).decode(errors="replace")
 
     try:
         records, num_damaged = parse_jsonl(read(METRICS))

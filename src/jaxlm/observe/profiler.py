@@ -7,6 +7,7 @@ from pathlib import Path
 import jax
 
 from jaxlm.core.field_types import PositiveInt
+from jaxlm.core.redaction import write_text
 from jaxlm.core.runtime import is_main_process
 from jaxlm.core.values.activity import Activity
 from jaxlm.engine.phases import Phase
@@ -118,7 +119,7 @@ class ProfileHook:
             )
             return
         title = f"Profile of phase '{self._phase.name}', steps {self._begin + 1} to {self._end}"
-        (self._folder / SUMMARY).write_text(describe_profile(profile, title))
+        write_text(self._folder / SUMMARY, describe_profile(profile, title))
         most = next(iter(profile.by_kind()))
         self._log(
             f"profile of {num_steps} steps: {self._folder / SUMMARY} (most time in: {most}, idle: {profile.idle:.1%})"

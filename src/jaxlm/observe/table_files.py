@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from jaxlm.core.redaction import write_text
 from jaxlm.evals.tables.base import Column, Picture, Row, Table
 
 _TEX = {
@@ -20,7 +21,7 @@ _TEX = {
 def write_table(table: Table, folder: Path) -> list[str]:
     """Writes the files of a table, and returns their names."""
     _write_csv(table, folder / f"{table.name}.csv")
-    (folder / f"{table.name}.tex").write_text(latex(table), encoding="utf-8")
+    write_text(folder / f"{table.name}.tex", latex(table))
     names = [f"{table.name}.csv", f"{table.name}.tex"]
     if table.picture is not None:
         names.append(f"{table.name}{table.picture.suffix}.png")

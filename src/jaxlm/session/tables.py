@@ -10,10 +10,11 @@ from typing import Any
 import jax
 
 from jaxlm.core.atomic_io import atomic_file
-from jaxlm.core.bounded_read import read_bytes, read_text
+from jaxlm.core.bounded_read import parse_json, read_bytes, read_text
 from jaxlm.core.errors import ConfigError, PeerError
 from jaxlm.core.precision import Precision
 from jaxlm.core.publish import Location, PublishError, child_of, location_of
+from jaxlm.core.redaction import write_text
 from jaxlm.core.runtime import all_processes, from_main, main_first, main_only
 from jaxlm.core.stores import open_store, put_folder, storage_errors
 from jaxlm.data.data import ValidationData
@@ -245,7 +246,7 @@ def _write(tables: Sequence[Table], about: Mapping[str, Any], folder: Location) 
         try:
             for table in tables:
                 write_table(table, unfinished)
-            (unfinished / ABOUT).write_text(json.dumps(about, indent=1), encoding="utf-8")
+            write_text(unfinished / ABOUT, json.dumps(about, indent=1))
             if isinstance(folder, Path):
                 _copy(unfinished, folder)
         except OSError as error:
@@ -269,7 +270,7 @@ def _copy(files: Path, folder: Path) -> None:
 
 def _read_about(folder: Path) -> Any:
     try:
-        return json.loads(read_text(folder / ABOUT))
+        return parse_json(read_text(folder / ABOUT))
     except (OSError, ValueError):
         return None
 

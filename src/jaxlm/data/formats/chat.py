@@ -9,6 +9,7 @@ from typing import Any, ClassVar, TypeGuard
 
 import numpy as np
 
+from jaxlm.core.bounded_read import parse_json
 from jaxlm.core.errors import ConfigError, listed
 from jaxlm.data.formats.base import Begin, Encoder, FormatConfig, MaskedFormat, RawContent, TokenizedText
 from jaxlm.data.sources.record_files import Record
@@ -200,8 +201,8 @@ def _cleaned(value: Any) -> Any:
 def _parsed(value: Any) -> Any:
     """What a text says in JSON, or the value itself."""
     if isinstance(value, str):
-        with contextlib.suppress(ValueError, RecursionError):
-            return json.loads(value) if value.strip() else None
+        with contextlib.suppress(ValueError):
+            return parse_json(value) if value.strip() else None
     return value
 
 

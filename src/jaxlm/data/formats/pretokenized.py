@@ -6,6 +6,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
+from jaxlm.core.bounded_read import map_array
 from jaxlm.core.errors import ConfigError, listed
 from jaxlm.data.formats.base import Begin, Encoder, FormatConfig, RawContent, TokenizedText
 from jaxlm.data.sources.document_files import ARRAYS, has_records
@@ -82,7 +83,7 @@ class PretokenizedEncoder(Encoder):
             for record in file.records((self.input_ids_key,)):
                 yield record.where, numbers_under(self.input_ids_key, record), record.position
             return
-        array = _load(file)
+        array = map_array(file.path)
         rows = array if array.ndim == 2 else array[None]
         for number, row in enumerate(rows, start=1):
             yield f"{file.path}: row {number}", row, file.size * number // len(rows)
@@ -118,15 +119,3 @@ def token_ids(values: Any, where: str, vocab_size: int, ignored: int | None = No
             " tokenizer that made them"
         )
     return ids.astype(np.int32)
-
-
-def _load(file: TextFile) -> np.ndarray:
-    try:
-        array = np.load(file.path, mmap_mode="r", allow_pickle=False)
-    except (ValueError, EOFError) as error:
-        raise ConfigError(f"{file.path}: not an array written by numpy.save ({error})") from error
-    if not isinstance(array, np.ndarray):
-        raise ConfigError(
-            f"{file.path}: not an array written by numpy.save, but an archive of several. Save each of them"
-        )
-    return array

@@ -7,6 +7,7 @@
 The text of a record is under `data.text_key`. Only `.txt`, `.py` and `.json` files are read into memory as a whole.
 """
 
+import contextlib
 import json
 import re
 import sys
@@ -25,6 +26,7 @@ _ROWS = 256  # table rows converted to Python strings per batch
 _BUFFER = 1 << 20  # bytes; without a buffer size, whole columns of a row group are fetched
 _ARROW_FILE = b"ARROW1"
 _WITH_TEXT = {str, dict, list}
+Parts = Iterator[tuple["pa.RecordBatch", int, int]]  # rows of a table, the position after them, their row group
 ARRAYS = ".npy"  # arrays of token ids: not documents, but may be listed in URLs
 
 
@@ -112,65 +114,83 @@ def _json_list(path: Path) -> Iterator[tuple[str, Any, int]]:
         yield f"record {number}", record, end * number // len(records)
 
 
-def _parquet(path: Path, text_key: str) -> Iterator[Document]:
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-
-    row, size = 0, path.stat().st_size
-    with (
-        damaged_file_errors(path, lambda: f"row {row + 1}", pa.ArrowException),
-        pq.ParquetFile(path, pre_buffer=False, buffer_size=_BUFFER) as file,
-    ):
-        _check_column(path, file.schema_arrow, text_key)
-        total = max(1, file.metadata.num_rows)
-        for group in range(file.num_row_groups):  # one by one: otherwise Arrow holds several row groups in memory
-            for batch in file.iter_batches(_ROWS, [group], [text_key]):
-                for text in _texts(path, batch.column(text_key), row, text_key):
-                    row += 1
-                    yield Document(text, size * row // total, group)
-
-
-def _arrow(path: Path, text_key: str) -> Iterator[Document]:
-    import pyarrow as pa
-
+def _table(path: Path, text_key: str) -> Iterator[Document]:
     row = 0
-    with damaged_file_errors(path, lambda: f"row {row + 1}", pa.ArrowException), pa.memory_map(str(path)) as source:
-        schema, batches = open_arrow(source)
+    with open_table(path, [text_key]) as (schema, parts):
         _check_column(path, schema, text_key)
-        for batch, position in batches:
+        for batch, position, group in parts:
             column = batch.column(text_key)
             for start in range(0, len(column), _ROWS):
                 for text in _texts(path, column.slice(start, _ROWS), row, text_key):
                     row += 1
-                    yield Document(text, position)
+                    yield Document(text, position, group)
 
 
-def parquet_batches(path: Path, columns: Sequence[str] | None) -> Iterator[tuple["pa.RecordBatch", int]]:
-    """Batches of those `columns` that exist, or of all, and the approximate position in the file after each."""
+@contextlib.contextmanager
+def open_table(path: Path, columns: Sequence[str] | None) -> Iterator[tuple["pa.Schema", Parts]]:
+    """The schema of a table, and its rows with those `columns` that exist, or all. Raises `ConfigError` for damage."""
+    row = 0
+
+    def checked(parts: Parts) -> Parts:
+        nonlocal row
+        for batch, position, group in parts:
+            _check_batch(path, batch, row)
+            yield batch, position, group
+            row += len(batch)
+
+    reader = _open_parquet if format_of(path.name) == ".parquet" else _open_arrow
+    # A reader in C++ raises anything for a damaged file.
+    with damaged_file_errors(path, lambda: f"row {row + 1}", Exception), reader(path, columns) as (schema, parts):
+        yield schema, checked(parts)
+
+
+@contextlib.contextmanager
+def _open_parquet(path: Path, columns: Sequence[str] | None) -> Iterator[tuple["pa.Schema", Parts]]:
     import pyarrow.parquet as pq
 
-    row, size = 0, path.stat().st_size
-    with pq.ParquetFile(path, pre_buffer=False, buffer_size=_BUFFER) as file:
-        total = max(1, file.metadata.num_rows)
+    def parts() -> Parts:
+        row, size, total = 0, path.stat().st_size, max(1, file.metadata.num_rows)
         available = [name for name in file.schema_arrow.names if columns is None or name in columns]
         for group in range(file.num_row_groups):  # one by one: otherwise Arrow holds several row groups in memory
             for batch in file.iter_batches(_ROWS, [group], available):
                 row += len(batch)
-                yield batch, size * row // total
+                yield batch, size * row // total, group
+
+    with pq.ParquetFile(path, pre_buffer=False, buffer_size=_BUFFER) as file:
+        yield file.schema_arrow, parts()
 
 
-def open_arrow(source: "pa.NativeFile") -> tuple["pa.Schema", Iterator[tuple["pa.RecordBatch", int]]]:
-    """The schema of an Arrow file, in file or stream format, and its batches, each with the position in the file after it."""
+@contextlib.contextmanager
+def _open_arrow(path: Path, columns: Sequence[str] | None) -> Iterator[tuple["pa.Schema", Parts]]:
+    """Without a memory map, in which damaged offsets point anywhere, and whose file may shrink."""
     import pyarrow as pa
 
-    is_file = source.read(len(_ARROW_FILE)) == _ARROW_FILE
-    source.seek(0)
-    if not is_file:
-        stream = pa.ipc.open_stream(source)
-        return stream.schema, ((batch, source.tell()) for batch in stream)
-    file = pa.ipc.open_file(source)
-    total = file.num_record_batches
-    return file.schema, ((file.get_batch(n), source.size() * (n + 1) // total) for n in range(total))
+    with pa.OSFile(str(path)) as source:
+        is_file = source.read(len(_ARROW_FILE)) == _ARROW_FILE
+        open_ipc = pa.ipc.open_file if is_file else pa.ipc.open_stream
+        source.seek(0)
+        schema = open_ipc(source).schema
+        source.seek(0)
+        wanted = [number for number, name in enumerate(schema.names) if columns is None or name in columns]
+        reader = open_ipc(source, options=pa.ipc.IpcReadOptions(included_fields=wanted))
+        if is_file:
+            total = reader.num_record_batches
+            yield schema, ((reader.get_batch(n), source.size() * (n + 1) // total, 0) for n in range(total))
+        else:
+            yield schema, ((batch, source.tell(), 0) for batch in reader)
+
+
+def _check_batch(path: Path, batch: "pa.RecordBatch", rows_before: int) -> None:
+    """Raises `ConfigError` if its offsets, which C++ follows unseen, or its texts are damaged."""
+    import pyarrow as pa
+
+    try:
+        batch.validate(full=True)
+    except pa.ArrowInvalid as error:
+        raise ConfigError(
+            f"{path}: rows {rows_before + 1} to {rows_before + len(batch)}: not UTF-8 text, or damaged: {error}. Convert the"
+            " text to UTF-8, or remove such rows from the file"
+        ) from error
 
 
 def _check_column(path: Path, schema: "pa.Schema", text_key: str) -> None:
@@ -192,32 +212,13 @@ def _is_text(kind: "pa.DataType") -> bool:
 
 
 def _texts(path: Path, column: "pa.Array", rows_before: int, text_key: str) -> Iterator[str]:
-    for number, text in enumerate(python_values(path, column, rows_before), start=rows_before + 1):
+    for number, text in enumerate(column.to_pylist(), start=rows_before + 1):
         if text is None:
             raise ConfigError(
                 f"{path}: row {number}: the text under data.text_key '{text_key}' is null. Remove such rows from the"
                 " file, or choose another column"
             )
         yield text
-
-
-def python_values(path: Path, part: "pa.Array | pa.RecordBatch", rows_before: int) -> Iterator[Any]:
-    """The values of a part of a column, or the records of a part of a table."""
-    try:
-        yield from part.to_pylist()
-    except UnicodeDecodeError:
-        yield from _one_by_one(path, part, rows_before)  # to find the row
-
-
-def _one_by_one(path: Path, part: "pa.Array | pa.RecordBatch", rows_before: int) -> Iterator[Any]:
-    for number in range(len(part)):
-        try:
-            yield from part.slice(number, 1).to_pylist()
-        except UnicodeDecodeError as error:
-            raise ConfigError(
-                f"{path}: row {rows_before + number + 1}: not UTF-8 text ({error.reason} at offset {error.start}). Convert"
-                " the text to UTF-8, or remove such rows from the file"
-            ) from error
 
 
 def _parse_json(path: Path, text: str, where: str) -> Any:
@@ -281,7 +282,7 @@ _READERS: dict[str, Callable[[Path, str], Iterator[Document]]] = {
     ".jsonl": _json,
     ".py": _text,
     ".json": _json,
-    ".parquet": _parquet,
-    ".arrow": _arrow,
+    ".parquet": _table,
+    ".arrow": _table,
 }
 _TABLES = (".parquet", ".arrow")

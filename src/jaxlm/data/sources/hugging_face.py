@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import parse_qsl
 
 from jaxlm.core.atomic_io import atomic_folder
+from jaxlm.core.bounded_read import listed_file
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.install import install_command
 from jaxlm.data.base import Log
@@ -43,7 +44,7 @@ def saved_files(folder: Path, key: str) -> list[Path]:
         ConfigError: the list of files cannot be read, or files are missing.
     """
     try:
-        paths = [folder / entry["filename"] for entry in read_json_object(folder / _STATE)["_data_files"]]
+        paths = [listed_file(folder, entry["filename"]) for entry in read_json_object(folder / _STATE)["_data_files"]]
     except (ConfigError, KeyError, TypeError) as error:
         raise ConfigError(
             f"{key}: {folder / _STATE} does not list the dataset's files. Save the dataset again"

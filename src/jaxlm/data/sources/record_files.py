@@ -2,21 +2,10 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from jaxlm.core.errors import ConfigError
-from jaxlm.data.sources.compression import damaged_file_errors
-from jaxlm.data.sources.document_files import (
-    check_unicode,
-    format_of,
-    json_values,
-    open_arrow,
-    parquet_batches,
-    python_values,
-)
-
-if TYPE_CHECKING:
-    import pyarrow as pa
+from jaxlm.data.sources.document_files import check_unicode, format_of, json_values, open_table
 
 
 class Record(NamedTuple):
@@ -59,38 +48,23 @@ def _json(path: Path, keys: Sequence[str] | None, optional: Sequence[str]) -> It
         yield Record(f"{path}: {where}", value, position)
 
 
-def _parquet(path: Path, keys: Sequence[str] | None, optional: Sequence[str]) -> Iterator[Record]:
-    import pyarrow as pa
-
-    with damaged_file_errors(path, lambda: "while it was read", pa.ArrowException):
-        yield from _rows(path, keys, optional, parquet_batches(path, None if keys is None else [*keys, *optional]))
-
-
-def _arrow(path: Path, keys: Sequence[str] | None, optional: Sequence[str]) -> Iterator[Record]:
-    import pyarrow as pa
-
-    with damaged_file_errors(path, lambda: "while it was read", pa.ArrowException), pa.memory_map(str(path)) as source:
-        yield from _rows(path, keys, optional, open_arrow(source)[1])
-
-
-def _rows(
-    path: Path, keys: Sequence[str] | None, optional: Sequence[str], batches: Iterator[tuple["pa.RecordBatch", int]]
-) -> Iterator[Record]:
+def _table(path: Path, keys: Sequence[str] | None, optional: Sequence[str]) -> Iterator[Record]:
     row = 0
-    for batch, position in batches:
-        wanted = batch.schema.names if keys is None else keys
-        missing = [key for key in wanted if key not in batch.schema.names]
+    with open_table(path, None if keys is None else [*keys, *optional]) as (schema, parts):
+        wanted = schema.names if keys is None else keys
+        missing = [key for key in wanted if key not in schema.names]
         if missing:
-            raise ConfigError(f"{path}: no column '{missing[0]}'. The file has: {', '.join(batch.schema.names)}")
-        columns = [*wanted, *(key for key in optional if key in batch.schema.names and key not in wanted)]
-        for values in python_values(path, batch.select(columns), row):
-            row += 1
-            yield Record(f"{path}: row {row}", values, position)
+            raise ConfigError(f"{path}: no column '{missing[0]}'. The file has: {', '.join(schema.names)}")
+        columns = [*wanted, *(key for key in optional if key in schema.names and key not in wanted)]
+        for batch, position, _ in parts:
+            for values in batch.select(columns).to_pylist():
+                row += 1
+                yield Record(f"{path}: row {row}", values, position)
 
 
 _READERS: dict[str, Callable[[Path, Sequence[str] | None, Sequence[str]], Iterator[Record]]] = {
     ".jsonl": _json,
     ".json": _json,
-    ".parquet": _parquet,
-    ".arrow": _arrow,
+    ".parquet": _table,
+    ".arrow": _table,
 }

@@ -1,4 +1,4 @@
-"""Turns panics of the library `tokenizers` into messages."""
+"""Turns panics and plain exceptions of the library `tokenizers` into messages."""
 
 import contextlib
 from collections.abc import Iterator
@@ -8,10 +8,12 @@ from jaxlm.core.errors import ConfigError
 
 @contextlib.contextmanager
 def pattern_errors(key: str = "data.tokenizer") -> Iterator[None]:
-    """Raises `ConfigError` where the library panics because a regular expression takes too many steps."""
+    """Raises `ConfigError` where the library panics because a regular expression takes too many steps, or gives up."""
     try:
         yield
     except BaseException as error:
+        if type(error) is Exception:
+            raise ConfigError(f"{key}: it cannot encode a text: {error}. Its tokenizer.json is damaged") from error
         if type(error).__name__ != "PanicException":  # it cannot be imported, and is no Exception
             raise
         raise ConfigError(

@@ -4,6 +4,7 @@ import functools
 import hashlib
 import itertools
 import json
+import math
 import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -39,6 +40,10 @@ _EXTRA_FILES = (
     *(_CHAT_TEMPLATE, "chat_template.json", _GIVEN_TEMPLATES, _GENERATION),
 )
 _MODEL_KEYS = ("bos_token_id", "eos_token_id", "pad_token_id")  # the keys of config.json that speak of tokens
+_LARGEST_VOCABULARY = 1 << 24
+_MOST_GROWTH = 1000
+_GROWTH = {"ByteLevel": 4.0, "Precompiled": 18.0}  # bytes of a character; NFKC's longest expansion
+_MATCHES_NOTHING = re.compile(r"[*?|^$]|\\[bBAzZG]|\{0?,|''")  # what a regular expression that can match no text has
 _LONG_TEXT = 1 << 20  # characters; longer texts are split, to use all cores and bounded memory
 _CHARACTERS_PER_CALL = 1 << 23
 _LINE_ENDS = re.compile(r"(?<=[^\W_]\n)(?=[^\W_])")
@@ -374,7 +379,10 @@ def load_tokenizer(path: str, vocab_size: int | None = None) -> Tokenizer:
     if not isinstance(content.get("model"), dict):
         raise ConfigError(f"data.tokenizer: '{file}' is not a tokenizer: it has no \"model\"")
     try:
+        _check_bounds(content, file)
         backend = tokenizers.Tokenizer.from_file(str(file))
+    except ConfigError:
+        raise
     except Exception as error:  # the library raises plain exceptions
         raise ConfigError(f"data.tokenizer: '{file}' is not a tokenizer: {error}") from error
     if not backend.get_vocab(with_added_tokens=True):
@@ -437,6 +445,36 @@ def _special_id(backend: "tokenizers.Tokenizer", file: Path, side: str) -> int |
             return number
     numbers = (backend.token_to_id(name) for name in _COMMON_NAMES[side])
     return next((number for number in numbers if number is not None), None)
+
+
+def _check_bounds(content: Mapping[str, Any], file: Path) -> None:
+    """Raises `ConfigError` for what the library would try to hold in memory, whatever its size."""
+    for name in ("normalizer", "pre_tokenizer", "decoder"):
+        if (growth := _growth(content.get(name))) > _MOST_GROWTH:
+            raise ConfigError(
+                f"data.tokenizer: '{file}': its {name} can make a text {growth:.2g} times as long, at most {_MOST_GROWTH:,}"
+                " times expected. Use another tokenizer.json"
+            )
+    vocabulary = content["model"].get("vocab")
+    ids = vocabulary.values() if isinstance(vocabulary, dict) else ()
+    if (largest := max((number for number in ids if isinstance(number, int)), default=0)) >= _LARGEST_VOCABULARY:
+        raise ConfigError(
+            f"data.tokenizer: '{file}' has a token with the id {largest:,}, below {_LARGEST_VOCABULARY:,} expected."
+            " Download or train it again"
+        )
+
+
+def _growth(stage: Any) -> float:
+    """How many times as long a text can become in a stage of tokenizer.json, and in all that are in it."""
+    if not isinstance(stage, dict):
+        return math.prod(map(_growth, stage)) if isinstance(stage, list) else 1.0
+    pattern, content = stage.get("pattern"), stage.get("content")
+    if stage.get("type") != "Replace" or not isinstance(pattern, dict) or not isinstance(content, str):
+        return _GROWTH.get(str(stage.get("type")), 1.0) * math.prod(map(_growth, stage.values()))
+    text = pattern.get("String")
+    if isinstance(text, str) and text:
+        return max(1.0, len(content) / len(text))
+    return len(content) + 1.0 if _MATCHES_NOTHING.search(str(pattern)) else max(1.0, len(content))
 
 
 def _as_list(value: Any) -> list[Any]:

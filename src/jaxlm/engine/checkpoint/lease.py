@@ -12,7 +12,6 @@ holds the folder, and the others find its token before they save.
 
 import contextlib
 import errno
-import json
 import os
 import posixpath
 import re
@@ -20,6 +19,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 
+from jaxlm.core.bounded_read import parse_json
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.stores import open_store, storage_errors
 from jaxlm.engine.checkpoint.holder import Holder
@@ -166,6 +166,6 @@ class Lease:
 def _token_of(content: bytes | None) -> str | None:
     """None if it cannot be read: some stores show a file while it is written."""
     try:
-        return json.loads(content or b"")["token"]
+        return parse_json(content or b"")["token"]
     except (ValueError, TypeError, KeyError):
         return None

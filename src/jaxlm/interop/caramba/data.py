@@ -3,8 +3,7 @@
 import contextlib
 from typing import Any
 
-import numpy as np
-
+from jaxlm.core.bounded_read import map_array
 from jaxlm.interop.section import Section
 from jaxlm.interop.text_path import TOKENS, put_text
 from jaxlm.interop.translated import Translated
@@ -60,7 +59,7 @@ def _held_out(defaults: Section, path: str | None, block_size: Any, out: Transla
     num_tokens = None
     if path is not None and path.endswith(TOKENS):
         with contextlib.suppress(OSError, ValueError):
-            num_tokens = np.load(path, mmap_mode="r").size
+            num_tokens = map_array(path).size
     if num_tokens is None or not isinstance(block_size, int):
         defaults.note(
             "val_frac",

@@ -75,6 +75,7 @@ class SafetensorsFile:
         size = path.stat().st_size
         for name, entry in header.items():
             self._add(name, entry, _LENGTH.size + length, size)
+        self._check_order(_LENGTH.size + length, size)
         self._map = np.memmap(path, np.uint8, "r") if size else None
 
     def view(self, name: str) -> np.ndarray:
@@ -105,6 +106,17 @@ class SafetensorsFile:
             )
         self.tensors[name] = info
         self._starts[name] = begin + first
+
+    def _check_order(self, begin: int, size: int) -> None:
+        """Like the reference, refuses tensors that overlap, and bytes that belong to none."""
+        ranges = sorted((self._starts[name], info.num_bytes, name) for name, info in self.tensors.items())
+        for first, num_bytes, name in [*ranges, (size, 0, "the end of the file")]:
+            if first != begin:
+                raise ConfigError(
+                    f"{self._path}: the header is damaged: '{name}' is at byte {first:,}, {begin:,} expected: tensors"
+                    " overlap, or bytes belong to none. Download it again"
+                )
+            begin += num_bytes
 
 
 def _parse_header(header: bytes) -> dict[str, Any] | None:

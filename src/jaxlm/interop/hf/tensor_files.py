@@ -9,6 +9,7 @@ from typing import Protocol
 import jax.numpy as jnp
 import numpy as np
 
+from jaxlm.core.bounded_read import listed_file
 from jaxlm.core.errors import ConfigError
 from jaxlm.interop.hf.safetensors_file import SafetensorsFile, TensorInfo
 from jaxlm.interop.json_object import read_json_object
@@ -93,14 +94,15 @@ def _open_index(index: Path) -> TensorSource:
     if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
         raise ConfigError(f"{index}: weight_map is not a table of tensor names and file names. Download it again")
     names = sorted(set(weight_map.values()))
-    absent = [name for name in names if not (index.parent / name).is_file()]
+    paths = {name: listed_file(index.parent, name) for name in names}
+    absent = [name for name, path in paths.items() if not path.is_file()]
     if absent:
         raise ConfigError(f"{index} lists missing files: {', '.join(absent)}. Download them")
-    files = {name: _open_file(index.parent / name) for name in names}
+    files = {name: _open_file(path) for name, path in paths.items()}
     missing = [f"{tensor} (in {file})" for tensor, file in weight_map.items() if tensor not in files[file].tensors]
     if missing:
         raise ConfigError(f"{index} lists tensors that are missing from its files:\n  " + "\n  ".join(missing))
-    return _joined({index.parent / name: file for name, file in files.items()})
+    return _joined({paths[name]: file for name, file in files.items()})
 
 
 def _joined(files: Mapping[Path, TensorSource]) -> TensorSource:

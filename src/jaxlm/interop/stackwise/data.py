@@ -3,8 +3,7 @@
 import contextlib
 from typing import Any
 
-import numpy as np
-
+from jaxlm.core.bounded_read import map_array
 from jaxlm.interop.section import Section
 from jaxlm.interop.stackwise.objective import MASK, Objective
 from jaxlm.interop.text_path import TOKENS, put_text
@@ -83,5 +82,5 @@ def _tokenizer(model: Section, data: Section, objective: Objective, out: Transla
 def _num_sequences(path: Any, seq_len: Any) -> int | None:
     if isinstance(path, str) and path.endswith(TOKENS) and isinstance(seq_len, int):
         with contextlib.suppress(OSError, ValueError):
-            return np.load(path, mmap_mode="r").size // seq_len
+            return map_array(path).size // seq_len
     return None

@@ -1,16 +1,17 @@
 """Torch checkpoint files as a tensor source, memory-mapped."""
 
-import zipfile
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from jaxlm.core.bounded_read import open_regular
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.install import install_command
 from jaxlm.interop.hf.safetensors_file import TensorInfo
 
 TORCH_SUFFIXES = (".bin", ".pt", ".pth")
+_ZIP = b"PK\x03\x04"
 # numpy has none of these, so torch cannot convert them.
 _VIEWED = ("bfloat16", "float8_e4m3fn", "float8_e5m2")
 _DTYPES = ("float64", "float32", "float16", *_VIEWED, "int64", "int32", "int16", "int8", "uint8", "bool")
@@ -33,24 +34,27 @@ class TorchFile:
                 f"{path} is a torch file, but torch is not installed. Run: {install_command('torch')}. Or convert the weights"
                 " to safetensors, which does not need torch"
             ) from error
-        import pickle
-
-        if not zipfile.is_zipfile(path):
+        with open_regular(path) as file:
+            is_zip = file.read(len(_ZIP)) == _ZIP
+        if not is_zip:
             raise ConfigError(
                 f"{path}: not a zip file. It is damaged, or in the format of torch before version 1.6. Convert that with"
-                f' these lines of Python: weights = torch.load("{path.name}", weights_only=True); torch.save(weights,'
-                f' "{path.name}")'
+                f" these lines of Python: weights = torch.load({path.name!r}, weights_only=True);"
+                f" torch.save(weights, {path.name!r})"
             )
         try:
             content = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-        except (pickle.UnpicklingError, RuntimeError, EOFError) as error:
+        except Exception as error:  # a damaged pickle has torch do anything
             raise ConfigError(
-                f"{path}: cannot be loaded with weights_only: {error}. Save `module.state_dict()` with torch.save"
+                f"{path}: cannot be loaded with weights_only: {type(error).__name__}: {error}. It is damaged, or has more"
+                " than tensors. Save `module.state_dict()` with torch.save"
             ) from error
         for key in ("state_dict", "model"):
             if isinstance(content, dict) and isinstance(content.get(key), dict):
                 content = content[key]
-        if not isinstance(content, dict) or not all(isinstance(value, torch.Tensor) for value in content.values()):
+        if not isinstance(content, dict) or not all(
+            isinstance(name, str) and isinstance(value, torch.Tensor) for name, value in content.items()
+        ):
             raise ConfigError(f"{path}: contains no state dict (name -> tensor). Save `module.state_dict()`")
         self._content: dict[str, Any] = content
         self.tensors = {name: TensorInfo(tuple(t.shape), _numpy_dtype(path, name, t)) for name, t in content.items()}

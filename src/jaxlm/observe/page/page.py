@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxlm.core.atomic_io import atomic_file
+from jaxlm.core.redaction import write_text
 from jaxlm.observe.logged_run import LoggedRun
 from jaxlm.observe.page.charts import charts
 from jaxlm.observe.page.sections import (
@@ -37,7 +38,7 @@ def write_page(runs: Sequence[LoggedRun], path: Path, price_per_hour: float | No
     text = render(runs, price_per_hour)
     path.parent.mkdir(parents=True, exist_ok=True)
     with atomic_file(path) as unfinished:
-        unfinished.write_text(text, encoding="utf-8", errors="replace")
+        write_text(unfinished, text)
 
 
 def render(runs: Sequence[LoggedRun], price_per_hour: float | None = None) -> str:

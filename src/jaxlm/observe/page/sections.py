@@ -279,7 +279,7 @@ def _flat(path: str, value: Any) -> Iterator[tuple[str, str]]:
     if isinstance(value, dict) and value:
         for key, item in value.items():
             yield from _flat(f"{path}.{key}" if path else str(key), item)
-    elif isinstance(value, list) and any(isinstance(item, dict) for item in value):
+    elif isinstance(value, list) and any(isinstance(item, dict | list) for item in value):
         for number, item in enumerate(value):
             yield from _flat(f"{path}.{number}", item)
     elif path:

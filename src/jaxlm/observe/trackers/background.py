@@ -6,6 +6,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
+from jaxlm.core.redaction import redact
 from jaxlm.core.values.logged import Completion, Histogram, Sample
 from jaxlm.observe.trackers.base import Tracker
 
@@ -65,10 +66,10 @@ class BackgroundTracker:
         self._queue(lambda tracker: tracker.log_histograms(step, histograms))
 
     def log_samples(self, step: int, samples: Sequence[Sample]) -> None:
-        self._queue(lambda tracker: tracker.log_samples(step, samples))
+        self._queue(lambda tracker: tracker.log_samples(step, redact(samples)))
 
     def log_completions(self, step: int, completions: Sequence[Completion]) -> None:
-        self._queue(lambda tracker: tracker.log_completions(step, completions))
+        self._queue(lambda tracker: tracker.log_completions(step, redact(completions)))
 
     def begin_attempt(self, attempt: int, step: int, abandoned_steps: int) -> None:
         self._queue(lambda tracker: tracker.begin_attempt(attempt, step, abandoned_steps))

@@ -2,7 +2,6 @@
 
 import os
 import re
-import shutil
 import tempfile
 import threading
 from collections.abc import Callable, Mapping, Sequence
@@ -12,8 +11,9 @@ from typing import Any, Literal
 
 import numpy as np
 
+from jaxlm.core.bounded_read import read_bytes
 from jaxlm.core.errors import ConfigError
-from jaxlm.core.redaction import redacted
+from jaxlm.core.redaction import redacted, redacted_bytes
 from jaxlm.core.values.logged import Completion, Histogram, Sample
 from jaxlm.observe.trackers import environment
 from jaxlm.observe.trackers.base import ForwardLog, RunInfo, Tracker, TrackerConfig
@@ -165,7 +165,7 @@ def _log_code(handle: Any, folder: Path) -> None:
         for path in files:
             copy = Path(copies, path.relative_to(folder))
             copy.parent.mkdir(parents=True, exist_ok=True)
-            shutil.copyfile(path, copy)
+            copy.write_bytes(redacted_bytes(read_bytes(path)))
         handle.log_code(copies, include_fn=lambda _: True, exclude_fn=lambda _: False)
 
 

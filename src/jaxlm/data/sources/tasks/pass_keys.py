@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from jaxlm.core.errors import ConfigError
-from jaxlm.core.field_types import PositiveInt
+from jaxlm.core.field_types import NumCharacters, NumDigits
 from jaxlm.core.values.pass_key import NEEDLE, PLACE, QUESTION
 from jaxlm.data.base import TRAIN, VALIDATION
 from jaxlm.data.sources.corpus import CorpusConfig
@@ -30,9 +30,9 @@ class PassKeyCorpus(TaskCorpus):
         digits: of a pass key.
     """
 
-    min_characters: PositiveInt = 500
-    max_characters: PositiveInt = 1500
-    digits: PositiveInt = 5
+    min_characters: NumCharacters = 500
+    max_characters: NumCharacters = 1500
+    digits: NumDigits = 5
 
     @property
     def version(self) -> str:
