@@ -12,6 +12,7 @@ _BOOST = {
     "log.md": 0.1,
     "design/": 0.1,
     "reference/modules.md": 0.1,
+    "reference/walk.md": 0.3,
     "all-pages.md": None,
     "source/": None,
 }  # None: not found at all
