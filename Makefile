@@ -23,6 +23,8 @@ CONSTRAIN = $(if $(JAX),sed -E '/^(jax|jaxlib|flax|numpy)=/d' constraints.txt &&
 
 quickstart: $(VENV)/installed
 	$(VENV)/bin/python -m jaxlm.train --config_path config/quickstart.yaml
+	@echo
+	@echo 'The command `jaxlm` is in $(VENV)/bin. To use it in this shell: source $(VENV)/bin/activate'
 
 test: $(VENV)/installed-test
 	$(VENV)/bin/python -m pytest -n $(JOBS) $(TESTS)

@@ -1,4 +1,4 @@
-"""Writes the line numbers of docs/reference/walk.md, and docs/index.md from the navigation in mkdocs.yml.
+"""Writes the line numbers of docs/reference/walk.md, and docs/all-pages.md from the navigation in mkdocs.yml.
 
 python docs/generate_reference.py
 """
@@ -12,23 +12,13 @@ from source_links import with_line_numbers
 
 WALK = Path(__file__).parent / "reference" / "walk.md"
 DOCS = Path(__file__).parent
-INDEX = DOCS / "index.md"
-_HOME = """# jaxlm
-
-jaxlm trains language models in JAX from one YAML file: on a laptop CPU, on GPUs, on TPUs and across several processes.
-A run that is killed resumes bit for bit (on NVIDIA GPUs [with one XLA flag](reliability.md#what-is-not-promised)).
-[Which trainer](compare.md) says whom it is for, and when another one serves you better.
-
-```sh
-jaxlm train --config_path jaxlm:quickstart.yaml
-```
-"""
+ALL_PAGES = DOCS / "all-pages.md"
 
 
-def index() -> str:
-    """The home page: every page of the navigation that is a file, by its title, in the navigation's groups."""
+def all_pages() -> str:
+    """Every page of the navigation that is a file, by its title, in the navigation's groups."""
     nav = yaml.safe_load(_navigation())
-    return "\n".join([_HOME, *(line for part in nav[1:] for line in _group(part, 2))]).rstrip() + "\n"
+    return "\n".join(["# All pages\n", *(line for part in nav[1:] for line in _group(part, 2))]).rstrip() + "\n"
 
 
 def _navigation() -> str:
@@ -39,7 +29,8 @@ def _navigation() -> str:
 def _group(part: dict[str, Any], level: int) -> Iterator[str]:
     ((name, entries),) = part.items()
     yield f"{'#' * level} {name}\n"
-    pages = [page for entry in entries for page in entry.values() if isinstance(page, str) and (DOCS / page).exists()]
+    written = (page for entry in entries for page in entry.values() if isinstance(page, str) and page != ALL_PAGES.name)
+    pages = [page for page in written if (DOCS / page).exists()]
     if pages:
         yield from (f"* [{_title(page)}]({page})" for page in pages)
         yield ""
@@ -53,5 +44,5 @@ def _title(page: str) -> str:
 
 
 if __name__ == "__main__":
-    INDEX.write_text(index(), encoding="utf-8")
+    ALL_PAGES.write_text(all_pages(), encoding="utf-8")
     WALK.write_text(with_line_numbers(WALK.read_text(encoding="utf-8")), encoding="utf-8")

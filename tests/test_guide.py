@@ -68,12 +68,40 @@ def test_every_key_is_in_the_guide_once_and_linked_from_the_index():
     assert {anchor.rpartition(".")[2] for _, anchor in anchors} == keys
 
 
-def test_the_home_page_links_every_page(monkeypatch):
+def test_one_page_lists_all_pages_and_the_home_page_a_few(monkeypatch):
     monkeypatch.syspath_prepend(ROOT / "docs")
-    home = (ROOT / "docs" / "index.md").read_text(encoding="utf-8")
-    assert home == script("generate_reference").index(), "run `python docs/generate_reference.py`"
+    listed = (ROOT / "docs" / "all-pages.md").read_text(encoding="utf-8")
+    assert listed == script("generate_reference").all_pages(), "run `python docs/generate_reference.py`"
     pages = {page.relative_to(ROOT / "docs").as_posix() for page in (ROOT / "docs").rglob("*.md")}
-    assert pages ^ set(re.findall(r"\]\(([^)#]+\.md)\)", home)) == {"index.md"}
+    assert pages ^ set(re.findall(r"\]\(([^)#]+\.md)\)", listed)) == {"index.md", "all-pages.md"}
+    home = (ROOT / "docs" / "index.md").read_text(encoding="utf-8")
+    assert 10 <= len(re.findall(r"\]\([^)]+\.md[^)]*\)", home)) <= 20
+    assert re.search(r"!\[.+\]\(pictures/.+\)", home)
+
+
+COLUMN = 100  # characters that a code block of the site shows at 1,280 pixels, both side bars open (docs/style.css)
+
+
+def test_no_code_block_is_wider_than_its_column(monkeypatch):
+    """Text that programs print, and JSON records, wrap instead."""
+    monkeypatch.syspath_prepend(ROOT / "docs")
+    fence = re.compile(r"^( *)(`{3,})\{?[ .]*(\w*)[^\n`]*\n(.*?)^ *\2 *$", re.MULTILINE | re.DOTALL)
+    texts = {str(page): page.read_text(encoding="utf-8") for page in DOCUMENTS}
+    for name, text in (texts | script("guide_pages").pages()).items():
+        for block in fence.finditer(text):
+            assert block[3], f"{name}: a code block without a language: {block[4][:60]}"
+            if block[3] not in ("text", "json"):
+                wide = [line for line in block[4].splitlines() if len(line) - len(block[1]) > COLUMN]
+                assert not wide, f"{name}: comments go on lines of their own, and long commands on several: {wide}"
+
+
+def test_the_search_ranks_help_above_records(monkeypatch):
+    monkeypatch.syspath_prepend(ROOT / "docs")
+    search = script("search_rank").search
+    order = ["start/install.md", "howto/grpo.md", "guide/optimizer.md", "benchmarks.md", "design/0026-controllers.md"]
+    boosts = [search(page)["boost"] for page in order]
+    assert boosts == sorted(set(boosts), reverse=True)
+    assert search("source/engine-step.md") == search("all-pages.md") == {"exclude": True}
 
 
 def test_the_walks_links_are_current_and_each_hop_calls_the_next(monkeypatch):

@@ -66,7 +66,7 @@ PRELUDES = {
         ''')
     """,
 }
-OTHER_PROGRAMS = {"echo", "gcloud", "export", "cd", "sleep", "venv", "mkdir"}
+OTHER_PROGRAMS = {"echo", "gcloud", "export", "cd", "sleep", "venv", "mkdir", "source", "git"}
 OTHER_PROGRAMS |= {"docker", "kubectl", "ray", "sbatch", "sky"}  # files of infra/ that they are given: tests/infra
 TINY = """
 data: {train_urls: ["corpus.txt"], validation_urls: ["corpus.txt"], cache_dir: cache/mine, vocab_size: 300}
