@@ -3,17 +3,22 @@
 Recipes, and errors in the command line, are printed before jax is imported.
 """
 
-import difflib
 import importlib
+import importlib.metadata
 import os
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 import jaxlm
 from jaxlm.core.errors import EXIT_CONFIG, ConfigError, end_at_interrupt, end_of_output
 from jaxlm.core.redaction import command_line
-from jaxlm.reading.overrides import parse_arguments
+from jaxlm.reading.decode import unknown_key
+from jaxlm.reading.outline import nearest, unknown_keys
+from jaxlm.reading.overrides import Arguments, override, parse_arguments
+from jaxlm.reading.plugins import ENTRY_POINTS
 from jaxlm.reading.recipes import recipes_command
+from jaxlm.reading.yaml import ConfigSource, load_yaml
 
 COMMANDS = {
     "train": "trains what a YAML file describes, and resumes a run that was stopped",
@@ -29,6 +34,15 @@ COMMANDS = {
 }
 RECIPES = "recipes"
 REPORT = "report"  # reads files alone
+_NOT_OURS = {
+    "version",
+    "training",
+    "vars",
+    "targets",
+    "entrypoints",
+}  # of other programs' files, and of those with variants
+# A process of several first connects to the others, to say what is wrong.
+_PEERS = {"SLURM_PROCID", "OMPI_COMM_WORLD_SIZE", "TPU_WORKER_HOSTNAMES", "MEGASCALE_NUM_SLICES"}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -57,11 +71,30 @@ def _answer(command: str, arguments: Sequence[str]) -> int | None:
         return importlib.import_module("jaxlm.commands.report").main(arguments)
     elif command not in COMMANDS:
         raise ConfigError(_unknown(command))
-    elif command == "train" and (topic := parse_arguments(arguments).help) is not None:
-        print(_help(topic))
+    elif command == "train" and (parsed := parse_arguments(arguments)).help is not None:
+        print(_help(parsed.help))
     else:
+        if command == "train" and not os.environ.keys() & _PEERS:
+            _check_keys(parsed)
         return None
     return 0
+
+
+def _check_keys(arguments: Arguments) -> None:
+    """Raises `ConfigError` for a misspelled key of a run in jaxlm's own format, before jax is imported."""
+    path = arguments.config_path or ""
+    if "://" in path or importlib.metadata.entry_points(group=ENTRY_POINTS):
+        return
+    source = (
+        load_yaml(path, None if arguments.config_root is None else Path(arguments.config_root))
+        if path
+        else ConfigSource({})
+    )
+    source = override(source, arguments.options)
+    if source.tree.keys() & _NOT_OURS or "distributed" in (source.tree.get("trainer") or ()):
+        return
+    for place, allowed in unknown_keys(source.tree):
+        raise unknown_key(source, place, None, allowed)
 
 
 def _help(topic: str) -> str:
@@ -75,8 +108,15 @@ def _help(topic: str) -> str:
 
 def _run(command: str, arguments: Sequence[str]) -> int:
     end_at_interrupt()  # before the imports, which take seconds
-    from jaxlm.core.imports import gc_paused
-
+    try:
+        from jaxlm.core.imports import gc_paused
+    except Exception as error:  # jax reads the environment, and compares its versions, when it is imported
+        given = " ".join(f"{name}={value}" for name, value in os.environ.items() if name.startswith("JAX_"))
+        print(
+            f"error: jax cannot be imported: {error}. Correct its variables ({given or 'none is set'}), or reinstall",
+            file=sys.stderr,
+        )
+        return EXIT_CONFIG
     # As `python -m` does: your own classes may be in this folder.
     if "" not in sys.path and os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
@@ -94,8 +134,8 @@ def _overview() -> str:
 
 
 def _unknown(command: str) -> str:
-    near = difflib.get_close_matches(command, [*COMMANDS, RECIPES], n=1)
-    hint = f" Did you mean '{near[0]}'?" if near else ""
+    near = nearest(command, [*COMMANDS, RECIPES])
+    hint = f" Did you mean '{near}'?" if near else ""
     return f"'{command}' is not a command.{hint} Commands: {', '.join([*COMMANDS, RECIPES])}"
 
 

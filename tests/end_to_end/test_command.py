@@ -1,8 +1,12 @@
 """The command as users see it: finishing, running again, continuing, and errors."""
 
 import json
+import os
 import re
 import shutil
+import subprocess
+import sys
+from importlib.util import find_spec
 
 import pytest
 
@@ -230,10 +234,47 @@ def test_a_dry_run_of_two_processes_checks_what_a_start_checks(workplace):
 
 
 def test_help_names_every_section(workplace, in_process):
-    result = in_process(train.main, workplace(), "--help")
+    result = in_process(train.main, workplace(), "--help", "all")
     assert result.code == 0
     for option in ("--data.train_urls", "--trainer.train_batch_size", "--model.num_kv_heads", "--optimizer.beta2"):
         assert option in result.out
+
+
+@pytest.mark.parametrize(
+    ("module", "arguments"),
+    [
+        ("jaxlm.train", ("--config_path", "run.yaml", "--trainer.num_train_steps", "28")),
+        ("jaxlm.commands.bench", ("--config_path", "run.yaml", "--steps", "1")),
+        pytest.param("jaxlm.commands.sample", ("--checkpoint", "checkpoints/run"), marks=pytest.mark.slow),
+        pytest.param("jaxlm.commands.chat", ("--checkpoint", "checkpoints/run"), marks=pytest.mark.slow),
+        pytest.param("jaxlm.commands.evaluate", ("--checkpoint", "checkpoints/run"), marks=pytest.mark.slow),
+        pytest.param(
+            "jaxlm.commands.convert",
+            ("to-hf", "--checkpoint", "checkpoints/run", "--output_dir", "out"),
+            marks=pytest.mark.slow,
+        ),
+    ],
+)
+@pytest.mark.parametrize("platform", ["cuda", "nonsense"])
+def test_devices_that_cannot_be_opened_are_one_message(finished, module, arguments, platform):
+    if platform == "cuda" and any(find_spec(f"jax_cuda{version}_plugin") for version in (12, 13)):
+        pytest.skip("jax for GPUs is installed")
+    result = finished.run(*arguments, module=module, JAX_PLATFORMS=platform)
+    assert result.code == 2, result.err
+    assert "Traceback" not in result.err
+    assert f"Asked for: JAX_PLATFORMS={platform}. Installed: jaxlib " in result.err
+    assert "pip install 'jax[cuda13]" in result.err
+    assert "unset JAX_PLATFORMS" in result.err
+
+
+def test_variables_that_jax_does_not_accept_are_one_message():
+    command = [sys.executable, "-m", "jaxlm", "train", "--config_path", "jaxlm:quickstart.yaml"]
+    for variable in ("JAX_ENABLE_X64=perhaps", "JAX_NUM_CPU_DEVICES=x"):
+        name, _, value = variable.partition("=")
+        result = subprocess.run(command, env=os.environ | {name: value}, capture_output=True, text=True)
+        assert result.returncode == 2
+        assert result.stderr.startswith("error: jax cannot be imported: ")
+        assert variable in result.stderr
 
 
 # With XLA's usual flags: programs that compile quickly are not cached.

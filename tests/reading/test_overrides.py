@@ -1,11 +1,13 @@
 """The command line: parsing, overriding the file's keys, the help text."""
 
+import re
 from dataclasses import dataclass, field
 
 import pytest
 
 from jaxlm.core.errors import ConfigError
-from jaxlm.reading.overrides import help_text, option_tree, override, parse_arguments
+from jaxlm.plan.run_config import RunConfig
+from jaxlm.reading.overrides import COMMON, help_text, option_tree, override, parse_arguments
 from jaxlm.reading.schema import sections
 from jaxlm.reading.yaml import ConfigSource
 
@@ -142,8 +144,19 @@ class Whole:
 
 
 def test_help_shows_type_default_and_meaning_of_every_key():
-    text = help_text(list(sections(Whole)), "python -m jaxlm.some")
+    text = help_text(list(sections(Whole)), "python -m jaxlm.some", "all")
     assert "usage: python -m jaxlm.some" in text
     assert "part: the only one." in text
     assert "--part.first  (int, 7)\n      two numbers of one meaning." in text
     assert "--part.third  (str or null, null)\n      spread over two lines." in text
+
+
+def test_help_without_a_topic_lists_sections_and_common_keys():
+    listed = list(sections(RunConfig))
+    text = help_text(listed, "jaxlm train")
+    assert len(text.splitlines()) < 60
+    assert all(re.search(rf"^  --{re.escape(name)} +\S", text, re.M) for name in COMMON), "each is a key"
+    top = {key.name for key in listed[0].keys if "section" in key.type}
+    assert top, "sections"
+    assert all(re.search(rf"^  {name} +\S", text, re.M) for name in top)
+    assert "--help all" in text

@@ -1,6 +1,7 @@
 """Capabilities of devices and processors: peak FLOP/s for MFU (model FLOPs utilization), memory and caches."""
 
 import functools
+import importlib.metadata
 import os
 import platform
 import re
@@ -11,7 +12,13 @@ from typing import Any, TypeVar
 
 import jax
 
+from jaxlm.core.errors import ConfigError
+from jaxlm.core.install import install_command
+
 T = TypeVar("T")
+
+# The distributions that bring a platform to jax.
+_BACKENDS = re.compile(r"jaxlib|libtpu|jax-(cuda|rocm)\d+-plugin")
 
 HOST_MEMORY = "pinned_host"
 """The kind of the host's memory that devices copy to and from."""
@@ -57,6 +64,30 @@ def cuda_capability(device: Any) -> tuple[int, int] | None:
     """CUDA compute capability of an NVIDIA device, such as (9, 0) for Hopper; None for other devices."""
     match = re.fullmatch(r"(\d+)\.(\d+)", str(getattr(device, "compute_capability", "")))
     return (int(match[1]), int(match[2])) if match else None
+
+
+def open_devices() -> list[Any]:
+    """Returns all devices of the run. Every command asks jax for devices here first.
+
+    Raises:
+        ConfigError: jax cannot open the platform that the environment or the configuration asks for.
+    """
+    try:
+        return jax.devices()
+    except Exception as error:  # each backend raises its own types; jax itself may raise a bare AssertionError
+        wanted = {
+            "JAX_PLATFORMS": jax.config.values["jax_platforms"],
+            "JAX_PLATFORM_NAME": os.environ.get("JAX_PLATFORM_NAME"),
+        }
+        asked = [f"{name}={value}" for name, value in wanted.items() if value]
+        found = {d.name: d.version for d in importlib.metadata.distributions() if _BACKENDS.fullmatch(d.name)}
+        raise ConfigError(
+            f"jax {jax.__version__} cannot open its devices: {str(error) or 'it found no such platform'}."
+            f" Asked for: {', '.join(asked) or 'any platform'}. Installed:"
+            f" {', '.join(f'{name} {version}' for name, version in sorted(found.items()))}. For NVIDIA GPUs, run"
+            f" `{install_command('gpu')}`; for TPUs, `{install_command('tpu')}`; or unset"
+            f" {' and '.join(name for name in wanted if wanted[name]) or 'what restricts jax'} to use what is installed"
+        ) from error
 
 
 def memory_limit() -> int | None:

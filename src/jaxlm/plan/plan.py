@@ -12,6 +12,7 @@ import numpy as np
 
 from jaxlm.core import tree
 from jaxlm.core.axes import BATCH
+from jaxlm.core.devices import open_devices
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.field_types import LARGEST_INT, check_fields
 from jaxlm.core.mesh import MeshShape
@@ -168,7 +169,7 @@ def make_plan(config: RunConfig, run_id: str, vocab_size: int, devices: Sequence
     check_fields(config)
     config.model.check()
     trainer.check()
-    devices = jax.devices() if devices is None else devices
+    devices = open_devices() if devices is None else devices
     precision = parse_precision(trainer.mp, devices[0])
     Vocab = vocab_axis(vocab_size)
     phases, data = plan_phases(config)

@@ -6,12 +6,11 @@ is one sentence with the file, the line, the dotted path, the given value and th
 """
 
 import dataclasses
-import difflib
 import inspect
 import re
 import types
 import typing
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -23,6 +22,7 @@ from jaxlm.core.field_types import LARGEST_FLOAT, bounds_of, describe_type, hint
 from jaxlm.core.redaction import without_secrets
 from jaxlm.reading.choices import FORMER_KEYS, NamedChoice, is_same
 from jaxlm.reading.durations import format_duration, parse_duration
+from jaxlm.reading.outline import meant, nearest
 from jaxlm.reading.plugins import import_choice, is_import_path, signature_problems
 from jaxlm.reading.yaml import ConfigSource, KeyPath, without_quotes
 
@@ -305,7 +305,7 @@ class _Decoder:
         if chosen is None:
             known = sorted(kind.get_known_choices())
             name = tree.get(CHOICE_TYPE_KEY)
-            near = _nearest(str(name), known)
+            near = nearest(str(name), known)
             hint = f". Did you mean '{near}'?" if near else ""
             problem = "no type given" if name is None else f"{_format_value(name)} given"
             raise self._error((*path, CHOICE_TYPE_KEY), f"{problem}. Allowed: {', '.join(known) or 'none'}{hint}")
@@ -324,19 +324,11 @@ def config_error(source: ConfigSource, path: KeyPath, problem: str) -> ConfigErr
 
 def unknown_key(source: ConfigSource, path: KeyPath, choice: str | None, allowed: Sequence[str]) -> ConfigError:
     """The error for a key that its section does not have. `choice` is the section's `type`, if it has one."""
-    *parents, key = path
-    near = _nearest(str(key), allowed)
+    near = meant(path, allowed)
     hint = f" Did you mean '{near}'?" if near else ""
-    section = ".".join(map(str, parents)) or "the top level"
+    section = ".".join(map(str, path[:-1])) or "the top level"
     typed = "" if choice is None else f" (type {choice})"
     return config_error(source, path, f"no such key in {section}{typed}.{hint} Allowed: {', '.join(allowed)}")
-
-
-def _nearest(key: str, known: Collection[str]) -> str | None:
-    """The most similar known name: the same words in another order, or a similar spelling."""
-    words = sorted(key.split("_"))
-    reordered = (name for name in known if sorted(name.split("_")) == words)
-    return next(reordered, None) or next(iter(difflib.get_close_matches(key, list(known), n=1, cutoff=0.5)), None)
 
 
 def _located(problem: str, kind: Any, path: KeyPath) -> tuple[KeyPath, str]:

@@ -16,6 +16,14 @@ _CONFIG_OPTIONS = ("config_path", "config")
 _FILE_OPTIONS = ("target", "config_root")  # what to read of the file; their values are text
 OPTION = "command line --"
 _TEMPLATE = "chat_template"  # keys that end so hold a Jinja template
+_ALL = "all"  # the topic of all keys
+COMMON = (
+    *("data.train_urls", "data.validation_urls", "data.tokenizer", "data.format", "model.seq_len", "model.hidden_dim"),
+    *("model.num_layers", "trainer.num_train_steps", "trainer.train_batch_size", "trainer.per_device_parallelism"),
+    *("trainer.steps_per_eval", "trainer.mp", "trainer.seed", "trainer.id", "trainer.log_dir", "trainer.tracker"),
+    *("trainer.checkpointer.base_path", "optimizer.learning_rate", "optimizer.weight_decay", "optimizer.warmup"),
+    *("initialize_from_hf", "use_hf_model_config", "epoch", "dry_run"),
+)
 _JINJA = re.compile(r"\{[{%#]")
 
 
@@ -142,21 +150,41 @@ def help_text(sections: Iterable[ConfigSection], command: str, topic: str = "") 
 
     Args:
         command: the command to show in the usage line, such as `jaxlm train`.
-        topic: the only section (`optimizer`, `trainer.checkpointer`) or key (`trainer.seed`) to show; "" shows all.
+        topic: the only section (`optimizer`, `trainer.checkpointer`) or key (`trainer.seed`) to show; `all` shows all, and ""
+            the sections and the keys that most runs set.
     """
-    selected = list(_on_topic(sections, topic))
+    usage = (
+        f"usage: {command} [--config_path FILE] [--target NAME] [--section.key VALUE ...] [--help [SECTION | all]]\n"
+    )
+    if not topic:
+        return "\n".join([usage, *_overview(list(sections), command)])
+    selected = list(_on_topic(sections, "" if topic == _ALL else topic))
     if not selected:
         raise ConfigError(
             f"--help: there is no section or key '{topic}'. Choose one, such as optimizer, trainer.checkpointer or"
-            " trainer.seed, or omit it to see all"
+            " trainer.seed; `--help` alone lists the sections"
         )
-    lines = [
-        f"usage: {command} [--config_path FILE] [--target NAME] [--section.key VALUE ...] [--help [SECTION]]",
-        "",
-        "Keys of the YAML file, which are also command-line options (values are YAML):",
-        *(line for section in selected for line in _describe(section)),
-    ]
-    return "\n".join(lines)
+    keys = "Keys of the YAML file, which are also command-line options (values are YAML):"
+    return "\n".join([usage, keys, *(line for section in selected for line in _describe(section))])
+
+
+def _overview(sections: Sequence[ConfigSection], command: str) -> Iterator[str]:
+    yield "Sections of the YAML file:"
+    for section in sections:
+        name = section.path.removesuffix(".N").removesuffix(".NAME")
+        if name and "." not in name and section.choice is None:
+            yield _row(name, section.meaning)
+    yield "\nKeys that most runs set, which are also command-line options (values are YAML):"
+    keys = {f"{section.path}.{key.name}".lstrip("."): key for section in reversed(sections) for key in section.keys}
+    for name in (name for name in COMMON if name in keys):
+        yield _row(f"--{name}", keys[name].meaning)
+    yield f"\n`{command} --help optimizer` describes a section, `--help trainer.seed` a key, `--help {_ALL}` everything."
+
+
+def _row(name: str, meaning: str) -> str:
+    """A name and the first sentence of its meaning."""
+    sentence = re.split(r"(?<=\.)\s", meaning)[0].rstrip(".")
+    return textwrap.fill(sentence, _WIDTH, initial_indent=f"  {name:34} ", subsequent_indent=" " * 37)
 
 
 def _on_topic(sections: Iterable[ConfigSection], topic: str) -> Iterator[ConfigSection]:

@@ -143,7 +143,8 @@ class _Translation:
             trainer["tracker"] = supported
             self.notes.append("trainer.tracker of type json_logger or noop is ignored: metrics.jsonl is always written")
         profiler = trainer.get("profiler")
-        steps = {key: self.take(f"trainer.profiler_{key}") for key in ("start_step", "num_steps")}
+        keys = ("profiler_start_step", "profiler_num_steps")
+        steps = {key.removeprefix("profiler_"): self.take(f"trainer.{key}") for key in keys}
         if profiler is True:
             trainer["profiler"] = {key: value for key, value in steps.items() if value is not None}
         elif profiler is False:

@@ -1,0 +1,151 @@
+"""The keys of all sections, read from the source code: a misspelled key is answered without jax, whose import takes seconds.
+
+A section may have the keys of its class and of all that extend it, so what is refused here has no `type` that could take it.
+"""
+
+import difflib
+import functools
+import re
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from jaxlm.reading.yaml import KeyPath
+
+_PACKAGE = Path(__file__).parents[1]
+_ROOT = "RunConfig"
+_CLASS = re.compile(r"class (\w+)(?:\[.*?\])?(?:\((.*?)\))?:\n")
+_FIELD = re.compile(r"^    (\w+): (.*)$", re.M)
+_BY_OTHERS = {
+    "initialize_from_hf": "model_name_or_path base_model model_name pretrained_model_name_or_path",
+    "trainer.num_train_steps": "max_steps num_iterations max_iters train_steps",
+    "trainer.train_batch_size": "total_batch_size global_batch_size batch_size",
+    "trainer.per_device_parallelism": "per_device_train_batch_size micro_batch_size device_batch_size"
+    " gradient_accumulation_steps grad_accum_steps",
+    "trainer.per_device_eval_parallelism": "per_device_eval_batch_size eval_batch_size",
+    "trainer.steps_per_eval": "eval_steps eval_every eval_interval evals_per_epoch",
+    "trainer.checkpointer.base_path": "output_dir out_dir save_dir",
+    "trainer.checkpointer.keep": "save_steps save_every saves_per_epoch save_total_limit",
+    "trainer.log_dir": "logging_dir",
+    "trainer.load_checkpoint_path": "resume_from_checkpoint",
+    "trainer.tracker": "report_to wandb_project use_wandb",
+    "trainer.mp": "bf16 fp16 dtype torch_dtype",
+    "trainer.id": "run run_name",
+    "epoch": "num_epochs num_train_epochs epochs",
+    "optimizer.learning_rate": "lr",
+    "optimizer.lr_schedule": "lr_scheduler lr_scheduler_type scheduler",
+    "optimizer.warmup": "warmup_steps warmup_ratio warmup_iters",
+    "optimizer.max_grad_norm": "grad_clip gradient_clip_val clip_grad_norm",
+    "model.seq_len": "sequence_len max_seq_len max_seq_length max_length block_size context_length",
+    "data.train_urls": "datasets dataset_name dataset train_file data_files",
+    "phases.N.surgery": "use_peft lora_r lora_alpha lora_target_modules load_in_4bit",
+    "preset.depth": "depth",
+}
+BY_OTHERS = {name: key for key, names in _BY_OTHERS.items() for name in names.split()}
+"""Name in TRL, Axolotl, nanochat, nanoGPT or Levanter -> the key that comes closest."""
+
+
+@dataclass(frozen=True)
+class _Sources:
+    """The package's source code.
+
+    Attributes:
+        classes: class -> its bases, and its fields with their annotations. Classes of one name count as one.
+        translated: texts, among them all keys that are accepted although they are not fields.
+    """
+
+    classes: dict[str, tuple[set[str], dict[str, str]]]
+    translated: set[str]
+
+
+@functools.cache
+def _sources() -> _Sources:
+    sources = _Sources({}, {"type"})
+    for file in sorted(_PACKAGE.rglob("*.py")):
+        text = file.read_text(encoding="utf-8")
+        if "levanter" in file.parts or file.stem.startswith("former"):
+            sources.translated.update(key for quoted in re.findall(r'"([\w.]+)"', text) for key in quoted.split("."))
+        for statement in re.split(r"^(?=\S)", text, flags=re.M):
+            if head := _CLASS.match(statement):
+                bases, fields = sources.classes.setdefault(head[1], (set(), {}))
+                bases.update(re.findall(r"\w+", head[2] or ""))
+                fields.update(_FIELD.findall(statement))
+    return sources
+
+
+@functools.cache
+def _fields(name: str) -> dict[str, str]:
+    """The fields of a class, of the classes that extend it, and of the bases of all of them."""
+    classes, family, more = _sources().classes, {name}, {name} - {_ROOT}
+    while more := {other for other, (bases, _) in classes.items() if bases & more} - family:
+        family |= more
+    while more := {base for one in family for base in classes[one][0] if base in classes} - family:
+        family |= more
+    return {field: kind for one in classes if one in family for field, kind in classes[one][1].items()}
+
+
+def _kinds(annotation: str) -> set[str]:
+    """The classes of the sections that a field may have."""
+    return _sources().classes.keys() & set(re.findall(r"\w+", annotation.partition(" = ")[0]))
+
+
+def unknown_keys(tree: Mapping[str, Any], kind: str = _ROOT, path: KeyPath = ()) -> Iterator[tuple[KeyPath, list[str]]]:
+    """The keys of a configuration that no section at their place can have, each with those that it can have."""
+    fields = _fields(kind)
+    for key, value in tree.items():
+        if key not in fields:
+            if key not in _sources().translated:
+                yield (*path, key), list(fields)
+            continue
+        kinds = _kinds(fields[key])
+        if len(kinds) != 1 or re.search(r"Any|Mapping|dict\[.*\|", fields[key]):
+            continue  # what is inside depends on the value
+        inner = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+        sections = (
+            [((), value)] if isinstance(value, dict) and "dict[" not in fields[key] else [((k,), v) for k, v in inner]
+        )
+        for name, section in sections:
+            if isinstance(section, dict) and ":" not in str(section.get("type")):  # not a class of a user
+                yield from unknown_keys(section, next(iter(kinds)), (*path, key, *name))
+
+
+@functools.cache
+def places() -> dict[str, str]:
+    """Name of a key -> the shortest path to it."""
+    found: dict[str, str] = {}
+    seen, level = {_ROOT}, [("", _ROOT)]
+    while level:
+        below = []
+        for path, kind in level:
+            for key, annotation in _fields(kind).items():
+                found.setdefault(key, f"{path}{key}")
+                suffix = ".N" if "list[" in annotation else ".NAME" if "dict[" in annotation else ""
+                below += [(f"{path}{key}{suffix}.", inner) for inner in sorted(_kinds(annotation) - seen)]
+                seen |= _kinds(annotation)
+        level = below
+    return found
+
+
+def meant(path: KeyPath, allowed: Collection[str]) -> str | None:
+    """What is meant by a key that its section does not have: a misspelled key, or one of another section or program.
+
+    Args:
+        allowed: the keys of the section.
+    """
+    key, dotted = str(path[-1]), ".".join(map(str, path))
+    if key in BY_OTHERS and BY_OTHERS[key] != dotted:
+        return BY_OTHERS[key]
+    words = sorted(key.split("_"))
+    reordered = next((name for name in allowed if sorted(name.split("_")) == words), None)
+    if near := reordered or nearest(key, allowed, 0.8):
+        return near
+    if places().get(key, dotted) != dotted:
+        return places()[key]
+    far = nearest(key, places(), 0.85)
+    return nearest(key, allowed, 0.5) or (far and places()[far])
+
+
+def nearest(name: str, known: Collection[str], cutoff: float = 0.6) -> str | None:
+    """The known name with the most similar spelling."""
+    return next(iter(difflib.get_close_matches(name, list(known), n=1, cutoff=cutoff)), None)
