@@ -163,7 +163,7 @@ def train(config: RunConfig, console: Console | None = None, clock: ActivityCloc
         where = f"saved as {newest}" if saved else "before training started; nothing was lost"
         console.log(f"stopped by {outcome.cause}; {where}. Run the same command again to continue")
     elif is_main_process():
-        final_report(plan, console)
+        final_report(plan, console, has_template=run.saved_tokenizer.chat_template is not None)
     if state is not None and newest is not None and not isinstance(outcome, Interrupted):
         tables_after_training(plan, state, tokenizer, newest, console.log)
     run.records.write_ledgers()

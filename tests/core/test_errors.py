@@ -2,12 +2,15 @@
 
 import contextlib
 import json
+import re
+from pathlib import Path
 
 import pytest
 
+import jaxlm
 from jaxlm import train
 from jaxlm.commands import bench, convert, prepare, report, sample
-from jaxlm.core.errors import ConfigError, bounded, listed
+from jaxlm.core.errors import ConfigError, bounded, counted, listed
 from jaxlm.data.sources.document_files import read_documents
 
 LONG = "A" * 200_000
@@ -74,3 +77,14 @@ def test_no_argument_makes_a_long_message(tmp_path, monkeypatch, capsys, main, a
     assert 0 < len(said.err) < 5000
     assert len(said.out) < 5000
     assert "Traceback" not in said.err
+
+
+def test_a_number_has_its_noun():
+    assert [counted(n, "step") for n in (0, 1, 2, 1_000)] == ["0 steps", "1 step", "2 steps", "1,000 steps"]
+    assert [counted(n, "process") for n in (1, 2)] == ["1 process", "2 processes"]
+
+
+def test_no_message_has_a_noun_with_a_plural_in_parentheses():
+    sources = Path(jaxlm.__file__).parent.rglob("*.py")
+    text = re.compile(r"\} \w+\(e?s\)")  # `{n} file(s)`
+    assert not [f"{file.name}: {found[0]}" for file in sources if (found := text.search(file.read_text()))]

@@ -1,7 +1,7 @@
 import io
 
 from jaxlm.core.devices import peak_flops
-from jaxlm.observe.console import Console, duration, exact_duration, table
+from jaxlm.observe.console import Console, duration, exact_duration, folded, table
 
 
 class Terminal(io.StringIO):
@@ -49,3 +49,21 @@ def test_peak_rates_are_found_by_jaxs_device_name():
     assert peak_flops("TPU v5 lite") == 197e12
     assert peak_flops("TPU v5p") == 459e12
     assert peak_flops("cpu") is None
+
+
+def test_rows_that_are_wider_than_a_terminal_go_on_below_their_value():
+    text = table("run", [("mesh", "4 x data"), ("parameter sharding", "embed over data, " * 4 + "mlp over model-axis")])
+    narrow = folded(text, 60).splitlines()
+    assert [line for line in narrow if len(line) > 60] == []
+    assert narrow[:2] == text.splitlines()[:2]
+    assert all(line.startswith(" " * 22) and line[22] != " " for line in narrow[3:]), "below the value"
+    assert " ".join(line.strip() for line in narrow[2:]) == text.splitlines()[2].strip()
+    assert folded(text, 30) == text, "names of half a terminal leave no room"
+
+    class Terminal(io.StringIO):
+        def isatty(self):
+            return True
+
+    for stream, is_folded in ((Terminal(), True), (io.StringIO(), False)):
+        Console(stream).log(table("run", [("name", "word " * 100)]))
+        assert (stream.getvalue().count("\n") > 2) == is_folded, "what other programs read has one line for each row"

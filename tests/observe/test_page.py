@@ -26,7 +26,7 @@ from tests.observe.page_reader import Page, check_numbers
 
 START = """run
   run                 mine (seed 0)
-  devices             4 x cpu in 1 process(es), JAX 0.10.2
+  devices             4 x cpu in 1 process, JAX 0.10.2
   phase warm          steps 0 to 4; NextToken with Adam, cosine schedule from 0.01
   phase adapt         steps 4 to 12; NextToken with Adam, cosine schedule from 0.001
 """
@@ -140,7 +140,7 @@ def test_the_numbers_of_a_page_are_those_of_the_log_folder(tmp_path):
     assert page.curve("throughput/tokens_per_second") == {step: 100 + step for step in range(1, 13)}
     assert page.row("steps") == ["12 of 40"]
     assert page.row("validation loss") == ["4.2833 (lowest 4.2833 at step 12)"]
-    assert page.row("devices") == ["4 x cpu in 1 process(es), JAX 0.10.2"]
+    assert page.row("devices") == ["4 x cpu in 1 process, JAX 0.10.2"]
     assert page.row("jax") == ["0.10.2"]
     assert marks(page) == {(4, "phase adapt")}
 

@@ -752,7 +752,7 @@ def test_records_do_not_wait_for_the_code(tmp_path, monkeypatch):
     assert handle.finish.call_count == 1
     (line,) = lines
     assert line.startswith(
-        "tracker wandb failed (FilesError: the code and the packages were not logged: OSError('no sp"
+        "tracker wandb has all records, but the code and the packages were not logged: OSError('no sp"
     )
 
 

@@ -71,9 +71,9 @@ def test_recipes_are_valid_and_named_after_their_files(name):
 def test_recipes_are_listed_and_copied_but_never_overwrite_a_file(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     assert recipes_command([]) == 0
-    listed = capsys.readouterr().out.partition("\n\n")[0]
+    listed = re.sub(r"\n {8,}", " ", capsys.readouterr().out.partition("\n\n")[0])
     assert {"jaxlm:quickstart.yaml", "jaxlm:nanochat/cpu_d4.yaml"} <= set(listed.split())
-    assert all(re.fullmatch(r"\s+jaxlm:\S+\s+\S.*[.:]", line) for line in listed.splitlines()), "whole sentences"
+    assert all(re.fullmatch(r"\s+jaxlm:\S+\s+\S.*\.", line) for line in listed.splitlines()), "whole sentences"
     assert recipes_command(["two_phases"]) == 0
     assert {path.name for path in tmp_path.iterdir()} == {"two_phases.yaml", "quickstart.yaml"}, "what it includes, too"
     assert load_yaml("two_phases.yaml").tree == load_yaml("jaxlm:two_phases.yaml").tree

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import threading
+import time
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -163,3 +164,17 @@ def test_what_was_not_checked_qualifies_the_last_line(folder, tmp_path, monkeypa
     (row,) = _answers([dry_runs._Question("text of data", never.wait, "the store")])
     never.set()
     assert row == ("text of data", "not checked: the store has not answered for 0 s")
+
+
+def test_a_busy_processor_is_not_a_disk_that_does_not_answer(monkeypatch):
+    monkeypatch.setattr(dry_runs, "_ANSWER_S", 0.3)
+
+    def computes() -> str:
+        until = time.process_time() + 1.5
+        while time.process_time() < until:
+            pass
+        return "the answer"
+
+    assert list(_answers([dry_runs._Question("text of data", computes, "the disk")])) == [
+        ("text of data", "the answer")
+    ]

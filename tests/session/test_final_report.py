@@ -44,16 +44,17 @@ def test_the_report_does_not_show_an_earlier_loss_as_the_last():
 
 
 @pytest.mark.parametrize(
-    ("objective", "command"),
+    ("objective", "chats", "command"),
     [
-        (NextToken(), "jaxlm sample --checkpoint checkpoints/run --prompt"),
-        (RewardObjective(), "jaxlm convert to-hf --checkpoint checkpoints/run --output_dir run-hf"),
+        (NextToken(), False, "jaxlm sample --checkpoint checkpoints/run --prompt"),
+        (NextToken(), True, "jaxlm chat --checkpoint checkpoints/run"),
+        (RewardObjective(), True, "jaxlm convert to-hf --checkpoint checkpoints/run --output_dir run-hf"),
     ],
 )
-def test_the_report_advises_what_the_model_is_trained_for(objective, command):
+def test_the_report_advises_what_the_model_is_trained_for(objective, chats, command):
     phases = [SimpleNamespace(objective=RewardObjective()), SimpleNamespace(objective=objective)]
     checkpoints = SimpleNamespace(location="checkpoints/run")
-    _, text = how_to_use(SimpleNamespace(phases=phases, run_id="run", checkpoints=checkpoints))
+    _, text = how_to_use(SimpleNamespace(phases=phases, run_id="run", checkpoints=checkpoints), chats=chats)
     assert text.startswith(command)
 
 

@@ -165,5 +165,5 @@ def test_data_of_less_than_a_batch_is_a_warning():
 
     data: Any = SimpleNamespace(train={"": Sequences("ab"), "code": Sequences("abcdefgh")})
     (line,) = small_sources(data, 8)
-    assert line.startswith("the training data is 2 packed sequence(s) of 16 tokens, fewer than a batch of 8")
+    assert line.startswith("the training data is 2 packed sequences of 16 tokens, fewer than a batch of 8")
     assert small_sources(data, 2) == []

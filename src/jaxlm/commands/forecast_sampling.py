@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import jax
 
+from jaxlm.core.errors import counted
 from jaxlm.engine.phases import Phase
 from jaxlm.engine.state import sharded_shapes
 from jaxlm.hardware.estimate import Estimate, estimate_kernels
@@ -71,7 +72,7 @@ class SamplingForecast:
         memory = "unknown" if self.memory_bytes is None else gib(self.memory_bytes)
         held = f"{memory} of {gib(memory_limit)}, {gib(self.cache_bytes)} of it keys and values"
         return [
-            ("rollout", f"{exact_duration(self.rollout_seconds)} before every {self.steps} step(s): {size}"),
+            ("rollout", f"{exact_duration(self.rollout_seconds)} before every {counted(self.steps, 'step')}: {size}"),
             ("rollout: prompts", f"{exact_duration(self.prompt_seconds)} for {self.rows} rows"),
             ("rollout: new token", f"{token} ({exposed} exposed) for {self.rows} rows: {spent}"),
             ("rollout: collectives", f"{moved(self.collectives)}, for each new token"),

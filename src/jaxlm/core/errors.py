@@ -57,6 +57,12 @@ def listed(names: Collection[str]) -> str:
     return f"{shown}{more}" or "none"
 
 
+def counted(number: int, noun: str) -> str:
+    """A number with its noun, as `1 process` or `2 processes`."""
+    plural = f"{noun}es" if noun.endswith(("s", "x", "ch", "sh")) else f"{noun}s"
+    return f"{number:,} {noun if number == 1 else plural}"
+
+
 class ConfigError(ValueError):
     """Invalid user input. The message says what was given, what is allowed, and what to change.
 

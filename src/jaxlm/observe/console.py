@@ -1,7 +1,10 @@
 """Console output: log lines and a progress line, also appended to `train.log`."""
 
 import os
+import re
+import shutil
 import sys
+import textwrap
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -12,6 +15,7 @@ from jaxlm.core.redaction import redacted
 from jaxlm.core.runtime import is_main_process
 from jaxlm.observe.log_file import LogFile
 
+_ROW = re.compile(r"  \S+(?: \S+)* {2,}")  # the name in a row of a table
 _PROGRESS_INTERVAL_S = 10.0  # between progress lines if the output is not a terminal
 
 
@@ -47,7 +51,7 @@ class Console:
         if self._showing_progress:
             self._print("\r\x1b[2K", end="")
             self._showing_progress = False
-        self._print(text)
+        self._print(folded(text, shutil.get_terminal_size().columns) if self._is_terminal else text)
         if self._log_file is not None:
             self._log_file.append(f"{text}\n")
             self._log_file.flush(sync=False)
@@ -83,6 +87,18 @@ def table(title: str, rows: Sequence[tuple[str, str]]) -> str:
     """Formats rows of name and value as two aligned columns under a title."""
     width = max(len(name) for name, _ in rows)
     return "\n".join([title, *(f"  {name:<{width}}  {value}" for name, value in rows)])
+
+
+def folded(text: str, width: int) -> str:
+    """A text in which rows of a `table` that are wider than the terminal go on below their value, not below their name."""
+    lines = []
+    for line in text.split("\n"):
+        row = _ROW.match(line)
+        if row and len(line) > width > 2 * len(row[0]):
+            lines += textwrap.wrap(line, width, subsequent_indent=" " * len(row[0]), break_on_hyphens=False)
+        else:
+            lines.append(line)
+    return "\n".join(lines)
 
 
 def exact_duration(seconds: float) -> str:

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from jaxlm.core.bounded_read import read_bytes
+from jaxlm.core.errors import counted
 from jaxlm.core.values.activity import Activity
 from jaxlm.engine.activity import ActivityClock
 from jaxlm.engine.metric_names import GOODPUT
@@ -54,10 +55,9 @@ class Goodput:
 
     def rows(self) -> list[tuple[str, str]]:
         """Rows of a report: the share of each activity that took any time."""
-        starts = f"{self.num_starts} start{'s' if self.num_starts > 1 else ''}"
         shares = {name: seconds / self.wall_s for name, seconds in self.seconds.items() if seconds > 0}
         listed = ", ".join(f"{name} {share:.1%}" for name, share in shares.items())
-        return [("wall time", f"{self.wall_s:.1f} s in {starts}: {listed}")]
+        return [("wall time", f"{self.wall_s:.1f} s in {counted(self.num_starts, 'start')}: {listed}")]
 
 
 class Ledger:

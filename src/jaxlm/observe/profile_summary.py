@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from jaxlm.core.errors import counted
 from jaxlm.engine.loop import PAUSE
 from jaxlm.hardware.hlo import CONTAINERS, KINDS, Operation, operation_by_name
 
@@ -134,7 +135,7 @@ def describe_profile(profile: Profile, title: str) -> str:
     lines = [
         f"# {title}",
         "",
-        f"{profile.num_steps} steps on {profile.num_devices} device(s), {step_ms:.3f} ms per step.",
+        f"{counted(profile.num_steps, 'step')} on {counted(profile.num_devices, 'device')}, {step_ms:.3f} ms per step.",
         f"Devices were idle {profile.idle:.1%} of the time. The tables show ms per step and device; operations that",
         "overlap, such as those on a CPU's threads, are summed. Recording slows steps down (on CPU to about half the",
         "speed), so compare the shares. `throughput/duration` has the step times without recording.",

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
-from jaxlm.core.errors import ConfigError, divisors
+from jaxlm.core.errors import ConfigError, counted, divisors
 from jaxlm.core.field_types import PositiveInt
 from jaxlm.data.batch_schedule import BatchSchedule, BatchSize, BatchStage
 from jaxlm.engine.phases import Phase
@@ -166,7 +166,7 @@ def describe_batches(plan: BatchPlan, phases: Sequence[Phase]) -> str:
     start = "from step {}: " if len(reached) > 1 else ""
     parts = [
         f"{start.format(step)}{stage.size} x {seq_len} = {stage.size * seq_len:,} tokens per step,"
-        f" {stage.num_microbatches} microbatches of {stage.microbatch}"
+        f" {counted(stage.num_microbatches, 'microbatch')} of {stage.microbatch}"
         for step, stage, seq_len in reached
     ]
     if len(reached) > 1:

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from jaxlm.core.errors import ConfigError
+from jaxlm.core.errors import ConfigError, counted
 from jaxlm.core.runtime import main_first, same_on_all_processes
 from jaxlm.data.batch_schedule import BatchSchedule
 from jaxlm.data.config import DataConfig
@@ -144,8 +144,8 @@ def _until_exhausted(
 def small_sources(data: Data, batch_size: int) -> list[str]:
     """A line for each training source that has fewer sequences than a batch."""
     return [
-        f"the training data{f' of {name}' if name else ''} is {len(examples):,} packed sequence(s) of {examples.seq_len}"
-        f" tokens, fewer than a batch of {batch_size}, so every step repeats them. Check data.train_urls"
+        f"the training data{f' of {name}' if name else ''} is {counted(len(examples), 'packed sequence')} of"
+        f" {examples.seq_len} tokens, fewer than a batch of {batch_size}, so every step repeats them. Check data.train_urls"
         for name, examples in data.train.items()
         if len(examples) < batch_size
     ]
@@ -175,7 +175,7 @@ def describe_data(config: RunConfig, section: DataConfig) -> str:
         weights = "proportional to size" if section.train_weights is None else str(section.train_weights)
         parts.insert(0, f"{', '.join(section.configs)} ({weights}, exact in blocks of {section.mixture_block_size})")
     if config.epoch:
-        parts.append(f"{config.epoch} epoch(s)")
+        parts.append(counted(config.epoch, "epoch"))
     if section.stop_strategy != "restart":
         parts.append(f"until {section.stop_strategy.replace('_', ' ')}, or num_train_steps")
     return "; ".join(filter(None, [*parts, section.describe_begin()]))

@@ -8,6 +8,7 @@ import itertools
 import re
 import shutil
 import tempfile
+import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -16,6 +17,7 @@ from jaxlm.core.errors import ConfigError
 
 FOLDER = Path(__file__).parents[1] / "recipes"
 SCHEME = "jaxlm:"
+_WIDTH = 118
 
 
 def config_file(path: Path | str) -> Path:
@@ -71,7 +73,18 @@ def recipes_command(arguments: Sequence[str]) -> int:
         print(f"train it with: jaxlm train --config_path {recipe(name).name}")
     if not arguments:
         for file in all_recipes():
-            print(f"  {SCHEME}{_name(file):26} {_title(file)}")
+            first = f"  {SCHEME}{_name(file):34} "
+            hanging = textwrap.TextWrapper(_WIDTH, first, " " * len(first), break_on_hyphens=False)
+            print(hanging.fill(_title(file)))
+        print(
+            textwrap.fill(
+                _title(file),
+                _WIDTH,
+                initial_indent=first,
+                subsequent_indent=" " * len(first),
+                break_on_hyphens=False,
+            )
+        )
         print(
             "\nTrain one with `jaxlm train --config_path jaxlm:NAME`; copy one into this folder with `jaxlm recipes NAME`."
         )
@@ -105,5 +118,5 @@ def _name(file: Path) -> str:
 
 def _title(file: Path) -> str:
     """The first sentence of the comment at its top."""
-    lines = itertools.takewhile(lambda line: line.startswith("#"), file.read_text(encoding="utf-8").splitlines())
-    return re.split(r"(?<=[.:])\s", " ".join(line.lstrip("# ") for line in lines))[0]
+    lines = itertools.takewhile(lambda line: line.startswith("# "), file.read_text(encoding="utf-8").splitlines())
+    return re.split(r"(?<=\.)\s", " ".join(line.removeprefix("# ") for line in lines))[0]

@@ -4,6 +4,7 @@ import gzip
 import lzma
 from collections import Counter
 from collections.abc import Iterable
+from dataclasses import fields
 from pathlib import Path
 from textwrap import shorten
 
@@ -30,8 +31,12 @@ _MAX_SPANS = 8  # of skipped steps, in the report
 _MAX_EVENTS, _MAX_EVENT = 8, 40  # kinds of decisions in the report, and characters of each
 
 
-def final_report(plan: Plan, console: Console) -> None:
-    """Logs losses, bits per byte next to those of compressors, and the paths of the results; writes plots and page."""
+def final_report(plan: Plan, console: Console, *, has_template: bool) -> None:
+    """Logs losses, bits per byte next to those of compressors, and the paths of the results; writes plots and page.
+
+    Args:
+        has_template: whether the saved tokenizer has a chat template.
+    """
     run = read_run(str(plan.log_folder))
     checkpoint = retried(plan.checkpoints.checkpoints, AT_START_S)[-1].location
     num_done = max((int(series.steps[-1]) for series in run.series.values()), default=plan.num_steps)
@@ -52,7 +57,7 @@ def final_report(plan: Plan, console: Console) -> None:
         *write_plots(plan, run),
         ("report page", report_page(run, plan.log_folder)),
         *outputs(plan),
-        how_to_use(plan),
+        how_to_use(plan, chats=has_template and _trains_conversations(plan)),
     ]
     if plan.phases[-1].scheduled_steps is None:  # otherwise the run has ended early, because it should
         rows += how_to_train_longer(plan)
@@ -76,9 +81,17 @@ def how_to_train_longer(plan: Plan) -> list[tuple[str, str]]:
     return [("to train longer", f"run the same command with {key}")]
 
 
-def how_to_use(plan: Plan) -> tuple[str, str]:
-    """A row with a command that does what the model was trained for."""
+def _trains_conversations(plan: Plan) -> bool:
+    """Whether the last phase has a source whose format may have a chat template."""
+    formats = (source.config.format for source in plan.data[-1].sources())
+    return any("chat_template" in (key.name for key in fields(format)) for format in formats)
+
+
+def how_to_use(plan: Plan, *, chats: bool) -> tuple[str, str]:
+    """A row with a command that does what the model was trained for. Args: chats: it was trained on conversations."""
     location = plan.checkpoints.location
+    if chats and plan.phases[-1].objective.trains_writing:
+        return "to chat", f"jaxlm chat --checkpoint {location}"
     if plan.phases[-1].objective.trains_writing:
         return "to sample", f'jaxlm sample --checkpoint {location} --prompt "..."'
     folder = f"{plan.run_id}-hf"

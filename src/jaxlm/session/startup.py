@@ -13,7 +13,7 @@ import jax.numpy as jnp
 
 from jaxlm.core import tree
 from jaxlm.core.devices import cuda_capability, peak_flops
-from jaxlm.core.errors import ConfigError
+from jaxlm.core.errors import ConfigError, counted
 from jaxlm.core.exchange import exchange
 from jaxlm.core.precision import Precision
 from jaxlm.core.products.bfloat16 import bfloat16_products, has_matrix_instruction
@@ -82,7 +82,7 @@ def describe(plan: Plan, start: str | None = None) -> list[tuple[str, str]]:
         ("run", f"{plan.run_id} (seed {trainer.seed})"),
         (
             "devices",
-            f"{len(devices)} x {devices[0].device_kind} in {jax.process_count()} process(es), JAX {jax.__version__}",
+            f"{len(devices)} x {devices[0].device_kind} in {counted(jax.process_count(), 'process')}, JAX {jax.__version__}",
         ),
         ("mesh", str(plan.mesh)),
         *[("warning", text) for text in (*plan.warnings, *plan.state_builder.abstract_initial_model.notes)],
@@ -92,7 +92,7 @@ def describe(plan: Plan, start: str | None = None) -> list[tuple[str, str]]:
         *repeatability(plan.layout.platform, os.environ.get("XLA_FLAGS", "")),
         ("model", _sizes(plan)),
         ("batch", describe_batches(batches, plan.phases)),
-        ("evaluation", f"{_evals(plan)} every {trainer.steps_per_eval} steps"),
+        ("evaluation", f"{_evals(plan)} every {counted(trainer.steps_per_eval, 'step')}"),
         (
             "FLOPs per token",
             f"{flops:.4g} ({_counted(plan)}, {'causal' if model.is_causal else 'bidirectional'} attention)",
@@ -480,7 +480,7 @@ def _where(plan: Plan) -> str:
 
 def _group_row(optimizer: OptimizerConfig, group: ParameterGroup) -> str:
     """The size of a group and, if the optimizer has several owners of parameters, how its owner updates it."""
-    size = f"{group.num_parameters:,} in {len(group.paths)} arrays, weight decay {group.weight_decay:g}"
+    size = f"{group.num_parameters:,} in {counted(len(group.paths), 'array')}, weight decay {group.weight_decay:g}"
     if not optimizer.groups:
         return size
     owner = optimizer if group.owner is None else optimizer.groups[group.owner]

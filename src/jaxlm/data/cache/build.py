@@ -19,7 +19,7 @@ import numpy as np
 
 from jaxlm.core.atomic_io import atomic_file, commit_folder, folder_lock, fsync
 from jaxlm.core.bounded_read import read_bytes
-from jaxlm.core.errors import ConfigError
+from jaxlm.core.errors import ConfigError, counted
 from jaxlm.data.base import Log
 from jaxlm.data.cache.cache_dir import disk_full_errors, writable_folder
 from jaxlm.data.cache.cache_key import CacheKey, file_digests
@@ -175,7 +175,7 @@ def _check_unchanged(files: Sequence[TextFile], made_from: CacheKey) -> None:
     changed = sorted(name for name, digest in made_from["files"].items() if now[name] != digest)
     if changed:
         raise ConfigError(
-            f"{len(changed)} file(s) changed while they were being tokenized: {', '.join(changed[:5])}. Start again"
+            f"{counted(len(changed), 'file')} changed while they were being tokenized: {', '.join(changed[:5])}. Start again"
         )
 
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
 
-from jaxlm.core.errors import ConfigError
+from jaxlm.core.errors import ConfigError, counted
 from jaxlm.data.base import DataSource, Log
 from jaxlm.data.sources import hugging_face, stdlib
 from jaxlm.data.sources.compression import COMPRESSIONS
@@ -205,7 +205,7 @@ def _check_suffixes(paths: Iterable[Path | str], key: str) -> None:
 
 def _check_not_empty(sizes: Sequence[int | None], url: str, key: str) -> None:
     if all(size == 0 for size in sizes):
-        raise ConfigError(f"{key}: '{url}' contains no text: {len(sizes)} file(s), all empty")
+        raise ConfigError(f"{key}: '{url}' contains no text: {counted(len(sizes), 'empty file')}")
 
 
 def _files_below(folder: Path, key: str) -> list[Path]:

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import ClassVar, NamedTuple
 
-from jaxlm.core.errors import ConfigError
+from jaxlm.core.errors import ConfigError, counted
 from jaxlm.core.field_types import PositiveInt
 from jaxlm.data.base import TRAIN, VALIDATION, DataSource
 from jaxlm.data.formats.base import FormatConfig
@@ -154,8 +154,8 @@ def _hold_out(listed: list[ListedUrl], count: int, split: str, key: str, mirror:
     files = list(dict.fromkeys(identity(source) for item in listed for source in item.sources))
     if count >= len(files):
         raise ConfigError(
-            f"{key}: {count} given, but train_urls lists {len(files):,} file(s). Give fewer, so that some are left to train"
-            " on"
+            f"{key}: {count} given, but train_urls lists {counted(len(files), 'file')}. Give fewer, so that"
+            " some are left to train on"
         )
     chosen = set(files[-count:] if split == VALIDATION else files[:-count])
     kept = [item._replace(sources=[s for s in item.sources if identity(s) in chosen]) for item in listed]

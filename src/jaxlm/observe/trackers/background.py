@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from jaxlm.core.redaction import redact
 from jaxlm.core.values.logged import Completion, Histogram, Sample
-from jaxlm.observe.trackers.base import Tracker
+from jaxlm.observe.trackers.base import FilesError, Tracker
 
 _Job = Callable[[Tracker], None]
 
@@ -121,7 +121,10 @@ class BackgroundTracker:
         """Logs in the run's thread that the tracker has failed, and drops it."""
         if self._failure is not None and not self._dropped:
             reason = str(self._failure).strip().splitlines() or [""]
-            self._drop(f"failed ({type(self._failure).__name__}: {reason[0]}); the run continues without it")
+            if isinstance(self._failure, FilesError):
+                self._drop(f"has all records, but {reason[0]}")
+            else:
+                self._drop(f"failed ({type(self._failure).__name__}: {reason[0]}); the run continues without it")
 
     def _drop(self, problem: str) -> None:
         self._dropped = True

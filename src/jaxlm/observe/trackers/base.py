@@ -47,6 +47,10 @@ class Tracker(Protocol):
         """Writes what is left and ends the tracker."""
 
 
+class FilesError(Exception):
+    """All records were sent, but not all files."""
+
+
 class ForwardLog:
     """Logs to a tracker that cannot remove steps: skips those that it already has, which a resumed run repeats bit for bit.
 

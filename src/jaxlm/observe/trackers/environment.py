@@ -18,6 +18,7 @@ import jax
 
 from jaxlm.core.bounded_read import read_bytes, read_text
 from jaxlm.core.devices import processor
+from jaxlm.core.errors import counted
 from jaxlm.core.redaction import redacted_arguments
 
 MAX_CODE_FILES, MAX_CODE_BYTES = 2_000, 32 * 2**20
@@ -145,7 +146,7 @@ def computing(modules: Iterable[str]) -> dict[str, str]:
         "Python": platform.python_version(),
         **{name: _version(name) for name in _NUMERICS},
         "backend": jax.default_backend(),
-        "devices": f"{len(devices)} x {devices[0].device_kind} in {jax.process_count()} process(es)",
+        "devices": f"{len(devices)} x {devices[0].device_kind} in {counted(jax.process_count(), 'process')}",
         "processor": processor() if jax.default_backend() == "cpu" else "",
         **flags(os.environ),
         "variables": " ".join(f"{name}={value}" for name, value in variables(os.environ).items()),

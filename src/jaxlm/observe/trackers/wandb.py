@@ -16,7 +16,7 @@ from jaxlm.core.errors import ConfigError
 from jaxlm.core.redaction import redacted, redacted_bytes
 from jaxlm.core.values.logged import Completion, Histogram, Sample
 from jaxlm.observe.trackers import environment
-from jaxlm.observe.trackers.base import ForwardLog, RunInfo, Tracker, TrackerConfig
+from jaxlm.observe.trackers.base import FilesError, ForwardLog, RunInfo, Tracker, TrackerConfig
 from jaxlm.reading.choices import choice
 
 _INIT_TIMEOUT_S = 30.0
@@ -31,10 +31,6 @@ class NoKeyError(Exception):
 
 class TakenIdError(Exception):
     """The run starts from scratch, but wandb already has records of another run under its ID."""
-
-
-class FilesError(Exception):
-    """All records were sent, but not all files."""
 
 
 @choice(TrackerConfig, "wandb")

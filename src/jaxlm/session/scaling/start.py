@@ -10,7 +10,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Generator, Sequence
 
-from jaxlm.core.errors import ConfigError
+from jaxlm.core.errors import ConfigError, counted
 from jaxlm.session.scaling.members import Member, MemberRayConfig
 
 Log = Callable[[str], None]
@@ -57,7 +57,7 @@ def train_on_ray(
         _check_room(ray.nodes(), config)
         task = ray.remote(num_cpus=config.cpus, num_gpus=config.gpus, max_retries=_RETRIES)(_run_in)
         running = {task.remote(command_of(member), os.getcwd()): member for member in members}
-        log(f"ray: {len(members)} members on {len(ray.nodes())} machine(s)")
+        log(f"ray: {counted(len(members), 'member')} on {counted(len(ray.nodes()), 'machine')}")
         while running:
             (ended, *_), _ = ray.wait(list(running), num_returns=1)
             member = running.pop(ended)
