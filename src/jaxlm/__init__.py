@@ -1,5 +1,6 @@
 """jaxlm: one YAML trains a language model in JAX, sharded, resumable bit for bit."""
 
+import importlib
 import os
 import sys
 from collections.abc import Mapping, Sequence
@@ -9,7 +10,9 @@ from typing import TYPE_CHECKING, Any
 from jaxlm.core.errors import end_at_interrupt
 
 if TYPE_CHECKING:
+    from jaxlm.plan.run_config import RunConfig
     from jaxlm.session.inference_model import InferenceModel
+    from jaxlm.train import train as train
 
 __version__ = "0.1.0"
 
@@ -46,3 +49,24 @@ def load(
     from jaxlm.session import inference_model  # imports jax, which `import jaxlm` does not
 
     return inference_model.load(name, weights=weights, adapter=adapter, keys=keys, devices=devices)
+
+
+def read_config(path: "Path | str", keys: Mapping[str, Any] | None = None) -> "RunConfig":
+    """Reads the configuration of a run, as `jaxlm train --config_path PATH` does.
+
+    Args:
+        path: a YAML file, a URL, or a recipe (`jaxlm:quickstart.yaml`).
+        keys: dotted key -> value, such as `{"trainer.num_train_steps": 20}`, which override the file.
+
+    Raises:
+        ConfigError: there is no such file, or it is not a configuration.
+    """
+    from jaxlm.plan import load_config
+
+    return load_config.read_config(path, keys)
+
+
+def __getattr__(name: str) -> Any:
+    if name == "train":  # a module that can be called like its function `train`: importing it makes it an attribute
+        return importlib.import_module("jaxlm.train")
+    raise AttributeError(f"module 'jaxlm' has no attribute '{name}'")

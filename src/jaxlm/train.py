@@ -8,9 +8,11 @@ enter the next. A run that has a checkpoint continues from it, bit for bit.
 
 import contextlib
 import sys
+import types
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.runtime import configure_jax, is_main_process, main_first, main_only
@@ -380,6 +382,15 @@ def _begin_phase(run: Run, phase: Phase, state: RunState, data: PhaseData, condu
         run.records.begin_attempt(saver.history, data.first_step)
     return saver
 
+
+class _Module(types.ModuleType):
+    """Makes `jaxlm.train(config)` the function, although importing this module makes it the attribute `jaxlm.train`."""
+
+    def __call__(self, config: RunConfig, **options: Any) -> TrainResult:
+        return train(config, **options)
+
+
+sys.modules[__name__].__class__ = _Module
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -1,6 +1,9 @@
 """Launchers are recognized by the variables that they set."""
 
+import dataclasses
 import fnmatch
+import socket
+import sys
 import time
 
 import jax
@@ -8,6 +11,8 @@ import pytest
 
 from jaxlm.core import distributed
 from jaxlm.core.distributed import DistributedConfig, detect_launcher, slurm_devices
+from jaxlm.core.errors import ConfigError
+from tests.ports import reserved_port
 
 SLURM = {
     "SLURM_JOB_ID": "4711",
@@ -104,3 +109,44 @@ def test_jax_reads_slurm_variables():
         assert (SlurmCluster.get_process_count(), SlurmCluster.get_process_id()) == (8, 5)
         address = SlurmCluster.get_coordinator_address(timeout_secs=1, override_coordinator_port="99")
         assert address == "node003:99"
+
+
+@pytest.fixture
+def started(monkeypatch):
+    """The processes that have passed all checks: jax is not started."""
+    seen: list[int] = []
+    monkeypatch.setattr(jax.distributed, "initialize", lambda address, count, number, **_: seen.append(number))
+    monkeypatch.setattr(distributed, "_own_number", [])
+    return seen
+
+
+def test_a_port_that_is_taken_is_refused_by_its_key(started):
+    port = reserved_port()
+    config = DistributedConfig(f"127.0.0.1:{port}", 2, 0)
+    for family, host in ((socket.AF_INET, "127.0.0.1"), (socket.AF_INET, "0.0.0.0"), (socket.AF_INET6, "::")):
+        with socket.socket(family) as other:
+            other.bind((host, port))
+            other.listen()
+            for failed in (None, 2):  # a process that has failed does not listen to say so, either
+                with pytest.raises(
+                    ConfigError, match=r"^trainer\.distributed\.coordinator_address: '127.*Give another port"
+                ):
+                    config.join(failed)
+            with socket.create_connection(("127.0.0.1", port)):
+                pass
+    assert not started
+    config.join()  # connections of a server that has ended are no obstacle
+    assert started == [0]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="names of sockets without files")
+def test_a_number_that_runs_on_this_machine_is_refused(started):
+    config = DistributedConfig(f"127.0.0.1:{reserved_port()}", 3, 1)
+    config.join()
+    for failed in (None, 2):
+        with pytest.raises(ConfigError, match=r"^trainer\.distributed\.process_id: 1 given, but process 1 of the run"):
+            config.join(failed)
+    dataclasses.replace(config, process_id=2).join()
+    distributed._own_number.clear()  # as when the process ends
+    config.join()
+    assert started == [1, 2, 1]

@@ -7,6 +7,7 @@ import fsspec
 import pytest
 import yaml
 
+import jaxlm
 from jaxlm import __main__, train
 from jaxlm.core.errors import ConfigError
 from jaxlm.data.formats.chat import ChatFormat
@@ -319,3 +320,18 @@ def test_a_configuration_at_a_url_includes_the_files_beside_it():
     assert (config.trainer.id, config.trainer.seed, config.trainer.num_train_steps) == ("mine", 3, 4)
     with pytest.raises(ConfigError, match=r"--config_path: 'memory://configs/gone\.yaml' cannot be read"):
         read_config("memory://configs/gone.yaml")
+
+
+def test_keys_override_a_file_as_the_command_line_does(here):
+    (here / "mine.yaml").write_text("vars: {steps: 30}\ntrainer: {num_train_steps: '${steps}', seed: 3}\n")
+    keys = {"trainer.seed": 5, "optimizer": {"type": "lion"}, "vars.steps": 20, "evals": []}
+    options = ("--trainer.seed", "5", "--optimizer", "{type: lion}", "--vars.steps", "20", "--evals", "[]")
+    config = jaxlm.read_config(here / "mine.yaml", keys)
+    assert config == load_config(("--config_path", str(here / "mine.yaml"), *options), "jaxlm.train")
+    assert (config.trainer.num_train_steps, config.trainer.seed, config.trainer.id) == (20, 5, "mine")
+    for problem, wrong in {
+        r"^keys: trainer.sed: no such key in trainer. Did you mean 'seed'": {"trainer.sed": 1},
+        r"^keys: trainer.seed: 'x' given": {"trainer.seed": "x"},
+    }.items():
+        with pytest.raises(ConfigError, match=problem):
+            jaxlm.read_config(here / "mine.yaml", wrong)

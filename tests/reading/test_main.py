@@ -115,3 +115,27 @@ def test_help_errors_and_recipes_start_no_device(tmp_path):
     assert "--optimizer.learning_rate  (float" in result.stdout
     assert "error: --help: there is no section or key 'nothing'" in result.stderr
     assert "Did you mean 'learning_rate'?" in result.stderr
+
+
+CALLED = """
+    import sys, jaxlm
+    assert "jax" not in sys.modules
+    config = jaxlm.read_config("jaxlm:quickstart.yaml", {"trainer.log_dir": "logs", "dry_run": True})
+    assert jaxlm.train is jaxlm.train, "a module"
+    import jaxlm.train
+    from jaxlm import train as module
+    from jaxlm.train import main, train
+    assert (module.main, module.train) == (main, train)
+    try:
+        jaxlm.train(jaxlm.read_config("jaxlm:quickstart.yaml", {"trainer.id": "a/b"}))
+    except jaxlm.core.errors.ConfigError as error:
+        print(error)
+    print(jaxlm.train(config).outcome)
+"""
+
+
+def test_the_module_train_is_also_the_function(tmp_path):
+    command = [sys.executable, "-c", textwrap.dedent(CALLED)]
+    result = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+    assert result.stdout.splitlines()[-1] == "Done()", result.stderr
+    assert "trainer.id: 'a/b' given" in result.stdout

@@ -5,12 +5,13 @@ import importlib.util
 import os
 import re
 import signal
+import socket
 import sys
 import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import jax
 
@@ -24,6 +25,7 @@ _SLURM = ("SLURM_JOB_ID", "SLURM_STEP_NODELIST", "SLURM_NTASKS", "SLURM_PROCID",
 # busy process time to report.
 _JAX_LATER_S = 60.0
 _SILENT_S = 20.0  # until a process that waits for the others says so
+_own_number: list[socket.socket] = []  # open as long as this process lives
 
 
 class _Waiting:
@@ -115,6 +117,8 @@ class DistributedConfig:
             )
         if (None in explicit and launcher is None) or jax.distributed.is_initialized():
             return
+        if self.coordinator_address is not None:
+            self._check_port_and_number()
         # jax would otherwise handle SIGTERM itself; the run has its own handler, which saves a checkpoint first.
         jax.config.update("jax_enable_preemption_service", False)
         self._connect(EXIT_FAILED if failed is None else failed)
@@ -169,12 +173,50 @@ class DistributedConfig:
                 f" num_processes is {self.num_processes}"
             )
 
+    def _check_port_and_number(self) -> None:
+        """Raises `ConfigError` for what jax answers with a crash, here or in the processes that run already: a port that is
+        taken, and on Linux a process of this machine with the same number.
+        """
+        address, number = str(self.coordinator_address), self.process_id
+        if number == 0:
+            with socket.socket(socket.AF_INET6 if socket.has_dualstack_ipv6() else socket.AF_INET) as port:
+                port.setsockopt(
+                    socket.SOL_SOCKET, socket.SO_REUSEADDR, 1
+                )  # the port of a run that has just ended is free
+                if port.family == socket.AF_INET6:
+                    port.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
+                _bind(
+                    port,
+                    ("", int(address.rpartition(":")[2])),
+                    (
+                        f"trainer.distributed.coordinator_address: '{address}' given, but process 0 cannot listen on its"
+                        " port. Give another port to all processes, or end what has it"
+                    ),
+                )
+        if sys.platform == "linux":
+            _own_number.append(socket.socket(socket.AF_UNIX))
+            _bind(
+                _own_number[-1],
+                f"\0jaxlm/{address}/{number}",
+                (
+                    f"trainer.distributed.process_id: {number} given, but process {number} of the run at {address} runs on"
+                    " this machine already. Give each process its own number"
+                ),
+            )
+
     def _devices(self) -> list[int] | None:
         if isinstance(self.local_device_ids, int):
             return [self.local_device_ids]
         if self.local_device_ids is None and self.coordinator_address is None:
             return slurm_devices(os.environ) if detect_launcher(os.environ) == "SLURM" else None
         return self.local_device_ids
+
+
+def _bind(to: socket.socket, address: Any, problem: str) -> None:
+    try:
+        to.bind(address)
+    except OSError as error:
+        raise ConfigError(f"{problem} ({error.strerror})") from error
 
 
 def _jax_heartbeat_timeout_s(noticed_after_s: float) -> int:

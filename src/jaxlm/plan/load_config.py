@@ -69,25 +69,27 @@ def load_source(arguments: Sequence[str], command: str, kind: type[RunConfig]) -
     if parsed.config_path is None and not parsed.options:
         raise ConfigError(
             "no configuration given. Pass --config_path run.yaml to read a file (jaxlm:quickstart.yaml ships with jaxlm and"
-            " trains on text included with Python), or --section.key value to set one key. --help lists all keys"
+            " trains on text included with Python), or --section.key value to set one key. --help lists them"
         )
     if "quantize" in parsed.options:
         raise ConfigError(
             "command line: --quantize: quantized weights cannot be trained. Remove it here, and use it with jaxlm sample,"
             " chat or evaluate"
         )
-    file = read_file(parsed, kind)
-    source, options = (
-        file.source,
-        {key: value for key, value in parsed.options.items() if not is_option_of_variables(key)},
-    )
-    dropped = drop_stale_keys(kind, source.tree, option_tree(options))
+    return _overridden(parsed, kind, OPTION)
+
+
+def _overridden(arguments: Arguments, kind: type[RunConfig], origin: str) -> tuple[ConfigSource, str | None]:
+    """What `load_source` returns. Args: origin: what messages write before the name of an option."""
+    file = read_file(arguments, kind)
+    options = {key: value for key, value in arguments.options.items() if not is_option_of_variables(key)}
+    dropped = drop_stale_keys(kind, file.source.tree, option_tree(options, origin))
     if dropped:
-        print(f"note: the command line changes a type; these keys of the file are ignored: {', '.join(dropped)}")
-    source, notes = from_levanter(override(source, options))
+        print(f"note: a type is changed; these keys of the file are ignored: {', '.join(dropped)}")
+    source, notes = from_levanter(override(file.source, options, origin))
     for note in (*file.notes, *notes):
         print(f"note: {note}")
-    return source, None if parsed.config_path is None else _name_of(parsed.config_path, file.target)
+    return source, None if arguments.config_path is None else _name_of(arguments.config_path, file.target)
 
 
 def read_file(arguments: Arguments, kind: type[RunConfig]) -> Resolved:
@@ -173,10 +175,10 @@ def refuse_dry_run(config: RunConfig, reason: str) -> None:
         )
 
 
-def read_config(path: Path | str) -> RunConfig:
-    """Loads a configuration from a file alone, or a recipe (`jaxlm:quickstart.yaml`), without command-line overrides."""
-    file = _resolved(load_yaml(path), Selection(None, {}), RunConfig)
-    return decode_run(from_levanter(file.source)[0], _name_of(path, file.target))
+def read_config(path: Path | str, keys: Mapping[str, Any] | None = None) -> RunConfig:
+    """See `jaxlm.read_config`."""
+    load_installed_plugins()
+    return decode_run(*_overridden(Arguments(str(path), options=dict(keys or {})), RunConfig, "keys: "))
 
 
 def read_saved(path: Path, overrides: Mapping[str, Any] | None = None, origin: str = OPTION) -> RunConfig:

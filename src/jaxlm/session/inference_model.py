@@ -15,6 +15,7 @@ from haliax import Axis
 from jaxlm.core.axes import BATCH, EMBED, POSITION
 from jaxlm.core.errors import ConfigError, check_at_least
 from jaxlm.core.sharding import current_layout
+from jaxlm.core.tree import num_parameters
 from jaxlm.data.tokenizer.tokenizer import Tokenizer
 from jaxlm.models.base import FINAL, Inputs, LanguageModel
 from jaxlm.models.inference.denoise import DenoisingConfig, denoised
@@ -24,6 +25,7 @@ from jaxlm.models.inference.stop_strings import StopStrings
 from jaxlm.models.inference.unstacked import Generator
 from jaxlm.models.loss import token_losses
 from jaxlm.optim.averaging import AS_TRAINED
+from jaxlm.reading.decode import choice_name
 from jaxlm.session.load_model import ARGUMENTS, Devices, LoadedModel, open_model
 
 Text = str | Sequence[int]
@@ -42,13 +44,18 @@ class InferenceModel:
         self.loaded = loaded
         self.model = model
 
+    def __repr__(self) -> str:
+        size = f"{num_parameters(self.model):,} parameters, vocabulary {self.model.Vocab.size:,}"
+        kind = choice_name(type(self.loaded.model))
+        return f"InferenceModel('{self.loaded.location}': {kind}, {size}, seq_len {self.loaded.model.seq_len:,})"
+
     @property
     def tokenizer(self) -> Tokenizer:
         return self.loaded.tokenizer
 
     def generate(
         self,
-        prompts: Sequence[Text],
+        prompts: str | Sequence[Text],
         *,
         max_new_tokens: int = 128,
         temperature: float = 0.8,
@@ -59,28 +66,28 @@ class InferenceModel:
         min_p: float | None = None,
         repetition_penalty: float = 1.0,
         denoising: DenoisingConfig | None = None,
-    ) -> list[str]:
+    ) -> Any:
         """Continues prompts, as `jaxlm sample` does.
 
         Args:
-            prompts: strings, which begin with the BOS token if the training data did, or if the tokenizer of a Hugging Face
-                folder adds it; or token ids.
+            prompts: one string, or a list of strings or of token ids. A string begins with the BOS token if the training data
+                did, or if the tokenizer of a Hugging Face folder adds it.
             max_new_tokens, temperature, top_k, top_p, seed, min_p, repetition_penalty: see `GenerationConfig`.
             stop: texts that end a continuation. They are not part of it.
             denoising: how a masked-diffusion model fills in the new tokens; None for the defaults.
 
         Returns:
-            The continuation of each prompt, without the prompt.
+            The continuation of the string, or a list with that of each prompt; without the prompt.
 
         Raises:
             ConfigError: a prompt is empty or has an id that is not in the vocabulary, prompt and new tokens do not fit into
                 the model's `seq_len`, or an option is out of range.
         """
-        _check_list("generate", prompts)
+        texts = [prompts] if isinstance(prompts, str) else prompts
         stop_ids = self.tokenizer.stop_ids  # raises without a tokenizer: the answers are texts
         if isinstance(stop, str) or "" in stop:
             raise ConfigError(f"generate: stop: {stop!r} given, but a list of texts that are not empty is expected")
-        ids = [self.loaded.prompt_ids(p) if isinstance(p, str) else list(map(int, p)) for p in prompts]
+        ids = [self.loaded.prompt_ids(p) if isinstance(p, str) else list(map(int, p)) for p in texts]
         filters: Any = {"min_p": min_p, "repetition_penalty": repetition_penalty}
         config = GenerationConfig(max_new_tokens, temperature, top_k, top_p, seed, stop_ids, **filters)
         stops = StopStrings.of_text(stop, self.tokenizer.decode)
@@ -89,7 +96,8 @@ class InferenceModel:
                 rows = generate_tokens(self._generator, ids, config, stops.until)
             else:
                 rows = denoised(self.model, ids, config, self.tokenizer.mask_id, denoising)
-            return [stops.before(new) for new in rows]
+            answers = [stops.before(new) for new in rows]
+        return answers[0] if isinstance(prompts, str) else answers
 
     def logits(self, texts: Sequence[Text], *, batch_size: int = 8) -> list[np.ndarray]:
         """The logits after each token of each text: one float32 array [tokens, vocab] per text. See `hidden`."""
