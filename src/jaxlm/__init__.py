@@ -3,7 +3,7 @@
 import importlib
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,7 +12,8 @@ from jaxlm.core.errors import end_at_interrupt
 if TYPE_CHECKING:
     from jaxlm.plan.run_config import RunConfig
     from jaxlm.session.inference_model import InferenceModel
-    from jaxlm.train import train as train
+
+    train: Callable[..., Any]  # `jaxlm.train.train`
 
 __version__ = "0.1.0"
 

@@ -11,10 +11,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import jaxlm
-from jaxlm.core.errors import EXIT_CONFIG, ConfigError, end_at_interrupt, end_of_output
+from jaxlm.core.errors import EXIT_CONFIG, ConfigError, did_you_mean, end_at_interrupt, end_of_output
 from jaxlm.core.redaction import command_line
 from jaxlm.reading.decode import unknown_key
-from jaxlm.reading.outline import nearest, unknown_keys
+from jaxlm.reading.outline import unknown_keys
 from jaxlm.reading.overrides import Arguments, override, parse_arguments
 from jaxlm.reading.plugins import ENTRY_POINTS
 from jaxlm.reading.recipes import recipes_command
@@ -70,7 +70,8 @@ def _answer(command: str, arguments: Sequence[str]) -> int | None:
     elif command == REPORT:
         return importlib.import_module("jaxlm.commands.report").main(arguments)
     elif command not in COMMANDS:
-        raise ConfigError(_unknown(command))
+        known = [*COMMANDS, RECIPES]
+        raise ConfigError(f"'{command}' is not a command.{did_you_mean(command, known)} Commands: {', '.join(known)}")
     elif command == "train" and (parsed := parse_arguments(arguments)).help is not None:
         print(_help(parsed.help))
     else:
@@ -94,7 +95,7 @@ def _check_keys(arguments: Arguments) -> None:
     if source.tree.keys() & _NOT_OURS or "distributed" in (source.tree.get("trainer") or ()):
         return
     for place, allowed in unknown_keys(source.tree):
-        raise unknown_key(source, place, None, allowed)
+        raise unknown_key(source, place, None, allowed, is_run=True)
 
 
 def _help(topic: str) -> str:
@@ -131,12 +132,6 @@ def _overview() -> str:
     lines += [f"  {name:10} {meaning}" for name, meaning in commands.items()]
     lines += ["", "`jaxlm COMMAND --help` lists options. First run: jaxlm train --config_path jaxlm:quickstart.yaml"]
     return "\n".join(lines)
-
-
-def _unknown(command: str) -> str:
-    near = nearest(command, [*COMMANDS, RECIPES])
-    hint = f" Did you mean '{near}'?" if near else ""
-    return f"'{command}' is not a command.{hint} Commands: {', '.join([*COMMANDS, RECIPES])}"
 
 
 if __name__ == "__main__":

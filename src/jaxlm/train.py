@@ -12,7 +12,6 @@ import types
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
 
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.runtime import configure_jax, is_main_process, main_first, main_only
@@ -384,10 +383,7 @@ def _begin_phase(run: Run, phase: Phase, state: RunState, data: PhaseData, condu
 
 
 class _Module(types.ModuleType):
-    """Makes `jaxlm.train(config)` the function, although importing this module makes it the attribute `jaxlm.train`."""
-
-    def __call__(self, config: RunConfig, **options: Any) -> TrainResult:
-        return train(config, **options)
+    __call__ = staticmethod(train)  # importing this module makes it `jaxlm.train`, which programs call
 
 
 sys.modules[__name__].__class__ = _Module

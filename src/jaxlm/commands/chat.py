@@ -10,14 +10,13 @@ for tool calls can use a calculator: `12 * 7 is <<12 * 7=84>>84` shows the call,
 
 import argparse
 import dataclasses
-import difflib
 import itertools
 import re
 import sys
 import time
 from collections.abc import Iterator, Sequence
 
-from jaxlm.core.errors import ConfigError
+from jaxlm.core.errors import ConfigError, did_you_mean
 from jaxlm.data.tokenizer.chat_template import ChatTemplate, turn_end_texts, turn_ends
 from jaxlm.data.tokenizer.templates import template_of_tokens
 from jaxlm.data.tokenizer.tokenizer import Tokenizer
@@ -137,8 +136,9 @@ def _obey(conversation: "Conversation", command: str) -> None:
         conversation.begin()
         return
     if command != "/help":
-        near = difflib.get_close_matches(command, ("/help", *_RESET, *_EXIT), n=1)
-        print(f"{command} is not a command.{f' Did you mean {near[0]}?' if near else ''}", file=sys.stderr)
+        print(
+            f"{command} is not a command.{did_you_mean(command, ('/help', *_RESET, *_EXIT), '', '')}", file=sys.stderr
+        )
     print("\n".join(f"{names}: {meaning}" for names, meaning in _COMMANDS.items()), file=sys.stderr, flush=True)
 
 

@@ -1,6 +1,7 @@
 """How commands end without a traceback: exceptions that are printed as messages, checks that raise them, and Ctrl-C."""
 
 import argparse
+import difflib
 import itertools
 import os
 import select
@@ -55,6 +56,17 @@ def listed(names: Collection[str]) -> str:
     shown = ", ".join(itertools.islice(names, _MAX_LISTED))
     more = f", ... ({len(names) - _MAX_LISTED:,} more)" if len(names) > _MAX_LISTED else ""
     return f"{shown}{more}" or "none"
+
+
+def nearest(name: str, known: Iterable[str], cutoff: float = 0.6) -> str | None:
+    """The known name with the most similar spelling."""
+    return next(iter(difflib.get_close_matches(name, list(known), n=1, cutoff=cutoff)), None)
+
+
+def did_you_mean(name: str, known: Iterable[str], before: str = "'", after: str = "'") -> str:
+    """A sentence for a message, with a space before it; empty if no known name is similar."""
+    near = nearest(name, known)
+    return f" Did you mean {before}{near}{after}?" if near else ""
 
 
 def counted(number: int, noun: str) -> str:

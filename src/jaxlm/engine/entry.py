@@ -6,7 +6,6 @@ The structure of the state follows from the configuration alone. Tracing an entr
 checkpoint of the phase must have, without the references, the data and the files that the values come from.
 """
 
-import difflib
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -21,7 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxlm.core import controls, tree
-from jaxlm.core.errors import ConfigError
+from jaxlm.core.errors import ConfigError, did_you_mean
 from jaxlm.core.precision import Precision
 from jaxlm.core.sharding import Layout
 from jaxlm.engine.calibration import OpenBatches, calibrate
@@ -333,9 +332,7 @@ def _check_fit(leaves: Mapping[str, Any], stored: Mapping[str, hax.NamedArray], 
     """Raises `ConfigError` if an array that a surgery brings has no place in the model, or another shape."""
     for name, array in leaves.items():
         if name not in stored:
-            near = difflib.get_close_matches(name, stored, n=1)
-            hint = f". Did you mean '{near[0]}'?" if near else ""
-            raise ConfigError(f"{path}: the array '{name}' has no place in the model{hint}")
+            raise ConfigError(f"{path}: the array '{name}' has no place in the model.{did_you_mean(name, stored)}")
         sizes = {axis.name: axis.size for axis in stored[name].axes}
         if tuple(array.shape) != tuple(sizes.values()):
             raise ConfigError(

@@ -1,11 +1,10 @@
 """A mapping in another program's file whose keys are taken one by one. A key that nobody takes is an error."""
 
-import difflib
 import math
 from collections.abc import Collection, Mapping
 from typing import Any
 
-from jaxlm.core.errors import ConfigError, listed, shown
+from jaxlm.core.errors import ConfigError, did_you_mean, listed, shown
 from jaxlm.reading.decode import config_error
 from jaxlm.reading.yaml import ConfigSource, KeyPath
 
@@ -112,9 +111,8 @@ class Section:
     def done(self) -> None:
         """Raises `ConfigError` if a key is left."""
         for key in self._keys:
-            near = difflib.get_close_matches(key, self._known, n=1)
-            hint = f" Did you mean '{near[0]}'?" if near else ""
-            raise self.error(key, f"no such key.{hint} Known here: {', '.join(dict.fromkeys(self._known))}")
+            known = ", ".join(dict.fromkeys(self._known))
+            raise self.error(key, f"no such key.{did_you_mean(key, self._known)} Known here: {known}")
 
     def _dotted(self, key: str) -> str:
         return ".".join(map(str, (*self.path, key)))

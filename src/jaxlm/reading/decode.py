@@ -17,12 +17,12 @@ from typing import Any, TypeVar
 import yaml
 from draccus.choice_types import CHOICE_TYPE_KEY, ChoiceType
 
-from jaxlm.core.errors import ConfigError, shortened
+from jaxlm.core.errors import ConfigError, did_you_mean, shortened
 from jaxlm.core.field_types import LARGEST_FLOAT, bounds_of, describe_type, hints_of, in_range
 from jaxlm.core.redaction import without_secrets
 from jaxlm.reading.choices import FORMER_KEYS, NamedChoice, is_same
 from jaxlm.reading.durations import format_duration, parse_duration
-from jaxlm.reading.outline import meant, nearest
+from jaxlm.reading.outline import ROOT, meant
 from jaxlm.reading.plugins import import_choice, is_import_path, signature_problems
 from jaxlm.reading.yaml import ConfigSource, KeyPath, without_quotes
 
@@ -35,7 +35,7 @@ _UNPRINTABLE = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f\ud800-\udfff]")
 
 def decode(kind: type[T], source: ConfigSource) -> T:
     """Builds the dataclass that a tree describes. Raises `ConfigError` for the first error in the tree."""
-    return _Decoder(source).dataclass(kind, source.tree, ())
+    return _Decoder(source, kind).dataclass(kind, source.tree, ())
 
 
 def encode(value: Any) -> Any:
@@ -142,8 +142,9 @@ class _MismatchError(Exception):
 
 
 class _Decoder:
-    def __init__(self, source: ConfigSource):
+    def __init__(self, source: ConfigSource, kind: type):
         self._source = ConfigSource(source.tree, dict(source.marks))
+        self._is_run = ROOT in (base.__name__ for base in kind.__mro__)
 
     def dataclass(
         self, kind: Any, tree: Any, path: KeyPath, default: Any = None, inherited: Mapping[str, Any] | None = None
@@ -164,7 +165,7 @@ class _Decoder:
         for key in tree:
             if key not in fields:
                 choice = choice_name(kind) if is_choice(kind) else None
-                raise unknown_key(self._source, (*path, key), choice, list(fields))
+                raise unknown_key(self._source, (*path, key), choice, list(fields), is_run=self._is_run)
         lists = {key: value for key, value in tree.items() if _inherits(fields[key])}
         values = {key: value for key, value in (inherited or {}).items() if key in fields}
         values |= {
@@ -305,8 +306,7 @@ class _Decoder:
         if chosen is None:
             known = sorted(kind.get_known_choices())
             name = tree.get(CHOICE_TYPE_KEY)
-            near = nearest(str(name), known)
-            hint = f". Did you mean '{near}'?" if near else ""
+            hint = f".{near}" if (near := did_you_mean(str(name), known)) else ""
             problem = "no type given" if name is None else f"{_format_value(name)} given"
             raise self._error((*path, CHOICE_TYPE_KEY), f"{problem}. Allowed: {', '.join(known) or 'none'}{hint}")
         return chosen
@@ -322,9 +322,11 @@ def config_error(source: ConfigSource, path: KeyPath, problem: str) -> ConfigErr
     return ConfigError(": ".join([*filter(None, [where]), *([] if is_option else [shortened(dotted)]), problem]))
 
 
-def unknown_key(source: ConfigSource, path: KeyPath, choice: str | None, allowed: Sequence[str]) -> ConfigError:
+def unknown_key(
+    source: ConfigSource, path: KeyPath, choice: str | None, allowed: Sequence[str], *, is_run: bool
+) -> ConfigError:
     """The error for a key that its section does not have. `choice` is the section's `type`, if it has one."""
-    near = meant(path, allowed)
+    near = meant(path, allowed, is_run=is_run)
     hint = f" Did you mean '{near}'?" if near else ""
     section = ".".join(map(str, path[:-1])) or "the top level"
     typed = "" if choice is None else f" (type {choice})"

@@ -3,19 +3,18 @@
 A section may have the keys of its class and of all that extend it, so what is refused here has no `type` that could take it.
 """
 
-import difflib
 import functools
 import re
 from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from jaxlm.core.errors import nearest
 from jaxlm.reading.yaml import KeyPath
 
 _PACKAGE = Path(__file__).parents[1]
-_ROOT = "RunConfig"
-_CLASS = re.compile(r"class (\w+)(?:\[.*?\])?(?:\((.*?)\))?:\n")
+ROOT = "RunConfig"
+_CLASS = re.compile(r"^class (\w+)(?:\[.*?\])?(?:\((.*?)\))?:\n((?:(?: .*)?\n)*)", re.M)
 _FIELD = re.compile(r"^    (\w+): (.*)$", re.M)
 _BY_OTHERS = {
     "initialize_from_hf": "model_name_or_path base_model model_name pretrained_model_name_or_path",
@@ -46,38 +45,25 @@ BY_OTHERS = {name: key for key, names in _BY_OTHERS.items() for name in names.sp
 """Name in TRL, Axolotl, nanochat, nanoGPT or Levanter -> the key that comes closest."""
 
 
-@dataclass(frozen=True)
-class _Sources:
-    """The package's source code.
-
-    Attributes:
-        classes: class -> its bases, and its fields with their annotations. Classes of one name count as one.
-        translated: texts, among them all keys that are accepted although they are not fields.
-    """
-
-    classes: dict[str, tuple[set[str], dict[str, str]]]
-    translated: set[str]
-
-
 @functools.cache
-def _sources() -> _Sources:
-    sources = _Sources({}, {"type"})
+def _sources() -> tuple[dict[str, tuple[set[str], dict[str, str]]], set[str]]:
+    """Class -> its bases, and its fields with their annotations; and texts, among them all keys that are no fields."""
+    classes, translated = {}, {"type"}
     for file in sorted(_PACKAGE.rglob("*.py")):
         text = file.read_text(encoding="utf-8")
         if "levanter" in file.parts or file.stem.startswith("former"):
-            sources.translated.update(key for quoted in re.findall(r'"([\w.]+)"', text) for key in quoted.split("."))
-        for statement in re.split(r"^(?=\S)", text, flags=re.M):
-            if head := _CLASS.match(statement):
-                bases, fields = sources.classes.setdefault(head[1], (set(), {}))
-                bases.update(re.findall(r"\w+", head[2] or ""))
-                fields.update(_FIELD.findall(statement))
-    return sources
+            translated.update(key for quoted in re.findall(r'"([\w.]+)"', text) for key in quoted.split("."))
+        for head, bases, body in _CLASS.findall(text):  # classes of one name count as one
+            of_name = classes.setdefault(head, (set(), {}))
+            of_name[0].update(re.findall(r"\w+", bases))
+            of_name[1].update(_FIELD.findall(body))
+    return classes, translated
 
 
 @functools.cache
 def _fields(name: str) -> dict[str, str]:
     """The fields of a class, of the classes that extend it, and of the bases of all of them."""
-    classes, family, more = _sources().classes, {name}, {name} - {_ROOT}
+    classes, family, more = _sources()[0], {name}, {name} - {ROOT}
     while more := {other for other, (bases, _) in classes.items() if bases & more} - family:
         family |= more
     while more := {base for one in family for base in classes[one][0] if base in classes} - family:
@@ -87,24 +73,25 @@ def _fields(name: str) -> dict[str, str]:
 
 def _kinds(annotation: str) -> set[str]:
     """The classes of the sections that a field may have."""
-    return _sources().classes.keys() & set(re.findall(r"\w+", annotation.partition(" = ")[0]))
+    return _sources()[0].keys() & set(re.findall(r"\w+", annotation.partition(" = ")[0]))
 
 
-def unknown_keys(tree: Mapping[str, Any], kind: str = _ROOT, path: KeyPath = ()) -> Iterator[tuple[KeyPath, list[str]]]:
+def unknown_keys(tree: Mapping[str, Any], kind: str = ROOT, path: KeyPath = ()) -> Iterator[tuple[KeyPath, list[str]]]:
     """The keys of a configuration that no section at their place can have, each with those that it can have."""
     fields = _fields(kind)
     for key, value in tree.items():
         if key not in fields:
-            if key not in _sources().translated:
+            if key not in _sources()[1]:
                 yield (*path, key), list(fields)
             continue
         kinds = _kinds(fields[key])
         if len(kinds) != 1 or re.search(r"Any|Mapping|dict\[.*\|", fields[key]):
             continue  # what is inside depends on the value
-        inner = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
-        sections = (
-            [((), value)] if isinstance(value, dict) and "dict[" not in fields[key] else [((k,), v) for k, v in inner]
-        )
+        if isinstance(value, dict) and "dict[" not in fields[key]:
+            sections: Any = [((), value)]
+        else:
+            items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+            sections = [((name,), section) for name, section in items]
         for name, section in sections:
             if isinstance(section, dict) and ":" not in str(section.get("type")):  # not a class of a user
                 yield from unknown_keys(section, next(iter(kinds)), (*path, key, *name))
@@ -114,7 +101,7 @@ def unknown_keys(tree: Mapping[str, Any], kind: str = _ROOT, path: KeyPath = ())
 def places() -> dict[str, str]:
     """Name of a key -> the shortest path to it."""
     found: dict[str, str] = {}
-    seen, level = {_ROOT}, [("", _ROOT)]
+    seen, level = {ROOT}, [("", ROOT)]
     while level:
         below = []
         for path, kind in level:
@@ -127,25 +114,20 @@ def places() -> dict[str, str]:
     return found
 
 
-def meant(path: KeyPath, allowed: Collection[str]) -> str | None:
+def meant(path: KeyPath, allowed: Collection[str], *, is_run: bool) -> str | None:
     """What is meant by a key that its section does not have: a misspelled key, or one of another section or program.
 
     Args:
         allowed: the keys of the section.
+        is_run: the path begins at the top level of a run, so that other sections are known.
     """
     key, dotted = str(path[-1]), ".".join(map(str, path))
-    if key in BY_OTHERS and BY_OTHERS[key] != dotted:
-        return BY_OTHERS[key]
+    elsewhere = {**places(), **BY_OTHERS} if is_run else {}
+    if key in BY_OTHERS and elsewhere.get(key, dotted) != dotted:
+        return elsewhere[key]
     words = sorted(key.split("_"))
-    reordered = next((name for name in allowed if sorted(name.split("_")) == words), None)
-    if near := reordered or nearest(key, allowed, 0.8):
-        return near
-    if places().get(key, dotted) != dotted:
-        return places()[key]
-    far = nearest(key, places(), 0.85)
-    return nearest(key, allowed, 0.5) or (far and places()[far])
-
-
-def nearest(name: str, known: Collection[str], cutoff: float = 0.6) -> str | None:
-    """The known name with the most similar spelling."""
-    return next(iter(difflib.get_close_matches(name, list(known), n=1, cutoff=cutoff)), None)
+    near = next((name for name in allowed if sorted(name.split("_")) == words), None) or nearest(key, allowed, 0.8)
+    if near or elsewhere.get(key, dotted) != dotted:
+        return near or elsewhere[key]
+    far = nearest(key, elsewhere, 0.85)
+    return nearest(key, allowed, 0.5) or (far and elsewhere[far])

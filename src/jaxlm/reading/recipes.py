@@ -2,7 +2,6 @@
 
 import atexit
 import contextlib
-import difflib
 import functools
 import itertools
 import re
@@ -13,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from jaxlm.core.bounded_read import read_text
-from jaxlm.core.errors import ConfigError
+from jaxlm.core.errors import ConfigError, did_you_mean
 
 FOLDER = Path(__file__).parents[1] / "recipes"
 SCHEME = "jaxlm:"
@@ -56,8 +55,7 @@ def recipe(name: str) -> Path:
     stem = name.removesuffix(".yaml")
     known = {_name(file).removesuffix(".yaml"): file for file in all_recipes()}
     if stem not in known:
-        near = difflib.get_close_matches(stem, known, n=1)
-        hint = f" Did you mean {SCHEME}{near[0]}.yaml?" if near else ""
+        hint = did_you_mean(stem, known, SCHEME, ".yaml")
         raise ConfigError(f"{SCHEME}{name}: no such recipe.{hint} Available: {', '.join(f'{s}.yaml' for s in known)}")
     return known[stem]
 

@@ -12,12 +12,11 @@ The keys of the target override those of the file, as the command line would: se
 """
 
 import copy
-import difflib
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from jaxlm.core.errors import ConfigError, listed
+from jaxlm.core.errors import ConfigError, did_you_mean, listed
 from jaxlm.reading.decode import config_error, drop_stale_keys
 from jaxlm.reading.overrides import option_tree, override
 from jaxlm.reading.variables import VARS, is_option_of_variables, overridden, substituted, variables_of
@@ -152,6 +151,4 @@ def _targets(source: ConfigSource) -> dict[str, Any]:
 
 
 def _unknown(name: object, known: Collection[str]) -> str:
-    near = difflib.get_close_matches(str(name), list(known), n=1)
-    hint = f" Did you mean '{near[0]}'?" if near else ""
-    return f"'{name}' is not a target.{hint} Known: {listed(sorted(set(known)))}"
+    return f"'{name}' is not a target.{did_you_mean(str(name), known)} Known: {listed(sorted(set(known)))}"

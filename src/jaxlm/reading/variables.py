@@ -5,12 +5,11 @@ A text that is nothing but `${name}` becomes the value itself, with its type. In
 """
 
 import copy
-import difflib
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from jaxlm.core.errors import ConfigError, listed
+from jaxlm.core.errors import ConfigError, did_you_mean, listed
 from jaxlm.reading.decode import config_error
 from jaxlm.reading.yaml import ConfigSource, KeyPath, merge
 
@@ -113,8 +112,7 @@ class _Substitution:
 
 
 def _undefined(name: str, variables: Mapping[str, Any]) -> str:
-    near = difflib.get_close_matches(name, list(variables), n=1)
-    hint = f" Did you mean '{near[0]}'?" if near else ""
     return (
-        f"no such variable in {VARS}.{hint} Known: {listed(sorted(variables))}. For the text itself, write $${{{name}}}"
+        f"no such variable in {VARS}.{did_you_mean(name, variables)} Known: {listed(sorted(variables))}. For the text itself,"
+        f" write $${{{name}}}"
     )

@@ -4,7 +4,6 @@ import gzip
 import lzma
 from collections import Counter
 from collections.abc import Iterable
-from dataclasses import fields
 from pathlib import Path
 from textwrap import shorten
 
@@ -57,7 +56,9 @@ def final_report(plan: Plan, console: Console, *, has_template: bool) -> None:
         *write_plots(plan, run),
         ("report page", report_page(run, plan.log_folder)),
         *outputs(plan),
-        how_to_use(plan, chats=has_template and _trains_conversations(plan)),
+        how_to_use(
+            plan, chats=has_template and any("chat_template" in vars(s.config.format) for s in plan.data[-1].sources())
+        ),
     ]
     if plan.phases[-1].scheduled_steps is None:  # otherwise the run has ended early, because it should
         rows += how_to_train_longer(plan)
@@ -79,12 +80,6 @@ def how_to_train_longer(plan: Plan) -> list[tuple[str, str]]:
     else:
         key = f"--epoch {2 * epoch}" if epoch else f"--trainer.num_train_steps {2 * plan.num_steps}"
     return [("to train longer", f"run the same command with {key}")]
-
-
-def _trains_conversations(plan: Plan) -> bool:
-    """Whether the last phase has a source whose format may have a chat template."""
-    formats = (source.config.format for source in plan.data[-1].sources())
-    return any("chat_template" in (key.name for key in fields(format)) for format in formats)
 
 
 def how_to_use(plan: Plan, *, chats: bool) -> tuple[str, str]:

@@ -1,7 +1,6 @@
 """Loads a checkpoint or a Hugging Face model for the commands: its plan, its tokenizer and the model on the devices."""
 
 import argparse
-import difflib
 import functools
 import sys
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -11,7 +10,7 @@ from typing import Any
 
 import jax
 
-from jaxlm.core.errors import ConfigError, Parser
+from jaxlm.core.errors import ConfigError, Parser, did_you_mean
 from jaxlm.core.runtime import main_first
 from jaxlm.core.stores import is_url
 from jaxlm.data.config import DataConfig
@@ -148,11 +147,9 @@ def parse_with_keys(
     names = sorted(vars(options))
     for name in parsed.options:
         if "." not in name and name not in _TOP_LEVEL:
-            near = difflib.get_close_matches(name, names, n=1)
-            meant = f"Did you mean --{near[0]}? " if near else ""
             raise ConfigError(
-                f"command line: --{name} is not an option of {parser.prog}. {meant}Its options are"
-                f" {', '.join(f'--{o}' for o in names)}; keys that override the saved configuration contain a dot"
+                f"command line: --{name} is not an option of {parser.prog}.{did_you_mean(name, names, '--', '')} Its"
+                f" options are {', '.join(f'--{o}' for o in names)}; keys that override the saved configuration contain a dot"
             )
     return options, parsed.options
 
