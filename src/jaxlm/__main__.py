@@ -75,7 +75,7 @@ def _answer(command: str, arguments: Sequence[str]) -> int | None:
     elif command == "train" and (parsed := parse_arguments(arguments)).help is not None:
         print(_help(parsed.help))
     else:
-        if command == "train" and not os.environ.keys() & _PEERS:
+        if command == "train":
             _check_keys(parsed)
         return None
     return 0
@@ -83,15 +83,11 @@ def _answer(command: str, arguments: Sequence[str]) -> int | None:
 
 def _check_keys(arguments: Arguments) -> None:
     """Raises `ConfigError` for a misspelled key of a run in jaxlm's own format, before jax is imported."""
-    path = arguments.config_path or ""
-    if "://" in path or importlib.metadata.entry_points(group=ENTRY_POINTS):
+    path, root = arguments.config_path or "", None if arguments.config_root is None else Path(arguments.config_root)
+    is_one_of_several = os.environ.keys() & _PEERS or any("distributed" in name for name in arguments.options)
+    if is_one_of_several or "://" in path or importlib.metadata.entry_points(group=ENTRY_POINTS):
         return
-    source = (
-        load_yaml(path, None if arguments.config_root is None else Path(arguments.config_root))
-        if path
-        else ConfigSource({})
-    )
-    source = override(source, arguments.options)
+    source = override(load_yaml(path, root) if path else ConfigSource({}), arguments.options)
     if source.tree.keys() & _NOT_OURS or "distributed" in (source.tree.get("trainer") or ()):
         return
     for place, allowed in unknown_keys(source.tree):

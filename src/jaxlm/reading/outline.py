@@ -68,7 +68,8 @@ def _fields(name: str) -> dict[str, str]:
         family |= more
     while more := {base for one in family for base in classes[one][0] if base in classes} - family:
         family |= more
-    return {field: kind for one in classes if one in family for field, kind in classes[one][1].items()}
+    ordered = [name, *(one for one in classes if one in family - {name})]
+    return {field: kind for one in ordered for field, kind in classes[one][1].items()}
 
 
 def _kinds(annotation: str) -> set[str]:
