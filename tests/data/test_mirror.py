@@ -135,7 +135,7 @@ class TestHttp:
         (folder / "e.txt").touch()
         with pytest.raises(ConfigError, match=r"c\.csv' has the suffix '\.csv'\. Allowed"):
             listed(f"{address}/c.csv")
-        with pytest.raises(ConfigError, match=r"e\.txt' contains no text: 1 file\(s\), all empty"):
+        with pytest.raises(ConfigError, match=r"e\.txt' contains no text: 1 empty file"):
             listed(f"{address}/e.txt")
 
 

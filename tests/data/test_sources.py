@@ -121,7 +121,7 @@ def test_text_is_read_byte_for_byte(tmp_path):
         ("{tree}/nowhere/*.txt", r"data\.train_urls\[1\]: .*matches no file"),
         ("{tree}/notes.md", r"data\.train_urls\[1\]: .* has the suffix '\.md'\. Allowed: \.txt, \.jsonl, \.py"),
         ("{tree}/empty", r"data\.train_urls\[1\]: the folder .* contains no file with one of the suffixes"),
-        ("{tree}/nothing.txt", r"data\.train_urls\[1\]: .* contains no text: 1 file\(s\), all empty"),
+        ("{tree}/nothing.txt", r"data\.train_urls\[1\]: .* contains no text: 1 empty file"),
         ("nothing://bucket/x.txt", r"data\.train_urls\[1\]: .*fsspec does not support nothing://"),
         ("{tree}/x{{1..9000000}}.txt", r"data\.train_urls\[1\]: .*expands to 9,000,000 files"),
         ("stdlib:test", r"data\.train_urls\[1\]: 'stdlib:test' given\. Allowed: stdlib:train, stdlib:validation"),

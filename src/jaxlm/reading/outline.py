@@ -125,9 +125,9 @@ def meant(path: KeyPath, allowed: Collection[str], *, is_run: bool) -> str | Non
     key, dotted = str(path[-1]), ".".join(map(str, path))
     elsewhere = {**places(), **BY_OTHERS} if is_run else {}
     if key in BY_OTHERS and elsewhere.get(key, dotted) != dotted:
-        return elsewhere[key]
+        return elsewhere[key].removeprefix(dotted.removesuffix(key))
     words = sorted(key.split("_"))
-    near = next((name for name in allowed if sorted(name.split("_")) == words), None) or nearest(key, allowed, 0.8)
+    near = next((name for name in allowed if sorted(name.split("_")) == words), None) or nearest(key, allowed, 0.7)
     if near or elsewhere.get(key, dotted) != dotted:
         return near or elsewhere[key]
     far = nearest(key, elsewhere, 0.85)
