@@ -546,13 +546,39 @@ def fields() -> Iterator[Any]:
                 yield pytest.param(kind, field.name, marks=[pytest.mark.slow] if slow else [])
 
 
-def program(config: OptimizerConfig) -> str:
+def program(config: OptimizerConfig, build: Callable[..., Any] | None = None) -> str:
     params = model(arrays(0))
-    optimizer = config.build(parameter_groups(params, config), 100)
+    optimizer = (build or type(config).build)(config, parameter_groups(params, config), 100)
     update = lambda g, s, p: optimizer.update(g, s, p, curvature=curvature())  # noqa: E731
     state = optimizer.init(params)
     made = jax.make_jaxpr(update)(params, state, params)
     return str(made) + str(jax.tree.map(np.asarray, (made.consts, jax.tree.leaves(state))))
+
+
+@pytest.mark.parametrize("kind", sorted(OptimizerConfig.get_known_choices()))
+def test_what_optimizers_add_up_is_in_float32(kind):
+    """Parameters in bfloat16 get the updates of the same numbers in float32, from a state without bfloat16."""
+    config = config_of(kind, learning_rate=1e-2, weight_decay=0.1, warmup=0)
+    cast = lambda of, dtype: jax.tree.map(lambda x: x.astype(dtype), of)  # noqa: E731
+    params = cast(model(arrays(0)), jnp.bfloat16)
+    optimizer = build_optimizer(config, parameter_groups(params, config), STEPS)
+    update = jax.jit(lambda g, s, p, number: optimizer.update(g, s, p, curvature=curvature(number)))
+    state, expected_state = optimizer.init(params), optimizer.init(cast(params, jnp.float32))
+    for number in range(STEPS):
+        gradient = cast(model(arrays(number + 1)), jnp.bfloat16)
+        wide = cast(gradient, jnp.float32), expected_state, cast(params, jnp.float32)
+        updates, state = update(gradient, state, params, number)
+        expected, expected_state = update(*wide, number)
+        jax.tree.map(np.testing.assert_array_equal, (updates, state), (expected, expected_state))
+        params = optax.apply_updates(params, updates)
+    assert jnp.bfloat16 not in {leaf.dtype for leaf in jax.tree.leaves((updates, state))}
+    assert {leaf.dtype for leaf in jax.tree.leaves(params)} == {jnp.dtype(jnp.bfloat16)}
+
+
+@pytest.mark.parametrize("kind", sorted(OptimizerConfig.get_known_choices()))
+def test_float32_parameters_get_the_same_program(kind):
+    config = config_of(kind)
+    assert program(config, build_optimizer) == program(config)
 
 
 @functools.cache

@@ -14,7 +14,7 @@ import optax
 from haliax import NamedArray
 
 from jaxlm.core.field_types import BelowOne, LearningRate, NonNegativeInt, PositiveFloat, PositiveInt
-from jaxlm.optim.base import OptimizerConfig, ParameterGroup, in_float32
+from jaxlm.optim.base import OptimizerConfig, ParameterGroup
 from jaxlm.optim.eigenbasis import Eigenbasis, initial_eigenbasis
 from jaxlm.optim.matrices import MatrixView, matrices, replace_matrices, size_of, with_adam_fallback
 from jaxlm.reading.choices import choice
@@ -65,7 +65,7 @@ class SoapConfig(OptimizerConfig):
             groups,
             num_steps,
             ("soap", self._rotated_adam()),
-            in_float32(optax.scale_by_adam(self.beta1, self.beta2, self.epsilon)),
+            optax.scale_by_adam(self.beta1, self.beta2, self.epsilon),
             adam_lr=self.adam_lr,
             max_grad_norm=self.max_grad_norm,
         )
