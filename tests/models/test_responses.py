@@ -175,7 +175,11 @@ def test_the_cache_has_the_dtype_of_the_keys(llama):
 DIFFERENT = {
     "dropout of the model": (Gpt2Config(**SMALL, resid_pdrop=0.1), None, "it is random"),
     "dropout of the attention": (Gpt2Config(**SMALL, attn_pdrop=0.1), None, "it is random"),
-    "dropout of adapters": (LlamaConfig(**SMALL, num_kv_heads=2), LoraConfig(target="attn", dropout=0.1), "it is random"),
+    "dropout of adapters": (
+        LlamaConfig(**SMALL, num_kv_heads=2),
+        LoraConfig(target="attn", dropout=0.1),
+        "it is random",
+    ),
     "fp8": (LlamaConfig(**SMALL, num_kv_heads=2), Fp8Config(min_features=16), "multiplies in fp8"),
     "adapters": (LlamaConfig(**SMALL, num_kv_heads=2), LoraConfig(target="attn"), None),
     "gpt2": (Gpt2Config(**SMALL), None, None),
