@@ -50,7 +50,7 @@ class GenerationConfig:
             the batch. Repeated prompts get different continuations.
         stop_ids: tokens that end a continuation. They are not part of the output, unless `with_stop`.
         cache_dtype: dtype of keys and values in the cache, a key of `CACHE_DTYPES`. None uses the dtype of the
-            parameters.
+            activations.
         with_stop: whether the token that ended a continuation is part of the output.
     """
 
