@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from jaxlm.core.errors import ConfigError
-from jaxlm.core.runtime import configure_jax, is_main_process, main_first, main_only
+from jaxlm.core.runtime import configure_jax, is_main_process, main_first, main_only, release_ended
 from jaxlm.core.stores import AT_START_S, retried
 from jaxlm.core.values.activity import Activity
 from jaxlm.data.cache.ray_workers import tokenize_on_ray
@@ -155,7 +155,8 @@ def train(config: RunConfig, console: Console | None = None, clock: ActivityCloc
                         state = conductor.act(outcome, state, opened)
             except StoppedError as stopped:
                 outcome = stopped.outcome
-            run = replace(run, plan=replace(run.plan, state_builder=conductor.state_builder))
+            run, opened = replace(run, plan=replace(run.plan, state_builder=conductor.state_builder)), None
+            release_ended()
         run.beginning.happen()  # of a run that is complete
     plan = run.plan
     saved = retried(plan.checkpoints.checkpoints, AT_START_S)

@@ -1,5 +1,10 @@
 """Processes that compare facts, and code that runs on process 0 first: a failure ends all of them with its message."""
 
+import gc
+import weakref
+
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -11,6 +16,7 @@ from jaxlm.core.runtime import (
     from_main,
     main_first,
     main_only,
+    release_ended,
     same_on_all_processes,
 )
 from tests.processes import Service, together
@@ -106,3 +112,22 @@ def test_the_store_does_not_grow_with_the_number_of_exchanges():
 
     assert together(act, act, service=service) == [None, None]
     assert len(service.values) == 2
+
+
+def test_what_has_ended_is_freed():
+    """Frozen objects that only refer to each other, and compiled programs: a run of many phases would keep all of them."""
+
+    class Node:
+        def __init__(self):
+            self.itself = self
+
+    program, node = jax.jit(lambda x: x + 1), Node()
+    program(jnp.zeros(()))
+    kept = weakref.ref(node)
+    gc.collect()
+    gc.freeze()
+    del node
+    gc.collect()
+    assert (kept() is None, program._cache_size()) == (False, 1)  # pyright: ignore[reportFunctionMemberAccess]
+    release_ended()
+    assert (kept(), program._cache_size()) == (None, 0)  # pyright: ignore[reportFunctionMemberAccess]

@@ -7,6 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from jaxlm.core.atomic_io import temporary_path
 from jaxlm.core.errors import ConfigError
 from jaxlm.data import annotations
 from jaxlm.data.annotations import AnnotatedExamples, AnnotationFolder, AskingBatches
@@ -79,6 +80,16 @@ def test_a_block_without_its_json_is_made_again(folder):
         assert not leftover.exists()
     assert build(folder, [0, 1, 2, 3]) == 2
     np.testing.assert_array_equal(ids_of(folder, [3, 0]), values_of(folder.examples, np.array([3, 0]))["ids"])
+
+
+def test_what_a_killed_build_was_writing_is_deleted(folder):
+    build(folder, [0])
+    left = [temporary_path(folder.path / name) for name in ("cache.json", "block-0.npy", "block-7.json")]
+    of_another_host = folder.path / "cache.json.elsewhere-1a2b3c4d.tmp"
+    for path in (*left, of_another_host):
+        path.write_bytes(b"half")
+    build(folder, [0])  # nothing is missing
+    assert [path for path in (*left, of_another_host) if path.exists()] == [of_another_host]
 
 
 def test_few_blocks_are_open_at_a_time(folder, monkeypatch):

@@ -75,7 +75,7 @@ class Census(Callback):
             "arrays": len(arrays),
             "array_bytes": sum(array.nbytes for array in arrays),
             "programs": self._programs[COMPILED],
-            "objects": len(objects),
+            "objects": len(objects) + gc.get_freeze_count(),
             "objects_by_type": dict(
                 Counter(f"{type(o).__module__}.{type(o).__name__}" for o in objects).most_common(60)
             ),

@@ -120,8 +120,8 @@ def sft(place: Workplace) -> dict[str, Any]:
     return config
 
 
-def counted(place: Workplace, config: dict[str, Any]) -> list[dict[str, Any]]:
-    config["trainer"]["callbacks"] = [{"type": "tests.end_to_end.census:CensusConfig", "every": EVERY}]
+def counted(place: Workplace, config: dict[str, Any], every: int = EVERY) -> list[dict[str, Any]]:
+    config["trainer"]["callbacks"] = [{"type": "tests.end_to_end.census:CensusConfig", "every": every}]
     (place.folder / "run.yaml").write_text(yaml.safe_dump(config))
     place.finish("--config_path", "run.yaml", WANDB_SILENT="true")
     return [json.loads(line) for line in (place.folder / FILE).read_text().splitlines()]
@@ -140,6 +140,22 @@ def check(counts: list[dict[str, Any]]) -> None:
 def test_nothing_grows(workplace, made: Callable[[Workplace], dict[str, Any]]):
     place = workplace()
     check(counted(place, made(place)))
+
+
+@pytest.mark.soak
+def test_phases_leave_nothing_behind(workplace):
+    """What lives as long as a phase is frozen, so that the collector does not scan it, and jax keeps compiled programs."""
+    place, (num_phases, each) = workplace(), (10, 10)
+    config = yaml.safe_load(place.write().read_text())
+    del config["trainer"]["num_train_steps"]
+    config["trainer"] |= {"steps_per_eval": each}
+    config["evals"] = [{"type": "loss"}, {"type": "samples", "prompts": ["def "], "max_new_tokens": 4}]
+    config["phases"] = [{"name": f"phase{n}", "num_train_steps": each} for n in range(num_phases)]
+    counts = counted(place, config, each)
+    assert len(counts) == num_phases
+    third, last = counts[2], counts[-1]
+    for name in ("objects", "anonymous"):
+        assert last[name] <= third[name] + MORE[name], name
 
 
 @pytest.mark.soak

@@ -17,7 +17,7 @@ from jaxlm.engine.sync import FlagSync
 from jaxlm.models.base import vocab_axis
 from jaxlm.optim.averaging import Ema
 from jaxlm.optim.base import OptimizerConfig
-from tests.engine.helpers import MODEL, VOCAB, TinyRun, arrays, batch, layout, one_device, phase
+from tests.engine.helpers import F32, MODEL, VOCAB, TinyRun, arrays, batch, layout, one_device, phase
 
 MIXED = parse_precision(
     PrecisionConfig(
@@ -41,6 +41,22 @@ def test_a_step_keeps_the_dtype_of_every_array(name):
     stored = {path: dtype for path, dtype in dtypes.items() if path.startswith("model.")}
     assert {dtype for path, dtype in stored.items() if "mlp." in path} == {"bfloat16"}
     assert {dtype for path, dtype in stored.items() if "mlp." not in path} == {"float32"}
+    # Means, moments and averages are sums over steps.
+    assert "bfloat16" not in {dtype for path, dtype in dtypes.items() if path not in stored}
+
+
+@pytest.mark.slow
+def test_the_gradient_norm_does_not_depend_on_the_number_of_microbatches():
+    """In bfloat16, equal terms stop growing at 256 of them: of 2,048, an eighth was left."""
+    row = {name: column[15:] for name, column in arrays(0).items()}
+    repeated = lambda times: {name: column.repeat(times, 0) for name, column in row.items()}  # noqa: E731
+    narrow = parse_precision("bf16")
+    norms = [
+        TinyRun(one_device(), precision=precision).step(repeated(times), times)["grad/norm/total"]
+        for precision, times in ((F32, 1), (narrow, 1), (narrow, 512), (narrow, 2048))
+    ]
+    np.testing.assert_allclose(norms[1:], norms[0], rtol=2e-3)
+    np.testing.assert_allclose(norms[2:], norms[1], rtol=1e-6)  # the shares of a power of 2 are exact
 
 
 def test_gradients_in_bfloat16_are_summed_in_float32():

@@ -1,5 +1,6 @@
 """Sampled responses: their log-likelihoods, their end, their distribution, and what they depend on."""
 
+import contextlib
 import gc
 import json
 from pathlib import Path
@@ -10,20 +11,32 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxlm.core.errors import ConfigError
 from jaxlm.core.precision import FLOAT32, PrecisionConfig, PrecisionRuleConfig, parse_precision
+from jaxlm.core.tracing import BlockSizes, trace_options
 from jaxlm.core.values.batch_types import TokenBatch
+from jaxlm.data.rollouts import local
 from jaxlm.data.rollouts.local import LocalSamplerConfig
 from jaxlm.data.rollouts.sampler import SamplerContext, SamplingRequest
+from jaxlm.models.base import vocab_axis
+from jaxlm.models.families.gpt2 import Gpt2Config
+from jaxlm.models.families.llama import LlamaConfig
+from jaxlm.models.families.mixtral import MixtralConfig
 from jaxlm.models.inference import responses
 from jaxlm.models.inference.padding import left_padded
-from jaxlm.models.inference.responses import Noise, sample_responses
+from jaxlm.models.inference.responses import Noise, Responses, check_samples_as_trained, sample_responses
 from jaxlm.models.inference.sampling import Sampling
 from jaxlm.models.inference.unstacked import Generator
+from jaxlm.models.layers import activation_dtype
 from jaxlm.objectives.completions import token_logps
+from jaxlm.surgery.fp8 import Fp8Config
+from jaxlm.surgery.lora import LoraConfig
 from tests.engine.helpers import layout
 
 VECTORS = json.loads((Path(__file__).parents[1] / "vectors" / "rollouts.json").read_text())["sampler"]
 STOPS, MOST, TEMPERATURE, NOISE = (3, 17), 12, 0.7, Noise(5, 2)
+NOTHING = Responses(np.full((1, 1), 3), np.zeros((1, 1)))
+SMALL = {"seq_len": 16, "hidden_dim": 32, "num_layers": 2, "num_heads": 2}
 
 
 @pytest.fixture
@@ -133,6 +146,55 @@ def test_weights_that_have_the_compute_dtype_are_not_copied(llama):
         assert (found is own) == (own.dtype == want.dtype)
         kept.add(found is own)
     assert kept == {True, False}
+
+
+def test_programs_are_compiled_with_the_options_and_sizes_of_the_step(llama, monkeypatch):
+    with pytest.raises(jax.errors.JaxRuntimeError, match="xla_no_such_option"):
+        sampled(llama, xla_options=(("xla_no_such_option", True),))
+    seen = []
+    monkeypatch.setattr(
+        local, "sample_responses", lambda *args, **keys: seen.append((trace_options(), keys)) or NOTHING
+    )
+    context = SamplerContext(layout(), FLOAT32, print, xla_options=(("a", 1),), block_sizes=BlockSizes(8))
+    request = SamplingRequest(0, 0, range(1), MOST, Sampling(TEMPERATURE), STOPS)
+    LocalSamplerConfig().open(context).sample(llama, PROMPTS[:1], request)
+    ((options, keys),) = seen
+    assert (options.block_sizes, keys["xla_options"]) == (BlockSizes(8), (("a", 1),))
+
+
+def test_the_cache_has_the_dtype_of_the_keys(llama):
+    """Not of whichever parameter comes first."""
+    wide = jax.tree.map(lambda x: x.astype(jnp.float32), llama)
+    keys = lambda model: jax.eval_shape(cache_of, model).keys[0].values.dtype  # noqa: E731
+    cache_of = lambda model: model.init_cache(hax.Axis("batch", 1), 4, activation_dtype(model))  # noqa: E731
+    assert activation_dtype({"a": jnp.zeros(1, jnp.bfloat16), "model": wide}) == jnp.float32
+    narrow = jax.tree.map(lambda x: x.astype(jnp.bfloat16), wide)
+    assert (keys(wide), keys(narrow)) == (jnp.float32, jnp.bfloat16)
+
+
+DIFFERENT = {
+    "dropout of the model": (Gpt2Config(**SMALL, resid_pdrop=0.1), None, "it is random"),
+    "dropout of the attention": (Gpt2Config(**SMALL, attn_pdrop=0.1), None, "it is random"),
+    "dropout of adapters": (
+        LlamaConfig(**SMALL, num_kv_heads=2),
+        LoraConfig(target="attn", dropout=0.1),
+        "it is random",
+    ),
+    "fp8": (LlamaConfig(**SMALL, num_kv_heads=2), Fp8Config(min_features=16), "multiplies in fp8"),
+    "adapters": (LlamaConfig(**SMALL, num_kv_heads=2), LoraConfig(target="attn"), None),
+    "gpt2": (Gpt2Config(**SMALL), None, None),
+    "experts": (MixtralConfig(**SMALL, num_kv_heads=2), None, None),
+}
+
+
+@pytest.mark.parametrize("name", DIFFERENT)
+def test_what_only_a_training_step_does_is_refused_beside_a_sampler(name):
+    config, surgery, said = DIFFERENT[name]
+    key = jax.random.PRNGKey(0)
+    model = jax.eval_shape(lambda: config.build(vocab_axis(64), key=key))
+    model = model if surgery is None else jax.eval_shape(lambda model: surgery.apply(model, key=key), model)
+    with contextlib.nullcontext() if said is None else pytest.raises(ConfigError, match=said):
+        check_samples_as_trained(model)
 
 
 @pytest.mark.slow

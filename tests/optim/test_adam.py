@@ -13,8 +13,7 @@ from jaxlm.models.base import vocab_axis
 from jaxlm.models.families.gpt2 import Gpt2Config
 from jaxlm.models.families.llama import LlamaConfig
 from jaxlm.optim.adam import AdamConfig
-from jaxlm.optim.base import in_float32
-from jaxlm.optim.groups import parameter_groups
+from jaxlm.optim.groups import build_optimizer, parameter_groups
 
 SHAPES = {"w.weight": (5, 4), "norm.weight": (4,), "w.bias": (5,)}
 
@@ -79,42 +78,28 @@ def test_ten_steps_match_torch(name):
 
 @pytest.mark.parametrize("nesterov", [False, True])
 def test_bfloat16_parameters_get_the_steps_of_float64(nesterov):
-    """In bfloat16, 0.999 is 1: the second moment would never forget. Only what is stored is rounded."""
+    """In bfloat16, 0.999 is 1, and a second moment that falls by 0.1 % a step would never fall."""
     keys = {"max_grad_norm": None, "nesterov": nesterov, "lr_schedule": "constant", "warmup": 0.0}
     config = AdamConfig(learning_rate=1e-3, beta2=0.999, **keys)
     narrow = lambda flat: jax.tree.map(lambda x: x.astype(jnp.bfloat16), nested(flat))  # noqa: E731
     wide = lambda params: {path: np.asarray(leaf.array).astype(np.float64) for path, leaf in tree.leaves(params)}  # noqa: E731
     params, signs = narrow(values(0)), {k: np.sign(v) for k, v in values(0).items()}
-    optimizer = config.build(parameter_groups(params, config), 40)
+    optimizer = build_optimizer(config, parameter_groups(params, config), 300)
     state, update = optimizer.init(params), jax.jit(optimizer.update)
     beta1, beta2 = config.beta1, config.beta2
-    for t in range(1, 41):
+    mean, square = dict.fromkeys(values(0), 0.0), dict.fromkeys(values(0), 0.0)
+    for t in range(1, 301):
         # An entry's gradients have one sign, so that no mean nearly cancels: what is left then is rounding.
-        given = narrow({k: np.abs(v) * signs[k] for k, v in values(t, 3.0 if t < 10 else 0.3).items()})
-        before = state[1]
+        given = narrow({k: np.abs(v) * signs[k] for k, v in values(t, 3.0 if t < 10 else 0.03).items()})
         updates, state = update(given, state, params)
-        found, means, squares = wide(updates), wide(state[1].mu), wide(state[1].nu)
         for k, g in wide(given).items():
-            mean = beta1 * wide(before.mu)[k] + (1 - beta1) * g
-            square = beta2 * wide(before.nu)[k] + (1 - beta2) * g**2
-            ahead = beta1 * mean / (1 - beta1 ** (t + 1)) + (1 - beta1) * g / (1 - beta1**t)
-            direction = ahead if nesterov else mean / (1 - beta1**t)
-            expected = -1e-3 * direction / (np.sqrt(square / (1 - beta2**t)) + config.epsilon)
-            np.testing.assert_allclose(found[k], expected, rtol=1e-4, atol=1e-8)
-            for stored, exact in ((means, mean), (squares, square)):
-                np.testing.assert_allclose(stored[k], exact, rtol=2**-8)
-    assert {leaf.dtype for leaf in jax.tree.leaves((state[1].mu, state[1].nu))} == {jnp.dtype(jnp.bfloat16)}
+            mean[k] = beta1 * mean[k] + (1 - beta1) * g
+            square[k] = beta2 * square[k] + (1 - beta2) * g**2
+            ahead = beta1 * mean[k] / (1 - beta1 ** (t + 1)) + (1 - beta1) * g / (1 - beta1**t)
+            direction = ahead if nesterov else mean[k] / (1 - beta1**t)
+            expected = -1e-3 * direction / (np.sqrt(square[k] / (1 - beta2**t)) + config.epsilon)
+            np.testing.assert_allclose(wide(updates)[k], expected, rtol=1e-4, atol=1e-8)
     assert {leaf.dtype for leaf in jax.tree.leaves(optax.apply_updates(params, updates))} == {jnp.dtype(jnp.bfloat16)}
-
-
-@pytest.mark.parametrize(
-    "direction", [optax.scale_by_adam(0.9, 0.95, nesterov=True), optax.scale_by_lion(0.9, 0.95)], ids=["adam", "lion"]
-)
-def test_float32_parameters_get_the_same_program(direction):
-    params = nested(values(0))
-    state = direction.init(params)
-    plain, ours = (str(jax.make_jaxpr(one.update)(params, state)) for one in (direction, in_float32(direction)))
-    assert plain == ours
 
 
 def abstract(config):

@@ -22,6 +22,7 @@ from jaxlm.optim.adam import AdamConfig
 from jaxlm.optim.base import OptimizerConfig
 from jaxlm.optim.clipping import ClipUpdateNorm, clip_by_rms
 from jaxlm.optim.curvature import Curvature
+from jaxlm.optim.eigenbasis import _eigenvectors
 from jaxlm.optim.groups import build_optimizer, parameter_groups
 from jaxlm.optim.orthogonal.iterations import newton_schulz
 from jaxlm.plan.run_config import RunConfig
@@ -251,7 +252,7 @@ def soap_layer(g: np.ndarray, memory: dict, t: int, c: Any) -> np.ndarray:
         memory["covariance", side] = covariance
         if t == 1:
             values, vectors = np.linalg.eigh(covariance)
-            known = vectors[:, values > 1e-4 * values[-1]][:, ::-1]
+            known = vectors[:, values > 1e-12 * values[-1]][:, ::-1]
             memory["basis", side] = np.linalg.qr(known, mode="complete")[0]
         elif (t - 1) % c.precondition_frequency == 0:
             order = np.argsort(-np.diag(bases[side].T @ covariance @ bases[side]))
@@ -546,13 +547,39 @@ def fields() -> Iterator[Any]:
                 yield pytest.param(kind, field.name, marks=[pytest.mark.slow] if slow else [])
 
 
-def program(config: OptimizerConfig) -> str:
+def program(config: OptimizerConfig, build: Callable[..., Any] | None = None) -> str:
     params = model(arrays(0))
-    optimizer = config.build(parameter_groups(params, config), 100)
+    optimizer = (build or type(config).build)(config, parameter_groups(params, config), 100)
     update = lambda g, s, p: optimizer.update(g, s, p, curvature=curvature())  # noqa: E731
     state = optimizer.init(params)
     made = jax.make_jaxpr(update)(params, state, params)
     return str(made) + str(jax.tree.map(np.asarray, (made.consts, jax.tree.leaves(state))))
+
+
+@pytest.mark.parametrize("kind", sorted(OptimizerConfig.get_known_choices()))
+def test_what_optimizers_add_up_is_in_float32(kind):
+    """Parameters in bfloat16 get the updates of the same numbers in float32, from a state without bfloat16."""
+    config = config_of(kind, learning_rate=1e-2, weight_decay=0.1, warmup=0)
+    cast = lambda of, dtype: jax.tree.map(lambda x: x.astype(dtype), of)  # noqa: E731
+    params = cast(model(arrays(0)), jnp.bfloat16)
+    optimizer = build_optimizer(config, parameter_groups(params, config), STEPS)
+    update = jax.jit(lambda g, s, p, number: optimizer.update(g, s, p, curvature=curvature(number)))
+    state, expected_state = optimizer.init(params), optimizer.init(cast(params, jnp.float32))
+    for number in range(STEPS):
+        gradient = cast(model(arrays(number + 1)), jnp.bfloat16)
+        wide = cast(gradient, jnp.float32), expected_state, cast(params, jnp.float32)
+        updates, state = update(gradient, state, params, number)
+        expected, expected_state = update(*wide, number)
+        jax.tree.map(np.testing.assert_array_equal, (updates, state), (expected, expected_state))
+        params = optax.apply_updates(params, updates)
+    assert jnp.bfloat16 not in {leaf.dtype for leaf in jax.tree.leaves((updates, state))}
+    assert {leaf.dtype for leaf in jax.tree.leaves(params)} == {jnp.dtype(jnp.bfloat16)}
+
+
+@pytest.mark.parametrize("kind", sorted(OptimizerConfig.get_known_choices()))
+def test_float32_parameters_get_the_same_program(kind):
+    config = config_of(kind)
+    assert program(config, build_optimizer) == program(config)
 
 
 @functools.cache
@@ -596,6 +623,36 @@ def test_every_field_changes_the_result(kind, name):
 def test_invalid_optimizers_are_refused(kind, keys):
     with pytest.raises(ConfigError, match="optimizer"):
         stepper(config_of(kind, **keys))
+
+
+def graded(seed: int, smallest: float) -> np.ndarray:
+    """[12, 12] with singular values from 1 down to about `smallest`, in the same subspaces for every seed."""
+    rng = np.random.default_rng(0)
+    left, right = (np.linalg.qr(rng.normal(size=(12, 12)))[0] for _ in range(2))
+    noise = np.eye(12) + 0.05 * np.random.default_rng(seed).normal(size=(12, 12))
+    return (left * np.geomspace(1, smallest, 12) @ noise @ right).astype(np.float32).astype(np.float64)
+
+
+@pytest.mark.parametrize("smallest", [1e-2, 1e-3, 1e-4, 1e-5])
+def test_soap_first_basis_has_the_eigenvectors_of_small_eigenvalues(smallest):
+    """Those of the gradient in float64. In G G', the last ones are far below the rounding errors of float32."""
+    expected = np.linalg.svd(graded(1, smallest))[0]
+    found = np.asarray(jax.jit(_eigenvectors)(jnp.asarray(graded(1, smallest), jnp.float32)))
+    np.testing.assert_allclose(np.abs(np.sum(expected * found, axis=0)), 1.0, atol=1e-3)
+
+
+def test_soap_trains_small_eigenvalues_like_float64():
+    config = config_of("soap", max_grad_norm=None, weight_decay=0.0, lr_schedule="constant")
+    Rows, memory = EMBED.alias("rows").resize(12), {}
+    weight = lambda x: {"q": Linear(hax.named(jnp.asarray(x, jnp.float32), (Rows, "embed")), None, Embed, Rows)}  # noqa: E731
+    Embed = EMBED.resize(12)
+    params = weight(np.zeros((12, 12)))
+    optimizer = build_optimizer(config, parameter_groups(params, config), 20)
+    state, update = optimizer.init(params), jax.jit(optimizer.update)
+    for t in range(1, 21):
+        updates, state = update(weight(graded(t, 3e-3)), state, params)
+        expected = -config.learning_rate * soap_layer(graded(t, 3e-3), memory, t, config)
+        np.testing.assert_allclose(flat(updates)["q.weight"], expected, atol=0.02 * config.learning_rate)
 
 
 @pytest.mark.parametrize("epsilon", [1e-8, 1e-30])

@@ -152,24 +152,6 @@ def test_three_steps_in_bfloat16_match_nanochat(name):
         assert_summary(weights, want["params"], 1e-2)
 
 
-@pytest.mark.parametrize("nesterov", [True, False])
-def test_the_momentum_of_bfloat16_matrices_is_rounded_once_a_step(nesterov):
-    """Not the decay rate, which would be 0.9492 instead of 0.95, and not each product."""
-    momentum = MuonConfig(nesterov=nesterov)._momentum(10)
-    rng = np.random.default_rng(0)  # with it, processors that fuse the product with the sum round to the same bfloat16
-    bfloat16 = jnp.dtype(jnp.bfloat16)
-    rounded, mean = lambda x: x.astype(bfloat16).astype(np.float32), np.zeros((8, 16), np.float32)
-    state = momentum.init(jnp.zeros((8, 16), bfloat16))
-    for _ in range(20):
-        gradient = rounded(rng.normal(size=(8, 16)).astype(np.float32))
-        exact = np.float32(0.95) * mean + gradient
-        ahead = np.float32(0.95) * exact + gradient if nesterov else exact
-        direction, state = momentum.update(jnp.asarray(gradient, bfloat16), state)
-        assert direction.dtype == bfloat16
-        np.testing.assert_array_equal(np.asarray(direction, np.float32), rounded(ahead))
-        mean = rounded(exact)
-
-
 @pytest.mark.parametrize(("dtype", "found"), [("bfloat16", "bf16"), ("float32", "f32"), (None, "f32")])
 def test_the_iterations_are_in_the_dtype_that_is_set(dtype, found):
     config = config_of("muon", **HEAD | {"orthogonalization_dtype": dtype})

@@ -17,6 +17,7 @@ from jaxlm.models.base import LanguageModel
 from jaxlm.models.inference.responses import compile_sampling
 from jaxlm.observe.console import exact_duration
 from jaxlm.plan.plan import Plan
+from jaxlm.session.compilation.options import step_options
 from jaxlm.session.compilation.step import gib
 from jaxlm.session.references import abstract_references
 
@@ -96,7 +97,8 @@ def forecast_sampling(
     log(f"compiling the programs that sample {rows} responses ...")
     state = plan.state_builder.abstract_state(phase)
     model = sharded_shapes(jax.eval_shape(plan.precision.cast_to_compute, state.model), plan.layout)
-    programs = compile_sampling(model, rows, sampled.prompt_tokens, sampled.new_tokens, sampled.sampling)
+    lengths, options = (sampled.prompt_tokens, sampled.new_tokens), tuple(step_options(plan).xla.items())
+    programs = compile_sampling(model, rows, *lengths, sampled.sampling, options)
     of = lambda hlo: estimate_kernels(hlo, topology, plan.mesh, plan.precision.compute)  # noqa: E731
     loop = programs.tokens.as_text() or ""
     prompts = of(programs.prompts.as_text() or "")

@@ -18,11 +18,13 @@ def temporary_path(path: Path) -> Path:
 
 
 def remove_leftovers(path: Path) -> None:
-    """Deletes the `temporary_path(path)` files of killed processes of this host. Hold the lock when you call it.
+    """Deletes the `temporary_path(path)` files of killed processes of this host; `folder / "*"` is every file of a folder.
+    Hold the lock when you call it.
 
     On a shared disk the lock may only work within a host, so files of other hosts are kept: they may be in use.
     """
-    for leftover in path.parent.glob(glob.escape(f"{path.name}.{platform.node()}-") + "*.tmp"):
+    name = path.name if path.name == "*" else glob.escape(path.name)
+    for leftover in path.parent.glob(f"{name}.{glob.escape(platform.node())}-*.tmp"):
         shutil.rmtree(leftover) if leftover.is_dir() else leftover.unlink()
 
 

@@ -178,7 +178,7 @@ class Precision:
     """The dtypes of a run.
 
     Attributes:
-        params: dtype of stored parameters, gradients and optimizer state.
+        params: dtype of stored parameters. Their gradients and the optimizer's state are sums, of at least float32.
         compute: dtype of matrix products and activations. Norms, softmax and the loss are always float32.
         loss_scale: loss scaling, which float16 needs to keep small gradients from underflowing.
         rules: other dtypes of some parameters; the first one that matches a path decides.

@@ -1,5 +1,6 @@
 """Multi-process utilities: jax options, broadcasts and agreement between processes, and work that only process 0 does."""
 
+import gc
 import hashlib
 import json
 import os
@@ -183,3 +184,12 @@ def _raise_failure(status: bytes) -> None:
         return
     failure = json.loads(status)
     raise ConfigError(failure["text"]) if failure["is_config"] else PeerError(failure["text"])
+
+
+def release_ended() -> None:
+    """Frees the objects and the compiled programs of what has ended: of a phase, which has frozen its objects for the time
+    that it lasted.
+    """
+    gc.unfreeze()
+    jax.clear_caches()
+    gc.collect()

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
+from jax.interpreters.partial_eval import dce_jaxpr
 
 
 @dataclass(frozen=True)
@@ -68,6 +69,12 @@ def tracing(**changes: Any) -> Iterator[None]:
     """Changes fields of the trace options while tracing inside. They hold in traced functions and nested traces too."""
     with _current(dataclasses.replace(trace_options(), **changes)):
         yield
+
+
+def used_arguments(function: Callable[..., Any], *args: Any) -> list[bool]:
+    """Whether the result of a function depends on each array of its arguments. Args: args: shapes and dtypes are enough."""
+    traced = jax.make_jaxpr(function)(*args).jaxpr
+    return dce_jaxpr(traced, [True] * len(traced.outvars))[1]
 
 
 class CustomVjp:

@@ -87,8 +87,22 @@ def is_inexact(leaf: Any) -> bool:
 
 
 def is_wide(leaf: Any) -> bool:
-    """Whether a leaf is a floating-point array in which sums over many terms are exact enough: of at least 32 bits."""
-    return is_inexact(leaf) and jax.numpy.finfo(raw(leaf).dtype).bits >= 32
+    """Whether a leaf is a floating-point array whose dtype is that of its sums."""
+    return is_inexact(leaf) and raw(leaf).dtype == sum_dtype(raw(leaf).dtype)
+
+
+def sum_dtype(dtype: Any) -> Any:
+    """The dtype of a sum over many terms, microbatches or steps whose terms have this dtype: at least float32.
+
+    In bfloat16, which has 8 bits, a sum stops growing at 256 equal terms, and a running mean that moves by less than 1/256
+    of itself does not move.
+    """
+    return jax.numpy.promote_types(dtype, jax.numpy.float32)
+
+
+def widened(tree: T) -> T:
+    """Casts floating-point arrays to the dtypes of their sums."""
+    return jax.tree.map(lambda x: x.astype(sum_dtype(x.dtype)) if is_inexact(x) else x, tree)
 
 
 class Padded(eqx.Module):

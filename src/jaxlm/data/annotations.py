@@ -65,7 +65,7 @@ class AnnotationFolder:
     def locked(self, log: Log) -> Iterator[None]:
         """Locks the folder to write to it, and creates it. Deletes what an interrupted build has left of a block."""
         with folder_lock(writable_folder(self.path.parent), log), disk_full_errors(self.path):
-            writable_folder(self.path)
+            remove_leftovers(writable_folder(self.path) / "*")
             if not (self.path / _KEY).exists():
                 with atomic_file(self.path / _KEY) as path:
                     path.write_bytes(_json({"made_from": self.made_from}))
@@ -86,8 +86,6 @@ class AnnotationFolder:
             block[path] = values
         numbers = [int(name.removeprefix(_BLOCK)) for name in self.blocks()]
         target = self.path / f"{_BLOCK}{max(numbers, default=-1) + 1}.npy"
-        for path in (target, target.with_suffix(".json")):
-            remove_leftovers(path)
         with atomic_file(target) as path, path.open("wb") as file:
             np.save(file, block)
         with atomic_file(target.with_suffix(".json")) as path:

@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -12,12 +12,14 @@ import numpy as np
 from jaxlm.core.axes import BATCH, MICROBATCH
 from jaxlm.core.precision import FLOAT32, Precision
 from jaxlm.core.sharding import Layout
+from jaxlm.core.tracing import BlockSizes
 from jaxlm.data.base import Batches, Log
 from jaxlm.data.batch import BatchSpec, Columns
 from jaxlm.data.batch_schedule import BatchSchedule, BatchStage
 from jaxlm.data.examples import Examples
 from jaxlm.data.mixture import Mixture
 from jaxlm.data.prefetch import Prefetch
+from jaxlm.models.inference.responses import XlaOptions
 from jaxlm.rewards.base import ScoredRows
 
 _PREFETCHED = 2
@@ -130,6 +132,7 @@ class RunServices:
         log_rollout: logs completions that the model trains on.
         export: writes the weights of the model that trains, without adapters, to a new folder in the format of transformers.
             All processes call it.
+        xla_options, block_sizes: what the training step is compiled with.
     """
 
     precision: Precision = FLOAT32
@@ -138,6 +141,8 @@ class RunServices:
     progress: Callable[[], None] = lambda: None
     log_rollout: LogRollout = lambda step, rows, scores, advantages: None
     export: Callable[[Any, Path], None] = lambda model, folder: None
+    xla_options: XlaOptions = ()
+    block_sizes: BlockSizes = field(default_factory=BlockSizes)
 
 
 @dataclass(frozen=True)

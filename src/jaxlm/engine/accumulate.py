@@ -53,7 +53,7 @@ def accumulate(loss: MicrobatchLoss, parameters: Any, zeros: Any, batch: Any, sl
 
     Args:
         parameters: the trainable ones, in the dtypes of the computation.
-        zeros: with the structure of the parameters, in the dtypes of the gradient's sum.
+        zeros: with the structure of the parameters, in the dtypes of sums (`core.tree.sum_dtype`).
     """
 
     def one(carry: tuple[Any, Any], microbatch: Any, number: jax.Array):

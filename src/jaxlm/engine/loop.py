@@ -129,7 +129,7 @@ class TrainingLoop:
         if self._is_first:
             self._is_first = False
             gc.collect()
-            gc.freeze()  # these objects live to the end of the run; scanning them again would only stall steps
+            gc.freeze()  # these objects live to the end of the phase; scanning them again would only stall steps
         return Interrupted(agreed.stop) if agreed.stop else None
 
     def _run_hooks(self, due: Sequence[Hook]) -> Outcome | None:

@@ -24,7 +24,7 @@ from jaxlm.core.pace import Pace
 from jaxlm.core.precision import Precision
 from jaxlm.core.sharding import Layout, at_rest
 from jaxlm.core.tracing import tracing
-from jaxlm.core.tree import is_named
+from jaxlm.core.tree import is_named, widened
 from jaxlm.core.values.sums import Sum
 from jaxlm.engine.accumulate import Accumulate, MicrobatchLoss, Sums, accumulate
 from jaxlm.engine.metric_names import LEARNING_RATE
@@ -104,7 +104,7 @@ def make_train_step(
             total = _total(terms, denominators)
             return loss_scale.scaled(total, state.slots), (total, metrics, slot)
 
-        zeros = jax.tree.map(jnp.zeros_like, trainable)
+        zeros = widened(jax.tree.map(jnp.zeros_like, trainable))
         slot, loss = state.slots.get(OBJECTIVE_SLOT), MicrobatchLoss(annotate, scaled_loss)
         sums = accumulate(loss, compute, zeros, keyed, slot, layout)
         sums = dataclasses.replace(sums, gradient=loss_scale.unscaled(sums.gradient, state.slots))

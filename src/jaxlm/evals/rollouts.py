@@ -62,7 +62,7 @@ class RolloutsEvalConfig(EvalConfig):
         name: first part of the names of its metrics, and in those of its completions. Several evaluations of this type need
             different names.
         cache_dtype: dtype of keys and values in the cache: float32, bfloat16 or int8, which needs the least memory. Null uses
-            that of the parameters.
+            that of the activations.
     """
 
     predicts_next_tokens: ClassVar[bool] = True

@@ -47,7 +47,7 @@ class SamplesEvalConfig(EvalConfig):
         tool: answers the model's calls, as in `jaxlm chat`, such as `{type: calculator}`; null answers none. The tokenizer
             must have the tokens of calls. Outputs count as new tokens.
         cache_dtype: dtype of keys and values in the cache: float32, bfloat16 or int8, which needs the least memory. Null uses
-            that of the parameters.
+            that of the activations.
         denoising: how a masked-diffusion model fills in the new tokens, such as `{num_steps: 16, block_length: 32}`; null for
             one token in each pass.
     """

@@ -13,12 +13,12 @@ import haliax as hax
 import jax
 import jax.numpy as jnp
 from haliax import Axis, NamedArray
-from jax.interpreters.partial_eval import dce_jaxpr
 
 from jaxlm.core import tree
 from jaxlm.core.axes import BATCH, POSITION
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.field_types import PositiveInt
+from jaxlm.core.tracing import used_arguments
 from jaxlm.core.values.batch_types import LabeledBatch, MaskedBatch, TokenBatch
 from jaxlm.core.values.sums import Sum
 from jaxlm.models.base import Inputs, LanguageModel, ModelConfig, layer_tap
@@ -144,8 +144,7 @@ class CachedTrunk(ObjectiveConfig):
         def run(arrays: Sequence[jax.Array], key: jax.Array, inputs: Inputs) -> NamedArray:
             return _stream(jax.tree.unflatten(structure, arrays), first, inputs, key)
 
-        traced = jax.make_jaxpr(run)(arrays, key, inputs).jaxpr
-        _, used = dce_jaxpr(traced, [True] * len(traced.outvars))
+        used = used_arguments(run, arrays, key, inputs)
         read = dict.fromkeys(path for path, is_used in zip(paths, used, strict=False) if is_used)
         moving = [path for path in read if path in trained]
         where = f"objective cached_trunk: the output of layer {first - 1} is stored, but"

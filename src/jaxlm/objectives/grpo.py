@@ -16,7 +16,7 @@ from haliax import NamedArray
 from jaxlm.core.axes import BATCH, GROUP, POSITION, REWARD
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.field_types import PositiveFloat, PositiveFraction
-from jaxlm.core.values.batch_types import GroupBatch
+from jaxlm.core.values.batch_types import SAMPLER_LOGPS, GroupBatch
 from jaxlm.core.values.sums import Sum
 from jaxlm.models.base import AuxLoss, LanguageModel
 from jaxlm.models.loss import ChunkLogits
@@ -50,7 +50,6 @@ from jaxlm.objectives.policy_losses import (
 from jaxlm.objectives.response_tokens import ResponseTokens, by_sequence, reward_metrics, sampler_metrics
 from jaxlm.reading.choices import choice, with_former_keys
 
-_SAMPLER_LOGPS = "sampler_logps"
 _SAMPLING = "old_policy.importance_sampling"
 
 
@@ -135,13 +134,13 @@ class Grpo(ReferencedObjective):
         self.check_reference()
 
     def check_columns(self, columns: Collection[str]) -> None:
-        is_sampled = _SAMPLER_LOGPS in columns
+        is_sampled = SAMPLER_LOGPS in columns
         of_model = isinstance(self.old_policy, OfModel) and self.off_policy_threshold is not None
         probabilities, is_of_parts = "the probabilities of its sampler", isinstance(self.advantage, NormalizeThenSum)
         needs = {
-            "old_policy: rollout": (isinstance(self.old_policy, OfRollout), _SAMPLER_LOGPS, probabilities),
-            _SAMPLING: (self._importance_sampling is not None, _SAMPLER_LOGPS, probabilities),
-            "off_policy_threshold": (of_model, _SAMPLER_LOGPS, probabilities),
+            "old_policy: rollout": (isinstance(self.old_policy, OfRollout), SAMPLER_LOGPS, probabilities),
+            _SAMPLING: (self._importance_sampling is not None, SAMPLER_LOGPS, probabilities),
+            "off_policy_threshold": (of_model, SAMPLER_LOGPS, probabilities),
             "mask_truncated": (self.mask_truncated, "finished", "which responses have been cut off"),
             "advantage: normalize_then_sum": (is_of_parts, "reward_parts", "the rewards that it is the sum of"),
         }

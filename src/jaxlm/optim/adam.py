@@ -22,7 +22,6 @@ from jaxlm.optim.base import (
     add_weight_decay,
     clip_by_norm,
     decay_mask,
-    in_float32,
     scale_by_learning_rate,
 )
 from jaxlm.optim.clipping import ClipUpdateNorm, cautious, clip_by_rms
@@ -65,7 +64,7 @@ class AdamConfig(OptimizerConfig):
     def build(self, groups: Sequence[ParameterGroup], num_steps: int) -> optax.GradientTransformationExtraArgs:
         clip_update = [] if self.update_rms_clipping is None else [clip_by_rms(self.update_rms_clipping)]
         clip_update += [] if self.clip_update_norm is None else [self.clip_update_norm.build()]
-        direction = in_float32(optax.scale_by_adam(self.beta1, self.beta2, self.epsilon, nesterov=self.nesterov))
+        direction = optax.scale_by_adam(self.beta1, self.beta2, self.epsilon, nesterov=self.nesterov)
         return optax.with_extra_args_support(
             optax.chain(
                 clip_by_norm(self.max_grad_norm),

@@ -17,7 +17,7 @@ from haliax import Axis, NamedArray
 from jaxlm.core import tree
 from jaxlm.core.axes import EXPERTS, HEAD_SIZE, POSITION, STACKED_LAYERS, VOCAB
 from jaxlm.core.field_types import BelowOne, NonNegativeFloat, PositiveFloat
-from jaxlm.optim.base import OptimizerConfig, ParameterGroup, chained, clip_by_norm, in_float32
+from jaxlm.optim.base import OptimizerConfig, ParameterGroup, chained, clip_by_norm
 from jaxlm.optim.matrices import matrices
 from jaxlm.reading.choices import choice
 
@@ -62,7 +62,7 @@ class AdamMiniConfig(OptimizerConfig):
     max_grad_norm: PositiveFloat | None = 1.0
 
     def build(self, groups: Sequence[ParameterGroup], num_steps: int) -> optax.GradientTransformationExtraArgs:
-        direction = in_float32(self._direction())
+        direction = self._direction()
         return chained(self, groups, num_steps, clip_by_norm(self.max_grad_norm), direction)
 
     def _direction(self) -> optax.GradientTransformation:

@@ -7,7 +7,6 @@ from typing import Any, ClassVar
 
 import draccus
 import jax
-import jax.numpy as jnp
 import optax
 
 from jaxlm.core import tree
@@ -209,23 +208,6 @@ def chained(
     """Directions, weight decay, and the learning rate, one after the other."""
     rate = scale_by_learning_rate(config.schedule(num_steps))
     return optax.with_extra_args_support(optax.chain(*directions, add_weight_decay(config, groups), rate))
-
-
-def in_float32(direction: optax.GradientTransformation) -> optax.GradientTransformationExtraArgs:
-    """Computes directions in float32, whatever the dtype of the parameters, and stores the state in the dtypes that it has.
-
-    In bfloat16, a decay rate of 0.999 would be 1, and a learning rate one of 128 values between two powers of 2.
-    """
-
-    def wide(x: jax.Array) -> jax.Array:
-        return x.astype(jnp.float32) if jnp.issubdtype(x.dtype, jnp.floating) and x.dtype.itemsize < 4 else x
-
-    def update_fn(updates: Any, state: Any, params: Any = None, **extra: Any) -> tuple[Any, Any]:
-        moved, after = widened.update(jax.tree.map(wide, updates), jax.tree.map(wide, state), params, **extra)
-        return moved, jax.tree.map(lambda new, old: new.astype(old.dtype), after, state)
-
-    widened = optax.with_extra_args_support(direction)
-    return optax.GradientTransformationExtraArgs(direction.init, update_fn)
 
 
 def clip_by_norm(max_norm: float | None) -> optax.GradientTransformation:

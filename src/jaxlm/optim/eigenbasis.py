@@ -4,8 +4,10 @@ Source: Vyas et al. 2024 (arXiv:2409.11321), algorithm 4: one power iteration, o
 github.com/nikhilvyas/SOAP, the first basis is from an eigenvalue decomposition, and columns are sorted by their estimated
 eigenvalues before each iteration.
 
-One difference makes the first basis equal on every mesh. G G' of one gradient is singular for every tall G, and the
-eigenvectors of its eigenvalue 0 are rounding errors. Householder reflections complete the other eigenvectors instead.
+Two differences. The first basis is found from G in parts: in G G', the rounding errors of the largest eigenvalues hide those
+below 1e-6 of them, which are most in gradients of language models. And it is equal on every mesh: G G' of one gradient is
+singular for every tall G, and the eigenvectors of its eigenvalue 0 are rounding errors. Householder reflections complete the
+other eigenvectors instead.
 
 Every device decomposes all matrices, one after the other. jaxlib's LAPACK calls split a batch over the threads that
 simulated devices run in, so that eight devices would wait for each other forever.
@@ -23,7 +25,7 @@ from haliax import Axis, NamedArray
 from jaxlm.core.sharding import current_layout
 from jaxlm.optim.matrices import size_of, square_axes
 
-_RANK_TOLERANCE = 1e-4  # smaller eigenvalues (relative to the largest) have eigenvectors that depend on rounding
+_EXACT = 1e-4  # eigenvectors of eigenvalues below this part of the largest are found without those above it
 
 
 class Eigenbasis(eqx.Module):
@@ -50,11 +52,9 @@ class Eigenbasis(eqx.Module):
         new = (gradient @ gradient.mT).reshape(self.covariance.array.shape)
         return Eigenbasis(self.covariance * decay + hax.named((1 - decay) * new, self.covariance.axes), self.vectors)
 
-    def first(self) -> "Eigenbasis":
-        """With the eigenvectors of the running mean, those of the largest eigenvalues first."""
-        size = self.vectors.axes[-1].size
-        vectors = _map_each(_eigenvectors, self.covariance.array.reshape(-1, size, size))
-        return self._with(vectors)
+    def first(self, gradient: jax.Array) -> "Eigenbasis":
+        """With the eigenvectors of G G' for the first gradient [.., m, n], those of the largest eigenvalues first."""
+        return self._with(_map_each(_eigenvectors, gradient.reshape(-1, *gradient.shape[-2:])))
 
     def refreshed(self, variances: jax.Array) -> tuple["Eigenbasis", jax.Array]:
         """One power iteration nearer to the eigenvectors, and the variances of the coordinates [.., m, n] in their order."""
@@ -89,12 +89,25 @@ def _map_each(change: Callable[..., Any], *matrices: jax.Array) -> Any:
     return jax.lax.map(lambda slices: change(*slices), matrices)
 
 
-def _eigenvectors(covariance: jax.Array) -> jax.Array:
-    values, vectors = jnp.linalg.eigh(covariance)
-    known = jnp.where(values > _RANK_TOLERANCE * values[-1], vectors, 0)[:, ::-1]
-    return jnp.linalg.qr(known)[
-        0
-    ]  # a column of zeros adds no reflection, but a vector that is orthogonal to the others
+def _eigenvectors(gradient: jax.Array) -> jax.Array:
+    """Those of G G' for G [m, n]. Each round finds some, and the next one decomposes what is left of G without them."""
+    size = gradient.shape[0]
+    column = jnp.arange(size)
+    rank_tolerance = jnp.square(max(gradient.shape) * jnp.finfo(gradient.dtype).eps)
+
+    def found_more(found: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+        vectors, num_known, smallest, _ = found
+        left = jnp.where(column[:, None] < num_known, 0, vectors.T @ gradient)
+        values, turns = jnp.linalg.eigh(left @ left.T)
+        smallest = jnp.where(num_known == 0, rank_tolerance * values[-1], smallest)
+        turned = vectors @ jnp.roll(turns[:, ::-1], num_known, axis=1)
+        num_new = jnp.sum(values > jnp.maximum(_EXACT * values[-1], smallest))
+        return jnp.where(column < num_known, vectors, turned), num_known + num_new, smallest, num_new
+
+    start = jnp.eye(size, dtype=gradient.dtype), jnp.zeros((), int), jnp.zeros((), gradient.dtype), jnp.ones((), int)
+    vectors, num_known, *_ = jax.lax.while_loop(lambda found: (found[3] > 0) & (found[1] < size), found_more, start)
+    # A column of zeros adds no reflection, but a vector that is orthogonal to the others.
+    return jnp.linalg.qr(jnp.where(column < num_known, vectors, 0))[0]
 
 
 def _power_iteration(covariance: jax.Array, vectors: jax.Array) -> tuple[jax.Array, jax.Array]:

@@ -86,7 +86,19 @@ def build_optimizer(
     optimizer = _without_adagc(config, groups, num_steps)
     if config.adagc is not None:
         optimizer = optax.with_extra_args_support(optax.chain(config.adagc.build(), optimizer))
-    return paced(_checked(optimizer, config))
+    return _in_sum_dtypes(paced(_checked(optimizer, config)))
+
+
+def _in_sum_dtypes(optimizer: optax.GradientTransformationExtraArgs) -> optax.GradientTransformationExtraArgs:
+    """The optimizer, which computes, and keeps its state, in the dtypes of sums, whatever the dtypes of the parameters.
+
+    In bfloat16, a decay rate of 0.999 would be 1, and a learning rate one of 128 values between two powers of 2.
+    """
+
+    def update_fn(updates: Any, state: Any, params: Any = None, **extra: Any) -> tuple[Any, Any]:
+        return optimizer.update(tree.widened(updates), state, tree.widened(params), **extra)
+
+    return optax.GradientTransformationExtraArgs(lambda params: optimizer.init(tree.widened(params)), update_fn)
 
 
 def _without_adagc(

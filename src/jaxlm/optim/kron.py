@@ -21,7 +21,7 @@ from jaxlm.core.field_types import (
     PositiveFloat,
     PositiveFraction,
 )
-from jaxlm.optim.base import OptimizerConfig, ParameterGroup, in_float32
+from jaxlm.optim.base import OptimizerConfig, ParameterGroup
 from jaxlm.optim.clipping import clip_by_rms
 from jaxlm.optim.matrices import MatrixView, matrices, replace_matrices, with_adam_fallback
 from jaxlm.optim.preconditioner import Factor, initial_factor, precondition
@@ -75,7 +75,7 @@ class KronConfig(OptimizerConfig):
             groups,
             num_steps,
             ("kron", direction),
-            in_float32(optax.scale_by_adam(self.beta1, self.beta2, self.epsilon)),
+            optax.scale_by_adam(self.beta1, self.beta2, self.epsilon),
             adam_lr=self.adam_lr,
             max_grad_norm=self.max_grad_norm,
         )

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import optax
 
 from jaxlm.core.field_types import BelowOne, PositiveFloat
-from jaxlm.optim.base import OptimizerConfig, ParameterGroup, chained, clip_by_norm, in_float32
+from jaxlm.optim.base import OptimizerConfig, ParameterGroup, chained, clip_by_norm
 from jaxlm.optim.clipping import cautious
 from jaxlm.reading.choices import choice
 
@@ -31,5 +31,5 @@ class LionConfig(OptimizerConfig):
     cautious: bool = False
 
     def build(self, groups: Sequence[ParameterGroup], num_steps: int) -> optax.GradientTransformationExtraArgs:
-        direction = cautious(in_float32(optax.scale_by_lion(self.beta1, self.beta2)), self.cautious)
+        direction = cautious(optax.scale_by_lion(self.beta1, self.beta2), self.cautious)
         return chained(self, groups, num_steps, clip_by_norm(self.max_grad_norm), direction)

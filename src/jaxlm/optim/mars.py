@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import optax
 
 from jaxlm.core.field_types import BelowOne, LearningRate, NonNegativeFloat, PositiveFloat
-from jaxlm.optim.base import OptimizerConfig, ParameterGroup, chained, clip_by_norm, in_float32
+from jaxlm.optim.base import OptimizerConfig, ParameterGroup, chained, clip_by_norm
 from jaxlm.optim.clipping import cautious
 from jaxlm.reading.choices import choice
 
@@ -43,7 +43,7 @@ class MarsConfig(OptimizerConfig):
 
     def build(self, groups: Sequence[ParameterGroup], num_steps: int) -> optax.GradientTransformationExtraArgs:
         change = add_change(self.gamma * self.beta1 / (1 - self.beta1))
-        adam = in_float32(optax.scale_by_adam(self.beta1, self.beta2, self.epsilon))
+        adam = optax.scale_by_adam(self.beta1, self.beta2, self.epsilon)
         direction = cautious(adam, self.cautious)
         return chained(self, groups, num_steps, change, clip_by_norm(self.max_grad_norm), direction)
 

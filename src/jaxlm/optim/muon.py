@@ -22,7 +22,7 @@ from annotated_types import Interval
 
 from jaxlm.core import tree
 from jaxlm.core.field_types import BelowOne, LearningRate, NonNegativeFloat, PositiveFloat, PositiveInt
-from jaxlm.optim.base import OptimizerConfig, ParameterGroup, add_weight_decay, in_float32
+from jaxlm.optim.base import OptimizerConfig, ParameterGroup, add_weight_decay
 from jaxlm.optim.lr.momentum import DecayFactor, MomentumSchedule, ScheduledMomentum, decay_factor
 from jaxlm.optim.matrices import MatrixView, map_matrices, matrices, replace_matrices, size_of, with_adam_fallback
 from jaxlm.optim.orthogonal.iterations import COEFFICIENTS, equal_rows, newton_schulz, orthogonal_norm
@@ -59,7 +59,7 @@ class MuonConfig(OptimizerConfig):
         renormalize: scale each orthogonalized matrix to the norm of an exactly orthogonal one (Muon+).
         normuon_beta2: decay rate of the running mean of squares that NorMuon divides the rows of a tall matrix by, or the
             columns of a wide one. The matrix keeps its Frobenius norm. Null turns NorMuon off.
-        orthogonalization_dtype: dtype of the iterations: float32 or bfloat16. Null is the dtype of the parameters.
+        orthogonalization_dtype: dtype of the iterations: float32 or bfloat16. Null is float32.
         use_kimi_scaling: scale updates by 0.2 sqrt(max(out, in)) to match the size of Adam's updates, so that learning
             rate and weight decay tuned for Adam can be used. False scales by sqrt(max(1, out / in)).
         scale_weight_decay: scale the weight decay of matrices like their updates, as if the scale were part of the learning
@@ -103,7 +103,7 @@ class MuonConfig(OptimizerConfig):
             groups,
             num_steps,
             ("muon", self._direction(num_steps)),
-            in_float32(optax.scale_by_adam(self.beta1, self.beta2, self.epsilon)),
+            optax.scale_by_adam(self.beta1, self.beta2, self.epsilon),
             adam_lr=self.adam_lr,
             max_grad_norm=self.max_grad_norm,
             decay=self._weight_decay(groups, num_steps),
@@ -124,7 +124,7 @@ class MuonConfig(OptimizerConfig):
 
     def _momentum(self, num_steps: int) -> optax.GradientTransformation:
         if self.momentum_schedule is None and not self.momentum_ema:
-            return _in_their_dtype(in_float32(optax.trace(self.momentum, self.nesterov)))
+            return optax.trace(self.momentum, self.nesterov)
         constant = lambda _: jnp.asarray(self.momentum, jnp.float32)  # noqa: E731
         schedule = self.momentum_schedule
         value = constant if schedule is None else schedule.build(self.momentum, self.schedule(num_steps), num_steps)
@@ -194,16 +194,6 @@ class MuonConfig(OptimizerConfig):
         return optax.GradientTransformation(
             lambda params: optax.ScaleByScheduleState(jnp.zeros((), jnp.int32)), update_fn
         )
-
-
-def _in_their_dtype(direction: optax.GradientTransformation) -> optax.GradientTransformation:
-    """Rounds directions to the dtypes of the gradients."""
-
-    def update_fn(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
-        moved, state = direction.update(updates, state, params)
-        return jax.tree.map(lambda new, old: new.astype(old.dtype), moved, updates), state
-
-    return optax.GradientTransformation(direction.init, update_fn)
 
 
 def _cast(view: MatrixView, dtype: str) -> MatrixView:

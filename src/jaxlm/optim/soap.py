@@ -14,7 +14,7 @@ import optax
 from haliax import NamedArray
 
 from jaxlm.core.field_types import BelowOne, LearningRate, NonNegativeInt, PositiveFloat, PositiveInt
-from jaxlm.optim.base import OptimizerConfig, ParameterGroup, in_float32
+from jaxlm.optim.base import OptimizerConfig, ParameterGroup
 from jaxlm.optim.eigenbasis import Eigenbasis, initial_eigenbasis
 from jaxlm.optim.matrices import MatrixView, matrices, replace_matrices, size_of, with_adam_fallback
 from jaxlm.reading.choices import choice
@@ -65,7 +65,7 @@ class SoapConfig(OptimizerConfig):
             groups,
             num_steps,
             ("soap", self._rotated_adam()),
-            in_float32(optax.scale_by_adam(self.beta1, self.beta2, self.epsilon)),
+            optax.scale_by_adam(self.beta1, self.beta2, self.epsilon),
             adam_lr=self.adam_lr,
             max_grad_norm=self.max_grad_norm,
         )
@@ -107,7 +107,7 @@ class SoapConfig(OptimizerConfig):
         direction = memory.out_of(memory.into(used_mean) / (jnp.sqrt(used_variance) + self.epsilon))
         mean, variance, direction = (jnp.where(is_first, 0.0, x) for x in (mean, variance, direction))
         after = _Memory(view.named(mean), view.named(variance), memory.left, memory.right)
-        after = after.observed(gradient, self.shampoo_beta).rotated(view, count, self.precondition_frequency)
+        after = after.observed(gradient, self.shampoo_beta).rotated(view, gradient, count, self.precondition_frequency)
         return view.named(direction).astype(view.weight.dtype), after
 
 
@@ -141,11 +141,12 @@ class _Memory(NamedTuple):
         right = self.right and self.right.observed(gradient.mT, decay)
         return self._replace(left=left, right=right)
 
-    def rotated(self, view: MatrixView, count: jax.Array, interval: int) -> "_Memory":
+    def rotated(self, view: MatrixView, gradient: jax.Array, count: jax.Array, interval: int) -> "_Memory":
         """With new bases if it is time: in the first step, and then every `interval` steps."""
 
         def first(memory: _Memory) -> _Memory:
-            left, right = (side and side.first() for side in (memory.left, memory.right))
+            left = memory.left and memory.left.first(gradient)
+            right = memory.right and memory.right.first(gradient.mT)
             return memory._replace(left=left, right=right)
 
         def refreshed(memory: _Memory) -> _Memory:

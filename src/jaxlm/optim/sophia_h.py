@@ -97,5 +97,4 @@ def _first_state(params: Any) -> Any:
 
 
 def _mixed(beta: float, mean: Any, new: Any) -> Any:
-    wide = lambda x: x.astype(jnp.float32)  # noqa: E731 - 0.99 has no bfloat16
-    return jax.tree.map(lambda m, x: (beta * wide(m) + (1 - beta) * wide(x)).astype(m.dtype), mean, new)
+    return jax.tree.map(lambda m, x: beta * m + (1 - beta) * x, mean, new)

@@ -13,7 +13,7 @@ import optax
 
 from jaxlm.core import tree
 from jaxlm.core.field_types import BelowOne, LearningRate, NonNegativeFloat, NonNegativeInt, PositiveFloat
-from jaxlm.optim.base import OptimizerConfig, ParameterGroup, chained, clip_by_norm, in_float32
+from jaxlm.optim.base import OptimizerConfig, ParameterGroup, chained, clip_by_norm
 from jaxlm.optim.tensors import by_element, per_tensor, sums_per_tensor, with_array, with_arrays
 from jaxlm.reading.choices import choice
 
@@ -87,7 +87,7 @@ class SwatsConfig(OptimizerConfig):
     scope: Literal["global", "group"] = "global"
 
     def build(self, groups: Sequence[ParameterGroup], num_steps: int) -> optax.GradientTransformationExtraArgs:
-        direction = in_float32(optax.GradientTransformation(self._init, self._update))
+        direction = optax.GradientTransformation(self._init, self._update)
         return chained(self, groups, num_steps, clip_by_norm(self.max_grad_norm), direction)
 
     def _init(self, params: Any) -> SwatsState:

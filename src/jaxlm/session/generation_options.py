@@ -61,7 +61,7 @@ def add_generation_options(parser: argparse.ArgumentParser, *, max_new_tokens: i
         "--cache_dtype",
         choices=CACHE_DTYPES,
         default=None,
-        help="dtype of the KV cache; int8 uses the least memory (default: the parameters' dtype)",
+        help="dtype of the KV cache; int8 uses the least memory (default: that of the activations)",
     )
     parser.add_argument(
         "--tool",

@@ -16,6 +16,7 @@ from jaxlm.engine.phases import Phase
 from jaxlm.plan.num_steps import small_sources
 from jaxlm.plan.plan import Plan
 from jaxlm.session.annotate import Log, with_annotations
+from jaxlm.session.compilation.options import step_options
 from jaxlm.session.export import weights_exporter
 from jaxlm.session.run import Run
 
@@ -84,4 +85,5 @@ def _services(run: Run, phase: Phase) -> RunServices:
     plan, tokenizer = run.plan, run.saved_tokenizer
     export = weights_exporter(plan, phase, tokenizer)
     shared = (plan.precision, run.console.log, tokenizer.stop_ids, run.clock.progress)
-    return RunServices(*shared, run.records.completions().log, export)
+    options = step_options(plan)
+    return RunServices(*shared, run.records.completions().log, export, tuple(options.xla.items()), options.sizes)

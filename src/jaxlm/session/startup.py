@@ -25,10 +25,11 @@ from jaxlm.core.sharding import axis_mapping_table
 from jaxlm.data.tokenizer.tokenizer import Tokenizer
 from jaxlm.engine.checkpoint.manifest import Cursor
 from jaxlm.engine.phases import Phase
+from jaxlm.models import layers
 from jaxlm.models.attention.choose import AttentionChoice, choose_attention
 from jaxlm.models.base import LanguageModel
 from jaxlm.models.chunked_loss import default_chunk_tokens
-from jaxlm.models.layers import Attention, Embedding
+from jaxlm.models.layers import Attention
 from jaxlm.models.moe import num_active
 from jaxlm.models.remat import (
     ATTENTION,
@@ -252,10 +253,8 @@ def attention_choices(plan: Plan) -> list[AttentionChoice]:
 
 
 def activation_dtype(precision: Precision, model: LanguageModel) -> jnp.dtype:
-    """The dtype of the residual stream: the compute dtype of the embeddings, or the default's if there are none."""
-    embeddings = jax.eval_shape(precision.cast_to_compute, dict(tree.modules_by_path(model, Embedding)))
-    tables = [embedding.weight.dtype for embedding in embeddings.values()]
-    return jnp.result_type(*tables) if tables else precision.compute
+    """The dtype of the residual stream in the phase's step."""
+    return layers.activation_dtype(jax.eval_shape(precision.cast_to_compute, model))
 
 
 def fp8_products(plan: Plan) -> dict[str, str]:

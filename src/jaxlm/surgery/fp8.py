@@ -54,7 +54,7 @@ class LinearShape:
 class Fp8Config(SurgeryConfig):
     """Computes the matrix products of large linear layers in fp8 in training. Parameters, optimizer state, checkpoints and
     exports stay as they are, and evaluations and generation multiply in the compute dtype. Embeddings, routers, experts and
-    attention scores stay in the compute dtype too.
+    attention scores stay in the compute dtype too. data.type: rollouts refuses it: its sampler would be another model.
 
     Attributes:
         recipe: `tensorwise` has one scale per array. `rowwise` has one per row, which is more accurate and slower.

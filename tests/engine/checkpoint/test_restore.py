@@ -1,13 +1,20 @@
 """Finding a checkpoint: what its name must agree with, and an error of process 0 that reaches the other processes."""
 
+import jax
+import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from jaxlm.core.errors import ConfigError, PeerError
+from jaxlm.engine.checkpoint.health import SaveHealth
 from jaxlm.engine.checkpoint.local import LocalCheckpoint, LocalFolder
 from jaxlm.engine.checkpoint.manifest import Cursor, History
-from jaxlm.engine.checkpoint.restore import latest_complete, latest_valid, newest_undamaged
+from jaxlm.engine.checkpoint.policy import CheckpointerConfig
+from jaxlm.engine.checkpoint.restore import latest_complete, latest_valid, newest_undamaged, restore
 from jaxlm.engine.checkpoint.store import CURSOR
+from jaxlm.engine.checkpoint.writer import CheckpointWriter
 from jaxlm.session.load_model import find_checkpoint
+from tests.engine.helpers import one_device
 from tests.processes import together
 
 
@@ -58,3 +65,22 @@ def test_other_processes_do_not_wait_if_process_0_fails(tmp_path, monkeypatch, w
     first, second = together(*[lambda: latest_valid(folder, print)] * 2)
     assert (type(first), type(second)) == (OSError, PeerError)
     assert str(second) == "process 0: OSError: no such disk"
+
+
+def test_moments_of_a_version_that_stored_them_in_bfloat16_are_read(tmp_path):
+    """Parameters of another dtype are an error: they follow a key of the run."""
+    folder = LocalFolder(tmp_path)
+    folder.open(print)
+    health = SaveHealth(CheckpointerConfig(), None, print)
+    writer = CheckpointWriter(folder, {"config.yaml": b"{}"}, health, print, lambda: None)
+    folder.prepare()
+    saved = {name: {"w": jnp.arange(8, dtype=jnp.bfloat16) / 3} for name in ("model", "opt_state")}
+    writer.save(saved, Cursor(1, 0, "train", entering=False, temporary=False), {})  # type: ignore[arg-type]
+    writer.wait()
+    found = latest_valid(folder, print)
+    wide = {"w": jax.ShapeDtypeStruct((8,), jnp.float32)}
+    narrow = jax.eval_shape(lambda: saved["model"])
+    read = restore(found, {"model": narrow, "opt_state": wide}, one_device())
+    np.testing.assert_array_equal(read["opt_state"]["w"], saved["opt_state"]["w"].astype(jnp.float32), strict=True)
+    with pytest.raises(ConfigError, match=r"trainer\.mp"):
+        restore(found, {"model": wide, "opt_state": wide}, one_device())

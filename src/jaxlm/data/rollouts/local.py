@@ -8,6 +8,7 @@ import jax
 import numpy as np
 
 from jaxlm.core.field_types import PositiveInt
+from jaxlm.core.tracing import tracing
 from jaxlm.data.rollouts.sampler import Sample, Sampler, SamplerConfig, SamplerContext, SamplingRequest
 from jaxlm.models.inference.padding import padded_length
 from jaxlm.models.inference.responses import Noise, sample_responses
@@ -43,10 +44,9 @@ class LocalSampler(Sampler):
     """
 
     def __init__(self, config: LocalSamplerConfig, context: SamplerContext):
-        self._config = config
+        self._config, self._context = config, context
         # One function for all calls: jax keeps something for each that it traces, `jax.eval_shape` makes one in each call.
         self._to_compute = jax.jit(context.precision.cast_to_compute)
-        self._progress = context.progress
 
     def sample(self, model: Any, prompts: Sequence[Sequence[int]], request: SamplingRequest) -> list[Sample]:
         generator = Generator.of(self._cast(model))  # until this returns: a step deletes the buffers that it shares
@@ -54,17 +54,19 @@ class LocalSampler(Sampler):
         most = self._config.rows_at_once(num_rows)
         samples: dict[int, Sample] = {}
         for places in _calls(prompts, most):
-            responses = sample_responses(
-                generator,
-                [prompts[place] for place in places],
-                [request.rows[place] for place in places],
-                Noise(request.seed, request.step, request.turn),
-                max_new_tokens=request.max_new_tokens,
-                sampling=request.sampling,
-                stop_ids=request.stop_ids,
-                num_rows=most,
-            )
-            self._progress()
+            with tracing(block_sizes=self._context.block_sizes):
+                responses = sample_responses(
+                    generator,
+                    [prompts[place] for place in places],
+                    [request.rows[place] for place in places],
+                    Noise(request.seed, request.step, request.turn),
+                    max_new_tokens=request.max_new_tokens,
+                    sampling=request.sampling,
+                    stop_ids=request.stop_ids,
+                    num_rows=most,
+                    xla_options=self._context.xla_options,
+                )
+            self._context.progress()
             for place, tokens, logps in zip(places, responses.tokens, responses.logps, strict=True):
                 samples[place] = _sample(tokens, logps, request.stop_ids)
         return [samples[place] for place in range(len(prompts))]

@@ -219,8 +219,8 @@ class RolloutsConfig(DataConfig):
         def make(reader: BatchReader, context: BatchContext) -> Batches:
             run, environment = context.services, self.environment
             stop_ids = run.stop_ids or tokenizer.stop_ids
-            functions = (run.log, run.progress, run.export)
-            services = SamplerContext(reader.layout, run.precision, *functions, tokenizer.vocab_size)
+            functions, compiled = (run.log, run.progress, run.export), (run.xla_options, run.block_sizes)
+            services = SamplerContext(reader.layout, run.precision, *functions, tokenizer.vocab_size, *compiled)
             records = {source.name: PromptRecords(source, run.log) for source in self.sources() if source.has(TRAIN)}
 
             def values(column: str) -> list[np.ndarray]:

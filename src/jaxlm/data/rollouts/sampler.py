@@ -2,7 +2,7 @@
 
 import abc
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -11,8 +11,10 @@ import draccus
 from jaxlm.core.field_types import LARGEST_INT
 from jaxlm.core.precision import Precision
 from jaxlm.core.sharding import Layout
+from jaxlm.core.tracing import BlockSizes
 from jaxlm.data.base import Log
 from jaxlm.data.tokenizer.tokenizer import Tokenizer
+from jaxlm.models.inference.responses import XlaOptions
 from jaxlm.models.inference.sampling import Sampling
 
 
@@ -28,6 +30,7 @@ class SamplerContext:
         export: writes the weights of the model that trains, without adapters, to a new folder in the format of transformers.
             All processes call it.
         vocab_size: all ids of the run's tokens are below this.
+        xla_options, block_sizes: what the training step is compiled with.
     """
 
     layout: Layout
@@ -36,6 +39,8 @@ class SamplerContext:
     progress: Callable[[], None] = lambda: None
     export: Callable[[Any, Path], None] = lambda model, folder: None
     vocab_size: int = LARGEST_INT
+    xla_options: XlaOptions = ()
+    block_sizes: BlockSizes = field(default_factory=BlockSizes)
 
 
 @dataclass(frozen=True)

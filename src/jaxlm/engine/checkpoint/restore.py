@@ -151,8 +151,9 @@ def restore(
     dotted = f"{prefix}." if prefix else ""
     expected = {dotted + path: leaf for path, leaf in manifest(abstract).items()}
     saved = {path: leaf for path, leaf in saved.items() if path.startswith(dotted) and path not in unused}
-    if cast:
-        saved = {path: _cast(leaf, expected[path]) if path in expected else leaf for path, leaf in saved.items()}
+    for path in saved.keys() & expected.keys():
+        if cast or path.startswith("opt_state."):  # whose dtypes follow from those of the model
+            saved[path] = _cast(saved[path], expected[path])
     if fresh is None:
         _compare(verified.location, saved, expected)
     common = saved.keys() & expected.keys()

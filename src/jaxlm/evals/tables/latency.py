@@ -37,7 +37,7 @@ class LatencyTableConfig(TableConfig):
     Attributes:
         prompt_tokens: lengths of prompts; null measures those of 128, 512, 1024 and 2048 that fit.
         new_tokens: numbers of tokens to generate, at least 2; null measures those of 64, 128 and 256 that fit.
-        cache_dtypes: dtypes of the KV cache (float32, bfloat16, int8); null measures the dtype of the parameters.
+        cache_dtypes: dtypes of the KV cache (float32, bfloat16, int8); null measures the dtype of the activations.
         batch_size: texts to generate at once.
         warmup: runs before those that are timed, at least 1: the first one compiles.
         runs: timed runs of each combination in a repeat.

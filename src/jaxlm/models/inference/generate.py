@@ -28,6 +28,7 @@ from jaxlm.models.inference.sampling import Sampling, TokenDistribution, with_to
 from jaxlm.models.inference.stop_strings import StopFunction
 from jaxlm.models.inference.tools.calls import ToolCalls
 from jaxlm.models.inference.unstacked import Generator, unstack
+from jaxlm.models.layers import activation_dtype
 
 CacheDtype = Literal["float32", "bfloat16", "int8"]
 CACHE_DTYPES: dict[str, Any] = {"float32": jnp.float32, "bfloat16": jnp.bfloat16, "int8": jnp.int8}
@@ -49,7 +50,7 @@ class GenerationConfig:
             the batch. Repeated prompts get different continuations.
         stop_ids: tokens that end a continuation. They are not part of the output, unless `with_stop`.
         cache_dtype: dtype of keys and values in the cache, a key of `CACHE_DTYPES`. None uses the dtype of the
-            parameters.
+            activations.
         with_stop: whether the token that ended a continuation is part of the output.
     """
 
@@ -395,7 +396,7 @@ def _prefill(
     Args:
         cache: holds the tokens before the prompts; None creates an empty cache.
         capacity: number of new tokens to reserve space for.
-        dtype: of a new cache; None uses the dtype of the parameters.
+        dtype: of a new cache; None uses the dtype of the activations.
         call_end: the token that ends a call of a tool; None without tools.
         seen: see `_State`, for the whole prompts.
     """
@@ -403,7 +404,7 @@ def _prefill(
     Batch, Width = prompt.tokens.resolve_axis(BATCH), prompt.tokens.resolve_axis(POSITION)
     if cache is None:
         if dtype is None:
-            dtype = next(leaf.dtype for leaf in jax.tree.leaves(model) if eqx.is_inexact_array(leaf))
+            dtype = activation_dtype(model)
         cache = model.init_cache(Batch, Width.size + capacity, dtype)
     first = model.hidden(prompt, cache=cache)
     segment_ids = prompt.segment_ids[POSITION, -1].array

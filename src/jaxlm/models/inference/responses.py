@@ -15,17 +15,44 @@ import jax.numpy as jnp
 import numpy as np
 from haliax import Axis, NamedArray
 
+from jaxlm.core import tree
 from jaxlm.core.axes import BATCH, EMBED, POSITION, VOCAB
+from jaxlm.core.errors import ConfigError
 from jaxlm.core.products.matmul import arranged, einsum
 from jaxlm.core.sharding import current_layout
+from jaxlm.core.tracing import used_arguments
 from jaxlm.models.base import Inputs, LanguageModel
 from jaxlm.models.chunked_loss import soft_capped
 from jaxlm.models.inference.length_switch import next_inputs, rows_that_cross, step_across
 from jaxlm.models.inference.padding import left_padded, padded_length, round_up
 from jaxlm.models.inference.sampling import Sampling, TokenDistribution, with_token
 from jaxlm.models.inference.unstacked import Generator
+from jaxlm.models.layers import activation_dtype
+from jaxlm.models.linear import Linear
 
+XlaOptions = tuple[tuple[str, bool | int | str], ...]
 _NO_TOKEN = -1
+
+
+def check_samples_as_trained(model: LanguageModel) -> None:
+    """Raises `ConfigError` if a training step computes other probabilities than a sampler does with the same weights."""
+    axes = (Axis(BATCH, 1), Axis(POSITION, model.Pos.size))
+    column: Any = NamedArray(jax.ShapeDtypeStruct((1, model.Pos.size), jnp.int32), axes)  # type: ignore[arg-type]
+    key = jax.eval_shape(lambda: jax.random.key(0))
+    read_key, *_ = used_arguments(
+        lambda key, model, inputs: model.hidden(inputs, key=key).final, key, model, Inputs(column, column, column)
+    )
+    fp8 = [path for path, layer in tree.modules_by_path(model, Linear) if layer.fp8 is not None]
+    differences = {
+        f"{''.join(fp8[:1])} multiplies in fp8 (surgery fp8). Remove the surgery": fp8,
+        "it is random (dropout). Set the dropout of the model and of its adapters to 0": read_key,
+    }
+    for difference, applies in differences.items():
+        if applies:
+            raise ConfigError(
+                "data.type: rollouts samples from the model without what it does in training only, so that the ratios of the"
+                f" objective would compare two models. In training, {difference}"
+            )
 
 
 class Noise(NamedTuple):
@@ -65,6 +92,7 @@ def sample_responses(
     sampling: Sampling,
     stop_ids: Sequence[int],
     num_rows: int | None = None,
+    xla_options: XlaOptions = (),
 ) -> Responses:
     """Continues each prompt until a stop token or `max_new_tokens`, all rows at once.
 
@@ -75,7 +103,9 @@ def sample_responses(
         rows: the number of each prompt's row. A row's tokens depend on it, and not on the other rows of the call.
         sampling: with a temperature above 0.
         num_rows: rows of the program, at least as many as prompts; None has as many. Equal numbers compile once.
+        xla_options: what the programs are compiled with.
     """
+    begin, finish, cross = _programs(xla_options)
     num_rows = _program_rows(num_rows or len(prompts))
     numbers = np.zeros(num_rows, np.uint32)
     numbers[: len(rows)] = rows
@@ -83,12 +113,12 @@ def sample_responses(
     stops = np.array([*stop_ids, _NO_TOKEN], np.int32)  # never empty; no token has this id
     inputs = left_padded(prompts, num_rows)
     distribution = sampling.numbers
-    state, keys = _begin(generator.model, inputs, numbers, words, stops, distribution, max_new_tokens)
+    state, keys = begin(generator.model, inputs, numbers, words, stops, distribution, max_new_tokens)
     state = generator.in_step_layout(state)
-    state = _finish(generator.step_model, state, keys, stops, distribution)
+    state = finish(generator.step_model, state, keys, stops, distribution)
     while generator.model.switch_lengths and _waits(generator.model, state):
-        state = _cross(generator.model, generator.step_model, state, keys, stops, distribution)
-        state = _finish(generator.step_model, state, keys, stops, distribution)
+        state = cross(generator.model, generator.step_model, state, keys, stops, distribution)
+        state = finish(generator.step_model, state, keys, stops, distribution)
     return Responses(np.asarray(state.tokens)[: len(prompts)], np.asarray(state.logps)[: len(prompts)])
 
 
@@ -107,7 +137,12 @@ class SamplingPrograms(NamedTuple):
 
 
 def compile_sampling(
-    model: LanguageModel, num_rows: int, prompt_tokens: int, max_new_tokens: int, sampling: Sampling
+    model: LanguageModel,
+    num_rows: int,
+    prompt_tokens: int,
+    max_new_tokens: int,
+    sampling: Sampling,
+    xla_options: XlaOptions = (),
 ) -> SamplingPrograms:
     """Compiles the programs of `sample_responses` for a number of rows and a length of prompts, from shapes alone. Layers are
     stacked, as on all devices except a single CPU.
@@ -120,11 +155,12 @@ def compile_sampling(
     column = NamedArray(tokens, (Axis(BATCH, num_rows), Axis(POSITION, width)))
     numbers, words, stops = shape((num_rows,), jnp.uint32), shape((3,), jnp.uint32), shape((2,), jnp.int32)
     distribution = jax.tree.map(lambda number: shape((), number.dtype), sampling.numbers)
-    lowered = _begin.lower(model, Inputs(column, column, column), numbers, words, stops, distribution, max_new_tokens)
+    begin, finish, _ = _programs(xla_options)
+    lowered = begin.lower(model, Inputs(column, column, column), numbers, words, stops, distribution, max_new_tokens)
     prompts = lowered.compile()
     place = lambda info, sharding: shape(info.shape, info.dtype, sharding=sharding)  # noqa: E731
     state, keys = jax.tree.map(place, lowered.out_info, prompts.output_shardings)
-    others = _finish.lower(model, state, keys, stops, distribution).compile()
+    others = finish.lower(model, state, keys, stops, distribution).compile()
     return SamplingPrograms(prompts, others, (state.cache.keys, state.cache.values))
 
 
@@ -156,7 +192,6 @@ class _State(eqx.Module):
     seen: jax.Array | None
 
 
-@functools.partial(jax.jit, static_argnums=6)
 def _begin(
     model: LanguageModel,
     prompt: Inputs,
@@ -173,9 +208,9 @@ def _begin(
     keys = jax.vmap(functools.partial(jax.random.fold_in, key))(numbers)
     prompt = hax.auto_sharded(prompt)
     Batch, Width = prompt.tokens.resolve_axis(BATCH), prompt.tokens.resolve_axis(POSITION)
-    dtype = next(leaf.dtype for leaf in jax.tree.leaves(model) if eqx.is_inexact_array(leaf))
     # The last token is not read again, so it needs no slot.
-    first = model.hidden(prompt, cache=model.init_cache(Batch, Width.size + max_new_tokens - 1, dtype))
+    cache = model.init_cache(Batch, Width.size + max_new_tokens - 1, activation_dtype(model))
+    first = model.hidden(prompt, cache=cache)
     segment_ids = prompt.segment_ids[POSITION, -1].array
     state = _State(
         first.cache,
@@ -191,6 +226,13 @@ def _begin(
     return _with_next(model, state, first.cache, first.final, keys, stops, distribution), keys
 
 
+@functools.cache
+def _programs(xla_options: XlaOptions) -> tuple[jax.stages.Wrapped, ...]:
+    """The programs that begin, finish and cross a length, once for each set of options: jax's caches know functions."""
+    compiled = functools.partial(jax.jit, compiler_options=dict(xla_options))
+    return compiled(_begin, static_argnums=6), compiled(_finish, donate_argnums=1), compiled(_cross)
+
+
 def _seen(prompt: Inputs, vocab_size: int) -> jax.Array:
     """bool [rows, vocab]: whether a prompt has a token."""
     tokens, is_token = prompt.tokens.array, prompt.segment_ids.array != 0
@@ -198,7 +240,6 @@ def _seen(prompt: Inputs, vocab_size: int) -> jax.Array:
     return nothing.at[jnp.arange(len(tokens))[:, None], tokens].max(is_token)
 
 
-@functools.partial(jax.jit, donate_argnums=1)
 def _finish(
     model: LanguageModel, state: _State, keys: jax.Array, stops: jax.Array, distribution: TokenDistribution
 ) -> _State:
@@ -220,7 +261,6 @@ def _finish(
     return eqx.tree_at(lambda s: (s.tokens, s.logps), state, replicated)
 
 
-@jax.jit
 def _cross(
     model: LanguageModel,
     step_model: Any,

@@ -13,7 +13,7 @@ from jaxlm.core.controls import LR_SCALE, NOWCAST, STRATEGY
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.field_types import NonNegativeFloat
 from jaxlm.optim.adagc import AdaGc
-from jaxlm.optim.base import OptimizerConfig, ParameterGroup, in_float32, scale_by_learning_rate
+from jaxlm.optim.base import OptimizerConfig, ParameterGroup, scale_by_learning_rate
 from jaxlm.optim.portfolio.nowcast import Nowcast
 from jaxlm.optim.portfolio.strategies import TABLES, Strategy
 from jaxlm.optim.portfolio.superset import Superset
@@ -109,7 +109,7 @@ class PortfolioConfig(OptimizerConfig):
     def build(self, groups: Sequence[ParameterGroup], num_steps: int) -> optax.GradientTransformationExtraArgs:
         names, rows = list(self.table), tuple(self.table.values())
         adagc = next((_adagc(row.adagc) for row in rows if row.adagc), None)
-        directions = in_float32(Superset.of(rows, names.index(self._first), self.weight_decay, adagc, groups).build())
+        directions = Superset.of(rows, names.index(self._first), self.weight_decay, adagc, groups).build()
         rate = scale_by_learning_rate(self.schedule(num_steps))
         if self.nowcast is not None:
             return optax.with_extra_args_support(optax.chain(directions, rate, self.nowcast.build()))

@@ -273,7 +273,7 @@ class Superset:
         def decayed(path: str, leaf: Any) -> Any:
             array = directions[path]
             if path in self.decaying:
-                array = array + decay * tree.raw(weights[path]).astype(jnp.float32)
+                array = array + decay * tree.raw(weights[path])
             return with_array(leaf, array if path in self.matrices else array * scale)
 
         return tree.map_leaves(decayed, updates)

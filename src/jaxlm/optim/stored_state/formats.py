@@ -32,7 +32,7 @@ class StateFormat(NamedChoice, abc.ABC):
 
 @choice(StateFormat, "full")
 class Full(StateFormat):
-    """The dtypes that the optimizer computes in: for most, float32, or those of the parameters."""
+    """The dtypes that the optimizer computes in: float32, or float64 for parameters in float64."""
 
     def stored(self, optimizer: optax.GradientTransformationExtraArgs) -> optax.GradientTransformationExtraArgs:
         return optimizer
