@@ -67,6 +67,7 @@ class Driven:
     taken: int = 0
     gone_back: bool = False
     skipped: Callable[[int], bool] = lambda step: False
+    trips: bool = False  # whether the last step of each branch goes wrong
 
     def run(self, until: int, **changes: Any) -> "Driven":
         """Trains to a step, or until the run goes back. Args: changes: metrics that differ, by the last part of their names;
@@ -98,6 +99,9 @@ class Driven:
             self.taken += answer.num_steps * len(losses)
             result = Branched(answer.purpose, 3.0, losses, winner, answer.num_steps)
             self._told(*self.controller.branched(self._done(1), result, self._read()))
+            if self.trips:
+                bad = QUIET | {"telemetry/grad_norm_ratio": 1000.0}
+                self._told(*self.controller.after(self._done(DELAY), bad, self._read()))
         if isinstance(answer, Rewind):
             self.step, self.gone_back = self.state["trusted"], True
             self.state = self.controller.rewound(self._read(), self.step)
@@ -175,6 +179,34 @@ def test_the_budget_bounds_the_steps_of_losing_candidates():
     assert branches(run)[0] == 1500
     free = driven(interval=500, horizon=100, branch_budget=0.0).run(5000)
     assert branches(free) == []
+
+
+def test_a_branch_that_the_run_goes_back_from_is_paid_and_remembered():
+    keys: dict[str, Any] = {"interval": 100, "horizon": 10, "max_candidates": 2, "min_steps_between_switches": 0}
+    safety = Safety(snapshot_interval=50, max_rollbacks_in_a_row=100)
+    run = driven(lambda name: 3.0 if name == "plain" else 3.1, num_steps=10**9, safety=safety, **keys)
+    run.trips = True
+    furthest, paid = 0, 0
+    while run.step < 1500:
+        run.run(1500)
+        furthest = max(furthest, run.step)
+        assert run.state["extra"] >= paid
+        paid = run.state["extra"]
+    num_branches = len(branches(run))
+    assert num_branches == len(run.events("rollback")) == len(run.events("branch")) > 5
+    assert paid == num_branches * (10 + 4) <= 0.1 * furthest  # a losing candidate, and 12 held-out batches
+    assert sum(run.state["bandit"]["counts"].values()) > 1
+
+
+def test_what_a_winner_does_in_its_branch_decides_nothing_else():
+    run = driven(interval=100, horizon=10, branch_budget=1.0, min_steps_between_switches=0, num_steps=1000).run(100)
+    assert branches(run) == [100]
+    before = dict(run.state)
+    for step in (101, 105, 110):
+        done = DoneStep(step, False, False, step / 1000, step + DELAY)
+        state, answer = run.controller.after(done, QUIET | {"telemetry/is_plateau": 1.0}, run.state)
+        assert answer is None
+        assert state | {"healthy": before["healthy"]} == before
 
 
 def test_the_strategy_that_wins_is_the_one_that_is_tried_most():

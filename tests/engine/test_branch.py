@@ -345,6 +345,8 @@ def test_a_step_of_the_winner_may_make_the_run_go_back():
     assert max(result.rates) == 6
     remembered = result.saver.history.controllers["branches"]
     assert remembered["controls"] == {"lr_scale": 0.1}
+    assert remembered["state"] == [8, "double", 4]
+    assert [fields["event"] for _, _, fields in result.notes] == ["branch"]
 
 
 @pytest.mark.slow

@@ -244,7 +244,10 @@ class Controller(abc.ABC):
         return False
 
     def branched(self, step: DoneStep, result: Branched, state: Json) -> tuple[Json, Answer]:
-        """The new state, and what to do, after a branch of this controller. The controls are those of the winner already."""
+        """The new state, and what to do, after a branch of this controller. The controls are those of the winner already.
+
+        Its cost is spent, so this comes before `after` is called for the winner's steps, from which the run may go back.
+        """
         raise AssertionError(f"{self.name} does not branch")
 
 

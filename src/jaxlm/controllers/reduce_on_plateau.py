@@ -6,11 +6,11 @@ Source: `torch.optim.lr_scheduler.ReduceLROnPlateau`, whose names and rules thes
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from jaxlm.controllers.base import Controller, ControllerConfig, Decision, DoneStep, OptimizerFacts, SetControls
 from jaxlm.core.controls import LR_SCALE
-from jaxlm.core.field_types import BelowOne, LearningRate, NonNegativeFloat, NonNegativeInt
+from jaxlm.core.field_types import STEPS_OF_PHASE, BelowOne, LearningRate, NonNegativeFloat, NonNegativeInt
 from jaxlm.reading.choices import choice
 
 
@@ -37,7 +37,7 @@ class ReduceOnPlateauConfig(ControllerConfig):
     metric: str = "eval/loss"
     mode: Literal["min", "max"] = "min"
     factor: BelowOne = 0.1
-    patience: NonNegativeInt = 10
+    patience: Annotated[NonNegativeInt, STEPS_OF_PHASE] = 10
     threshold: NonNegativeFloat = 1e-4
     threshold_mode: Literal["rel", "abs"] = "rel"
     cooldown: NonNegativeInt = 0

@@ -65,6 +65,9 @@ BelowOne = Annotated[float, Interval(ge=0, lt=1)]
 """Probabilities of dropout, decay rates of moving means."""
 Seconds = Annotated[float, Interval(ge=0.001, le=LARGEST_INT)]
 """To wait. The clocks of systems end at some 1e10 seconds."""
+STEPS_OF_PHASE = "steps of a phase"
+"""Marks a number of steps after which something happens, `Annotated[PositiveInt, STEPS_OF_PHASE]`: in a shorter phase it
+never does, which the start of a run says."""
 LearningRate = Annotated[float, Interval(ge=0, le=1000)]
 ScheduleLength = NonNegativeInt | Annotated[float, Interval(ge=0, le=LARGEST_INT)]
 """An integer is a number of steps, so 1 is one step. A float up to 1.0 is a fraction, so 1.0 is all; above, whole steps."""
@@ -85,6 +88,14 @@ def hints_of(kind: type) -> Mapping[str, Any]:
     """Field -> type of a dataclass. Of what annotates the types, only ranges are kept."""
     hints = typing.get_type_hints(kind, include_extras=True)
     return {name: _with_range_alone(hint) for name, hint in hints.items()}
+
+
+@functools.cache
+def phase_steps_of(kind: type) -> tuple[str, ...]:
+    """The fields of a dataclass that are marked as `STEPS_OF_PHASE`."""
+    hints = typing.get_type_hints(kind, include_extras=True)
+    is_marked = lambda hint: any(STEPS_OF_PHASE in getattr(one, "__metadata__", ()) for one in _members(hint))  # noqa: E731
+    return tuple(name for name, hint in hints.items() if is_marked(hint))
 
 
 def _with_range_alone(hint: Any) -> Any:

@@ -115,7 +115,7 @@ class Control:
     def take_effect(self, state: RunState, step: int) -> tuple[RunState, Next | None]:
         """Puts the controls that are due after `step` into the state. Returns how the phase ends, if it ends here.
 
-        A branch that is due stays so until `branched`.
+        A branch that is due stays so until `branched`, after which `take_effect` follows.
         """
         ended = None
         for controller in self._phase.controllers:
@@ -141,11 +141,8 @@ class Control:
         """The state with the controls of a candidate of a branch."""
         return self._with_controls(state, changes)
 
-    def branched(self, state: RunState, step: int, branch: Branch, result: Branched) -> tuple[RunState, Next | None]:
-        """Asks the controller what follows from its branch, which has ended after `step`. Returns what `take_effect` does.
-
-        Args:
-            state: of the winner.
+    def branched(self, step: int, branch: Branch, result: Branched) -> None:
+        """Asks the controller what follows from its branch, which has ended after `step`, before it learns of its steps.
 
         Raises:
             StopRunError: the controller ends the run.
@@ -162,7 +159,6 @@ class Control:
         decision = self._noted(controller, step, answer)
         assert decision is None or isinstance(decision, SetControls), f"{controller.name}: {decision} after a branch"
         self._remember(controller, self._after(before, decision, done, takes_effect_now=True))
-        return self.take_effect(state, step)
 
     def after_step(self, step: int, metrics: Mapping[str, float], is_whole: bool) -> Rewind | None:
         """Asks the controllers that need metrics of a training step. Returns how the run goes back, if it does.

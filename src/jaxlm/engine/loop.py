@@ -96,6 +96,7 @@ class TrainingLoop:
             with at.clock.during(Activity.SAVE):
                 at.saver.save(self.state, self.step, at.batches.state(), forced=True)
             return Interrupted(result.signal)
+        at.control.branched(end, branch, result.branched)  # before its steps may send the run back
         for step, taken in enumerate(result.taken, self.step + 1):
             seconds = result.seconds / len(result.taken)
             at.metrics.push(step, taken.report, taken.loading_s, taken.of_batch, seconds=seconds)
@@ -103,7 +104,7 @@ class TrainingLoop:
         at.metrics.drain()
         if at.metrics.rewind is not None:
             return at.metrics.rewind
-        self.state, ended = at.control.branched(self.state, end, branch, result.branched)
+        self.state, ended = at.control.take_effect(self.state, end)
         return ended
 
     def _between(self, before: int) -> Outcome | None:

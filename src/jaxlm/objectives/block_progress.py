@@ -3,13 +3,14 @@ rate. Every number is a vector with an entry for each block, so that a decision 
 """
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Annotated, Literal
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 
 from jaxlm.core.field_types import (
+    STEPS_OF_PHASE,
     BelowOne,
     NonNegativeFloat,
     PositiveFloat,
@@ -38,9 +39,9 @@ class Convergence:
     """
 
     target: PositiveFloat | None = None
-    patience: PositiveInt | None = None
+    patience: Annotated[PositiveInt, STEPS_OF_PHASE] | None = None
     min_delta: NonNegativeFloat = 0.0
-    max_steps: PositiveInt | None = None
+    max_steps: Annotated[PositiveInt, STEPS_OF_PHASE] | None = None
     min_steps: PositiveInt = 1
     decay: BelowOne = 0.9
 
@@ -58,7 +59,7 @@ class Autotune:
     """
 
     mode: Literal["off", "monitor", "active"] = "off"
-    patience: PositiveInt = 100
+    patience: Annotated[PositiveInt, STEPS_OF_PHASE] = 100
     decay: ProperFraction = 0.5
     min_scale: PositiveFraction = 0.01
     spike_std: PositiveFloat = 3.0

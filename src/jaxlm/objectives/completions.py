@@ -3,7 +3,7 @@
 import abc
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar
 
 import equinox as eqx
 import haliax as hax
@@ -13,7 +13,7 @@ from haliax import NamedArray
 
 from jaxlm.core.axes import BATCH, PAIR, POSITION
 from jaxlm.core.errors import ConfigError
-from jaxlm.core.field_types import NonNegativeInt, PositiveFraction
+from jaxlm.core.field_types import STEPS_OF_PHASE, NonNegativeInt, PositiveFraction
 from jaxlm.core.tree import is_named
 from jaxlm.core.values.batch_types import PairBatch, TokenBatch
 from jaxlm.models.base import AuxLoss, Inputs, LanguageModel
@@ -133,7 +133,7 @@ class ReferencedObjective(ObjectiveConfig):
 
     reference: str | None = field(default=None, kw_only=True)
     cache: bool = field(default=False, kw_only=True)
-    sync_interval: NonNegativeInt = field(default=0, kw_only=True)
+    sync_interval: Annotated[NonNegativeInt, STEPS_OF_PHASE] = field(default=0, kw_only=True)
     sync_mixup: PositiveFraction = field(default=_WHOLE, kw_only=True)
 
     @property

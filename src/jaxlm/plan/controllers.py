@@ -10,7 +10,6 @@ from jaxlm.core import controls
 from jaxlm.core.errors import ConfigError
 from jaxlm.data.config import DataConfig
 from jaxlm.engine.metric_names import EVAL_PREFIX
-from jaxlm.engine.phases import Phase
 from jaxlm.plan.run_config import PhaseConfig, RunConfig
 
 _MAX_LISTED = 12  # metrics in a message
@@ -58,32 +57,6 @@ def phase_controllers(config: RunConfig, phase: PhaseConfig, index: int) -> tupl
             )
         made.append(controller)
     return tuple(made)
-
-
-def controller_notes(config: RunConfig, phases: Sequence[Phase]) -> list[str]:
-    """What of controllers, and of what optimizers measure for them, has no effect."""
-    written = [phase.controllers for phase in config.phases] or [None]
-    shared = [phase for phase, controllers in zip(phases, written, strict=True) if controllers is None]
-    sections = [("trainer.controllers", config.trainer.controllers, shared)]
-    for phase, controllers in zip(phases, written, strict=True):
-        sections.append((f"phases.{phase.index}.controllers", controllers or [], [phase]))
-    notes = []
-    for path, controllers, users in sections:
-        spans = [range(phase.start + 1, phase.end + 1) for phase in users]
-        steps = " and ".join(f"{span.start} to {span.stop - 1}" for span in spans)
-        if controllers and not spans:
-            notes.append(f"{path}: no effect, because each phase has controllers of its own")
-        for number, section in enumerate(controllers if spans else []):
-            if lines := section.without_effect(spans):
-                notes.append(f"{path}.{number}: no effect in steps {steps}: {'; '.join(lines)}")
-    moving = [phase.optimizer for phase in phases if controls.NOWCAST in phase.controls]
-    for phase in phases:
-        if phase.optimizer.nowcast_window is not None and phase.optimizer not in moving:
-            notes.append(
-                f"optimizer.nowcast of phase '{phase.name}': no controller moves the weights, so it only costs memory. Give"
-                " the orchestrator a section nowcast and mode: active, or, in a new run, remove it"
-            )
-    return notes
 
 
 def check_metric(

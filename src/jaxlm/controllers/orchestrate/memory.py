@@ -22,6 +22,7 @@ class Memory:
         on_plateau: whether the loss had stopped falling already.
         planned_until: the step up to which `switch_at` is done.
         trying: why a branch is under way; None if there is none.
+        branched_until: the last step of the last branch.
         extra: what branches have cost, in steps.
         snapshots: purpose -> step of a checkpoint to go back to.
         next_snapshot: step of the next one.
@@ -44,6 +45,7 @@ class Memory:
     on_plateau: bool = False
     planned_until: int = 0
     trying: str | None = None
+    branched_until: int = 0
     extra: int = 0
     snapshots: Mapping[str, int] = field(default_factory=dict)
     next_snapshot: int = 0
@@ -53,3 +55,7 @@ class Memory:
     skipped: int = 0
     extrapolated: int | None = None
     rejections: int = 0
+
+    def is_branching(self, step: int) -> bool:
+        """Whether a branch is to begin, or had this step."""
+        return self.trying is not None or step <= self.branched_until

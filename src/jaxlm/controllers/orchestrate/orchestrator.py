@@ -290,6 +290,7 @@ class Orchestrator(Controller):
             replace(
                 memory,
                 trying=None,
+                branched_until=min(memory.branched_until, step),
                 decided=min(memory.decided, step),
                 switched=None if memory.switched is None else min(memory.switched, step),
                 extrapolated=None if memory.extrapolated is None else min(memory.extrapolated, step),
@@ -312,7 +313,7 @@ class Orchestrator(Controller):
     def branched(self, step: DoneStep, result: Branched, state: Json) -> tuple[Json, Answer]:
         memory = Memory(**state)
         reason, extra = memory.trying, self.config.extra_steps(len(result.losses), result.num_steps)
-        memory = replace(memory, trying=None, extra=memory.extra + extra)
+        memory = replace(memory, trying=None, branched_until=step.number, extra=memory.extra + extra)
         losses = {name: loss if math.isfinite(loss) else None for name, loss in result.losses.items()}
         note = {"before": result.before, "losses": losses, "until": step.number, "extra_steps": extra}
         if result.purpose == _NOWCAST:
@@ -338,7 +339,7 @@ class Orchestrator(Controller):
         cause = None if safety is None else safety.trip(metrics, skipped)
         if safety is not None and cause is not None:
             return self._recovered(safety, step, cause, memory)
-        if memory.trying is not None:
+        if memory.is_branching(step.number):
             return memory, None
         memory, reason = self._boundary(step, metrics, memory)
         if reason == "manual":
@@ -415,7 +416,11 @@ class Orchestrator(Controller):
             recent = memory.switched is not None and step.number - memory.switched < safety.snapshot_interval
             return (memory, None) if recent else (replace(memory, switched=step.number), Noted(None, [note]))
         if purpose is None:
-            return (memory, None) if memory.trying else self._switched(memory, "safety", safety.strategy, step, cause)
+            return (
+                (memory, None)
+                if memory.is_branching(step.number)
+                else self._switched(memory, "safety", safety.strategy, step, cause)
+            )
         rollbacks = 1 if memory.healthy > safety.snapshot_interval else memory.rollbacks + 1
         if rollbacks > safety.max_rollbacks_in_a_row:
             raise RollbacksError(
