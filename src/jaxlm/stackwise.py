@@ -155,6 +155,12 @@ def _phases(
         raise ConfigError(
             "time_interpretation: depth given with stacks on both sides, whose order is not that of training"
         )
+    last = stacks[-1]
+    if last.precision is not None and STORED_AS[last.precision] is not None:
+        print(
+            f"note: stack {last.number}: precision {last.precision} has no effect: it says how a stack is stored in the trunk"
+            " of the next one, and this one is the last"
+        )
     for stack in stacks:
         keys = {**preset, "stacks": len(stacks), "at": (stack if stack.number else stacks[1]).place}
         keys["trunk"] = stack.trunk or preset["trunk"]

@@ -146,8 +146,9 @@ class TestKeys:
         [
             (
                 {},
-                r"data\.validation_split: 'validation' given, .* has no such split\. Choose one of: test, train, or null",
+                r"data\.validation_split: 'validation' is the default, but .*\. Choose one of: test, train, or null",
             ),
+            ({"validation_split": "tset"}, r"data\.validation_split: 'tset' given, but .* has no such split"),
             ({"split": "tarin"}, r"data\.split: 'tarin' given, .*Choose one of: test, train"),
             ({"name": "main"}, r"data\.name: has no effect on .*saved"),
             ({"train_urls": ["x.txt"]}, r"data\.id: given together with data\.train_urls"),

@@ -101,6 +101,7 @@ def times(phase: int) -> Any:
 
 
 TIMED: dict[str, Entry] = {
+    "preset.depth_times.order": Change("training", Value(times(0), [0.0, 0.0])),
     "preset.depth_times.mapping": Change([0, 100, 299], Value(times(1), [100 / 299] * 2)),
     "preset.depth_times.time_per_stack": Change(1, Value(times(1), [0.5, 0.5])),
     "preset.depth_times.num_time_steps": Change(4, Value(times(1), [2 / 3, 2 / 3])),

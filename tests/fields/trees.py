@@ -267,7 +267,7 @@ BASES: dict[str, Tree] = {
         preset={"type": "progressive", "stacks": 3, "steps_per_stack": 4, "trunk": "lora", "lora": {}}
     ),
     "timed stacks": merged(
-        tree(preset={"type": "progressive", "stacks": 3, "steps_per_stack": 4, "at": "prepend", "depth_times": {}}),
+        tree(preset={"type": "progressive", "stacks": 3, "steps_per_stack": 4, "depth_times": {}}),
         {
             "model": {"use_bidirectional_attention": True},
             "objective": {"type": "mlm"},

@@ -1,5 +1,7 @@
 """Caramba's manifests become jaxlm's configuration: every key is translated, or noted, or refused."""
 
+import contextlib
+import copy
 import re
 from collections.abc import Mapping
 from dataclasses import replace
@@ -303,6 +305,10 @@ BLOCKWISE = [
         {"refs.teacher.sanity": {"max_loss": 5.0, "max_perplexity": 50.0, "batches": 4}},
     ),
     ({"teacher_sanity_check": False}, {"refs.teacher.sanity": "missing"}),
+    ({}, {"refs.teacher.dtype": "float32", "trainer.mp": "f32"}),
+    ({"dtype": "float32", "use_amp": True}, {"refs.teacher.dtype": "float32"}),
+    ({"dtype": "float16"}, {"refs.teacher.dtype": "float16"}),
+    ({"dtype": "auto"}, {"refs.teacher.dtype": "bfloat16"}),
     ({}, {"phases.0.surgery": [{"type": "decouple", "method": "svd_joint", "sem_dim": 16, "geo_dim": 32}]}),
     ({"dba_init": "random"}, {"phases.0.surgery.0.method": "random"}),
     ({"dba_init": "fresh"}, {"phases.0.surgery.0.method": "fresh"}),
@@ -374,6 +380,31 @@ def test_a_key_without_an_effect_is_noted(train: dict[str, Any], tmp_path: Path)
     key = list(inner)[-1] if isinstance(inner, dict) else list(train)[-1]
     assert tree == plain
     assert f"{key}: " in notes
+
+
+FULL_SHARD = {"strategy": "FSDP", "fsdp_mixed_precision": True}
+
+
+@pytest.mark.parametrize(
+    ("train", "followed", "note"),
+    [
+        (
+            {"use_amp": True, "dtype": "bfloat16"},
+            "float16",
+            "amp_dtype: the computation is in float16, .* not as dtype",
+        ),
+        ({"dtype": "float32", "distributed": FULL_SHARD}, "bfloat16", r"fsdp_mixed_precision: .* as dtype \(float32\)"),
+        ({"use_amp": True, "distributed": FULL_SHARD}, "float16", r"as distributed\.fsdp_mixed_precision \(bfloat16\)"),
+        ({"use_amp": True, "amp_dtype": "auto", "dtype": "bfloat16"}, "bfloat16", None),
+        ({"use_amp": True}, "float16", None),
+        ({"distributed": FULL_SHARD}, "bfloat16", None),
+    ],
+    ids=str,
+)
+def test_of_two_keys_for_one_precision_the_note_says_which_was_followed(train, followed, note, tmp_path: Path):
+    tree, notes = translate(tmp_path, standard(**train))
+    assert tree["trainer"]["mp"] == f"p=f32,c={followed}"
+    assert re.search(note, notes) if note else "the computation is in" not in notes
 
 
 def test_what_asks_for_nothing_is_not_noted(tmp_path: Path):
@@ -659,6 +690,113 @@ def test_variables_keep_their_types_and_may_be_overridden(tmp_path: Path):
     )
     assert (config.trainer.train_batch_size, config.optimizer.learning_rate, config.model.seq_len) == (9, 1e-4, 16)
     assert config.trainer.id == "m-one"
+
+
+def test_variables_that_nothing_uses_are_noted(tmp_path: Path):
+    top = {"vars": {"n": 7, "width": 64, "also": "${width}", "escaped": 1, "odd": "$${escaped}"}}
+    _, notes = translate(tmp_path, standard(batch_size="${n}"), top=top)
+    assert re.findall(r"vars\.(\w+): not used", notes) == ["also", "escaped", "odd"]
+    (tmp_path / "m.yml").write_text(GUIDE["Training a Small Transformer"])
+    notes = "\n".join(from_caramba(load_yaml(tmp_path / "m.yml"), Selection(None, {})).notes)
+    assert re.findall(r"vars\.(\w+): not used", notes) == ["d_model", "n_heads", "n_layers"]
+
+
+@pytest.mark.parametrize(
+    "fragment",
+    [
+        {"targets": [standard()]},
+        {"trainer": "trainer.standard", "runs": standard()["runs"]},
+        {"runs": [{"id": "a", "verify": {"type": "compare"}}]},
+        {"train": {"phase": "standard", "lr": 0.1}},
+    ],
+    ids=lambda fragment: next(iter(fragment)),
+)
+def test_a_part_of_a_manifest_is_told_to_say_so(fragment: dict[str, Any], tmp_path: Path):
+    (tmp_path / "part.yml").write_text(yaml.safe_dump(fragment, sort_keys=False))
+    with pytest.raises(
+        ConfigError, match=r"part\.yml:\d+: \w+: as in caramba's manifests, .* Add version: 2 at its top"
+    ):
+        load_config(["--config_path", str(tmp_path / "part.yml")], "jaxlm.train")
+
+
+CONVERGING = {"convergence_target": 0.02}
+TUNED = {"blockwise_autotune_enabled": True, "blockwise_autotune_mode": "active"}
+BASES = {
+    "standard": standard(),
+    "amp": standard(use_amp=True),
+    "sharded": standard(distributed=FULL_SHARD),
+    "accumulated": standard(gradient_accumulation_steps=2),
+    "orchestrated": standard(orchestrator_enabled=True),
+    "orchestrated, adagc": standard(orchestrator_enabled=True, orchestrator_use_adagc=True),
+    "monitored": standard(orchestrator_enabled=True, orchestrator_mode="monitor"),
+    "disabled": standard(orchestrator_enabled=True, orchestrator_mode="disabled"),
+    "blockwise": blockwise(),
+    "converging": blockwise(**CONVERGING),
+    "tuned": blockwise(**TUNED),
+    "monitored blocks": blockwise(**{**TUNED, "blockwise_autotune_mode": "monitor"}),
+}
+# Key -> a value, or a tuple of values, of which one has to have an effect.
+OF_THE_GUIDE: dict[str, Any] = {
+    "batch_size": 3,
+    "block_size": 64,
+    "lr": 0.25,
+    "device": "cuda",
+    "dtype": ("bfloat16", "float16"),
+    "cache_teacher_outputs": True,
+    "convergence_target": 0.5,
+    "convergence_patience": 7,
+    "convergence_max_steps": 9,
+    "weight_decay": 0.5,
+    "beta1": 0.5,
+    "beta2": 0.5,
+    "grad_clip": 0.5,
+    "warmup_steps": 3,
+    "lr_schedule": "linear",
+    "min_lr": 1e-5,
+    "use_amp": True,
+    "amp_dtype": "bfloat16",
+    "compile_model": True,
+    "gradient_accumulation_steps": 4,
+    "activation_checkpointing": True,
+    "activation_checkpoint_threshold": 2,
+    "num_workers": 4,
+    "pin_memory": True,
+    "orchestrator_enabled": True,
+    "orchestrator_decision_interval": 7,
+    "orchestrator_eval_horizon": 7,
+    "orchestrator_initial_strategy": "aggressive_adamw",
+    "orchestrator_safety_strategy": "sgd_escape",
+    "orchestrator_max_loss_increase": 3.0,
+    "orchestrator_use_adagc": True,
+    "orchestrator_use_nowcasting": True,
+    "orchestrator_adagc_warmup": 7,
+    "orchestrator_adagc_threshold": 7.0,
+    "blockwise_autotune_enabled": True,
+    "blockwise_autotune_mode": "active",
+    "blockwise_autotune_plateau_patience": 7,
+    "blockwise_autotune_lr_decay": 0.7,
+    "blockwise_autotune_min_lr": 1e-5,
+    "blockwise_autotune_log_every": 5,
+}
+
+
+@pytest.mark.parametrize("name", BASES)
+def test_no_key_of_the_guide_is_ignored_silently(name: str, tmp_path: Path):
+    """It changes the translation, adds a note, or is refused."""
+
+    def translated(**keys: Any) -> Any:
+        manifest = copy.deepcopy(BASES[name])
+        manifest["runs"][0]["train"] |= keys
+        return translate(tmp_path, manifest)
+
+    plain, given = translated(), BASES[name]["runs"][0]["train"]
+    silent = []
+    for key, value in OF_THE_GUIDE.items():
+        with contextlib.suppress(ConfigError):
+            values = value if isinstance(value, tuple) else (value,)
+            if all(given.get(key) != one and translated(**{key: one}) == plain for one in values):
+                silent.append(key)
+    assert silent == []
 
 
 def run(**keys: Any) -> dict[str, Any]:

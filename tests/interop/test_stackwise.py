@@ -95,6 +95,8 @@ TRANSLATED: list[tuple[dict[str, Any], dict[str, Any]]] = [
     (config({"new_stack_precision": "qlora"}), {"trainer.mp": "f32", "preset.store": "nf4"}),
     (config({"cache_activations": True, **CLM}), {"preset.cache": True}),
     (config({"cache_activations": False, **CLM}), {"preset.cache": "missing"}),
+    (config(CLM), {"preset.cache": True}),
+    (config(QLORA), {"preset.cache": "missing"}),
     (config({"cache_activations": True}), {"preset.cache": True, "data.masking.mask_replicas": 1}),
     (config({"max_stacks": 2}, {"time_step_mask_fractions": [0.1, 0.9]}), {MASKS: [0.1, 0.9]}),
     (config({"training_objective": "mlm"}), {"objective.type": "mlm", "data.masking.mode": "fixed_count"}),
@@ -102,7 +104,7 @@ TRANSLATED: list[tuple[dict[str, Any], dict[str, Any]]] = [
     (config({"training_objective": "custom"}), {"objective.type": "custom", "data.type": "labeled"}),
     (
         config({"training_objective": "diffusion", **INPUT}),
-        {"objective.type": "diffusion", "data.masking": {"mask_schedule_type": "linear"}},
+        {"objective.type": "diffusion", "data.masking": {"mask_schedule_type": "linear", "mask_replicas": 1}},
     ),
     (config(INPUT), {"model.time_embedding": {"type": "sinusoidal", "dim": 512}, MASKS: FRACTIONS}),
     (config({**INPUT, "time_embedding_dim": 64}), {"model.time_embedding.dim": 64}),
@@ -426,7 +428,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         config({"enabled": False, "new_stack_precision": "qlora"}),
         r"new_stack_precision: 'qlora' given, but weights that train",
     ),
-    "mapping": (config({"stack_time_mapping": "custom"}), r"stack_time_mapping: 'custom' given\. A function cannot"),
+    "mapping": (config({"stack_time_mapping": "custom"}), r"stack_time_mapping: 'custom' given\. A function can only"),
     "no adapters": (
         config({**QLORA, "qlora_enabled": False}),
         r"qlora_enabled: false given with trunk_strategy: qlora",
@@ -710,7 +712,7 @@ def test_the_yaml_of_the_guide(text: str, tmp_path: Path):
         "at": "append",
         "trunk": "frozen",
         "depth_times": times,
-        **({"cache": True} if text is PROGRESSIVE else {}),
+        "cache": True,
     }
 
 

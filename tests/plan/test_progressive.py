@@ -213,6 +213,8 @@ def test_the_stack_beside_the_head_has_the_least_noise():
     assert [phase.name for phase in config.phases] == ["stack_0", "stack_1", "polish_1", "stack_2", "polish_2"]
     assert fractions(config) == [rising[number] for number in (0, 1, 1, 2, 2)]
     assert fractions(timed(at="append")) == rising[::-1]
+    assert fractions(timed(at="append", depth_times={"order": "training"})) == rising
+    assert fractions(timed(at="prepend", depth_times={"order": "training"})) == rising
     rows = dict(preset_rows(config.preset, encode(config)))
     assert "trains new_stack, time step 299 of 300, mask fraction 1" in rows["  stack_2"]
     assert all(phase.data.vocab_size == 300 and phase.data.masking.min_mask_fraction == 0.1 for phase in config.phases)

@@ -320,6 +320,11 @@ def test_partial_checkpoints_list_missing_and_unused_arrays(trainings):
 
 REFUSED = {
     "load_checkpoint": ({"load_checkpoint": True}, "load_checkpoint: true given, but there is no checkpoint at"),
+    "nothing to resume": ({"load_checkpoint_path": "nowhere"}, "load_checkpoint_path: no checkpoint at nowhere"),
+    "required": (
+        {"load_checkpoint": True, "load_checkpoint_path": "nowhere"},
+        "load_checkpoint_path: no checkpoint at nowhere",
+    ),
     "nothing there": ({"initialize_from": "nowhere"}, "initialize_from: no checkpoint at nowhere"),
     "nothing to go on from": ({"initialize_from_state": "nowhere"}, "initialize_from_state: no checkpoint at nowhere"),
     "both": ({"initialize_from": "a", "initialize_from_state": "b"}, "Remove one of them"),
@@ -340,13 +345,6 @@ def test_impossible_starts_are_refused_before_anything_is_written(trainings, cas
 def test_starting_over_existing_checkpoints_is_refused(trainings):
     with pytest.raises(ConfigError, match="load_checkpoint: false given, but the run 'part' already has checkpoints"):
         trainings.run("part", 4, trainer={"load_checkpoint": False})
-
-
-@pytest.mark.slow
-def test_load_if_possible_reports_where_it_found_nothing(trainings):
-    trainings.run("possible", 2, trainer={"load_checkpoint_path": "nowhere"})
-    assert "no checkpoint at nowhere" in trainings.output
-    assert sorted(trainings.losses("possible")) == [1, 2]
 
 
 @pytest.mark.slow

@@ -12,7 +12,7 @@ import yaml
 from jaxlm.core.distributed import DistributedConfig
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.redaction import redacted, remember_secrets, without_secrets
-from jaxlm.interop.caramba.from_caramba import from_caramba, is_caramba
+from jaxlm.interop.caramba.from_caramba import check_version, from_caramba, is_caramba
 from jaxlm.interop.hf.model_section import with_hf_model
 from jaxlm.interop.levanter.from_levanter import from_levanter
 from jaxlm.interop.stackwise.from_stackwise import from_stackwise, is_stackwise
@@ -122,6 +122,7 @@ def _resolved(source: ConfigSource, selection: Selection, kind: type[RunConfig])
     remember_secrets(source.tree)
     if is_caramba(source.tree):
         return from_caramba(source, selection)
+    check_version(source)
     if is_stackwise(source.tree, {VARS, TARGETS, ENTRYPOINTS, *(field.name for field in fields(kind))}):
         resolve(ConfigSource({}), selection, kind)  # it has neither targets nor variables
         try:

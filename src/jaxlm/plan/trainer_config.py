@@ -73,7 +73,7 @@ class StartConfig:
             after it are set aside, not deleted, and the records of the steps that follow have a new `attempt`.
         initialize_from: load only the model weights from a checkpoint, given as in `load_checkpoint_path`. Step, optimizer
             state and data position start from zero.
-        initialize_from_state: like `load_checkpoint_path`, but fails if no checkpoint is found.
+        initialize_from_state: the same as `load_checkpoint_path`, which comes first.
         allow_partial_checkpoint: initialize parameters that are missing from the checkpoint, and ignore parameters that
             only the checkpoint has. Both are listed.
         allow_changes: what may differ from the run's last start: `data`, `tokenizer`, `refs`. They are compared by content,

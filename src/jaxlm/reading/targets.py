@@ -19,7 +19,7 @@ from typing import Any
 from jaxlm.core.errors import ConfigError, did_you_mean, listed
 from jaxlm.reading.decode import config_error, drop_stale_keys
 from jaxlm.reading.overrides import option_tree, override
-from jaxlm.reading.variables import VARS, is_option_of_variables, overridden, substituted, variables_of
+from jaxlm.reading.variables import VARS, is_option_of_variables, overridden, substituted, unused, variables_of
 from jaxlm.reading.yaml import ConfigSource
 
 TARGETS, ENTRYPOINTS, DEFAULT = "targets", "entrypoints", "default"
@@ -80,11 +80,12 @@ def resolve(source: ConfigSource, selection: Selection, kind: type) -> Resolved:
     target = entrypoint(source, targets, selection.target)
     over = {} if target is None else targets[target] or {}
     variables = variables_of(tree, source) | variables_of(over, source, (TARGETS, target or "", VARS))
+    idle = unused(variables, tree)
     variables = overridden(variables, selection.variables)
     base = {key: value for key, value in tree.items() if key not in (VARS, TARGETS, ENTRYPOINTS)}
     base = {key: substituted(source, (key,), variables) for key in base}
     if target is None:
-        return Resolved(ConfigSource(base, source.marks), None)
+        return Resolved(ConfigSource(base, source.marks), None, idle)
 
     path = (TARGETS, target)
     keys = {key: substituted(source, (*path, key), variables) for key in over if key != VARS}
@@ -96,7 +97,7 @@ def resolve(source: ConfigSource, selection: Selection, kind: type) -> Resolved:
         if place[:2] == path and len(place) > 2:
             first = tuple(int(part) if part.isdecimal() else part for part in str(place[2]).split("."))
             changed.marks[(*first, *place[3:])] = mark
-    return Resolved(changed, target, tuple(notes))
+    return Resolved(changed, target, (*idle, *notes))
 
 
 def entrypoint(source: ConfigSource, targets: Collection[str], wanted: str | None) -> str | None:

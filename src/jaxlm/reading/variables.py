@@ -6,7 +6,7 @@ A text that is nothing but `${name}` becomes the value itself, with its type. In
 
 import copy
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from jaxlm.core.errors import ConfigError, did_you_mean, listed
@@ -54,6 +54,22 @@ def overridden(variables: Mapping[str, Any], options: Mapping[str, Any]) -> dict
         if name not in variables:
             raise ConfigError(f"command line: --{VARS}.{name}: {_undefined(name, variables)}")
     return merge(variables, given)
+
+
+def unused(names: Iterable[str], tree: Mapping[str, Any]) -> tuple[str, ...]:
+    """A note for each variable that a configuration uses nowhere."""
+    used = {use[2] for text in _texts(tree, set()) for use in _USE.finditer(text) if not use[1]}
+    return tuple(f"{VARS}.{name}: not used: ${{{name}}} is nowhere in the file" for name in names if name not in used)
+
+
+def _texts(value: Any, seen: set[int]) -> Iterator[str]:
+    """The texts of a tree. What YAML's aliases repeat is read once."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, dict | list) and id(value) not in seen:
+        seen.add(id(value))
+        for item in value.values() if isinstance(value, dict) else value:
+            yield from _texts(item, seen)
 
 
 def is_option_of_variables(name: str) -> bool:

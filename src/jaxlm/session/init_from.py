@@ -282,18 +282,18 @@ def check_init_from(plan: Plan) -> None:
         for phase in plan.phases:
             plan.state_builder.initial_leaves(phase)  # raises for files that a surgery cannot use
     other = trainer.load_checkpoint_path
-    if trainer.load_checkpoint and not own_checkpoints and (other is None or not _checkpoints_at(other, trainer)):
+    if trainer.load_checkpoint and not own_checkpoints and other is None:
         raise ConfigError(
-            f"trainer.load_checkpoint: true given, but there is no checkpoint at {other or plan.checkpoints.location}"
+            f"trainer.load_checkpoint: true given, but there is no checkpoint at {plan.checkpoints.location}"
         )
-    for name in ("initialize_from", "initialize_from_state"):
+    for name in ("load_checkpoint_path", "initialize_from", "initialize_from_state"):
         path = getattr(trainer, name)
         if path is not None and not own_checkpoints and not _checkpoints_at(path, trainer):
             raise ConfigError(
                 f"trainer.{name}: no checkpoint at {path}. Set it to a checkpoint, a run's checkpoint folder, or a folder of"
-                " runs"
+                " runs, or remove it to start without one"
             )
-    if own_checkpoints or (other is not None and _checkpoints_at(other, trainer)):
+    if own_checkpoints or other is not None:
         return
     if trainer.initialize_from is not None:
         newest = _checkpoints_at(trainer.initialize_from, trainer)[-1]
@@ -305,12 +305,8 @@ def check_hf_weights(plan: Plan, num_tokens: int) -> None:
     unless the Hub's client downloads and checks them later. Args: num_tokens: of the tokenizer."""
     config, trainer = plan.config, plan.config.trainer
     name = hf_name(config.initialize_from_hf, plan.data[0].tokenizer)
-    others = [path for path in (trainer.load_checkpoint_path, trainer.initialize_from_state) if path is not None]
-    if (
-        name is None
-        or main_first(plan.checkpoints.checkpoints)
-        or any(_checkpoints_at(path, trainer) for path in others)
-    ):
+    is_named = trainer.load_checkpoint_path or trainer.initialize_from_state
+    if name is None or is_named or main_first(plan.checkpoints.checkpoints):
         return
     is_here = repository_of(name) is None
     path = main_first(lambda: local_folder(name, "initialize_from_hf", weights=is_here))
@@ -368,12 +364,8 @@ def find_init_from(plan: Plan, log: Log) -> InitFrom:
     if own_checkpoint is not None:
         return _going_back(plan, own_checkpoint, log) or InitFrom(own_checkpoint)
     other = trainer.load_checkpoint_path
-    if other is not None and (checkpoints := _checkpoints_at(other, trainer)):
-        return InitFrom(latest_complete(checkpoints, other, log), is_own=False)
-    if other is not None:
-        log(f"trainer.load_checkpoint_path: no checkpoint at {other}; starting without it")
-    if trainer.initialize_from_state is not None:
-        return InitFrom(_newest(trainer.initialize_from_state, trainer, log), is_own=False)
+    if (state := other or trainer.initialize_from_state) is not None:
+        return InitFrom(_newest(state, trainer, log), is_own=False)
     if trainer.initialize_from is not None:
         return InitFrom(weights=_newest(trainer.initialize_from, trainer, log))
     return InitFrom()

@@ -1,6 +1,6 @@
 """Time as depth: the time step of each stack of layers.
 
-Stacks are counted from the output side. The first has the least noise: time step 0 of `num_time_steps`.
+The first stack has the least noise: time step 0 of `num_time_steps`.
 
 Source: StackWise (`stack_time_mapping`, `time_per_stack`), with times that are all different.
 """
@@ -17,7 +17,7 @@ _GROWTH = 3.0  # of the exponential mapping: the distances grow by about e^3 fro
 
 
 def time_steps(mapping: TimeMapping | Sequence[int], num_stacks: int, num_steps: int, key: str) -> tuple[int, ...]:
-    """The time step of each stack, from the output side to the input side: strictly increasing, below `num_steps`.
+    """The time step of each stack: strictly increasing, below `num_steps`.
 
     `linear`: k / (K - 1) (T - 1) for stack k of K and T steps, rounded; `exponential`: (e^(a k / (K - 1)) - 1) / (e^a - 1)
     (T - 1) with a = 3, rounded. A single stack has the last one, because it has to remove all noise.
@@ -48,7 +48,6 @@ def time_steps(mapping: TimeMapping | Sequence[int], num_stacks: int, num_steps:
             else "Write rising steps"
         )
         raise ConfigError(
-            f"{key}: {num_stacks} stacks have the time steps {steps} of {num_steps}, counted from the output side, but these"
-            f" must rise. {advice}"
+            f"{key}: {num_stacks} stacks have the time steps {steps} of {num_steps}, but these must rise. {advice}"
         )
     return tuple(steps)

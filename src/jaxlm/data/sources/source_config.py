@@ -86,6 +86,17 @@ class SourceConfig:
             return split in self.source.splits
         return split == TRAIN and bool(self.train_urls)
 
+    @property
+    def validation_comes_from(self) -> str:
+        """The key that gives the source its validation data, for messages. A default is not said to be given."""
+        if self.validation_urls:
+            return "validation_urls given"
+        if self.num_validation_files is not None:
+            return f"num_validation_files: {self.num_validation_files} given"
+        if self.id is None:
+            return "source given"
+        return f"validation_split: {_given(self.validation_split)}; null means none"
+
     def list_urls(self, split: str, key: str, mirror: Path, cache: Path) -> list[ListedUrl]:
         """Resolves the URLs of a split. Copies nothing.
 
@@ -111,8 +122,9 @@ class SourceConfig:
         assert self.id is not None, "has() is false without an id"
         option = "split" if split == TRAIN else "validation_split"
         dataset_split = getattr(self, option) or ""
+        given = f"'{dataset_split}' given" if split == TRAIN else _given(dataset_split)
         sources = dataset_sources(
-            self.id, self.name, dataset_split, self.stream, mirror, key=key, split_key=f"{key}.{option}"
+            self.id, self.name, dataset_split, self.stream, mirror, key=key, given=f"{key}.{option}: {given}"
         )
         return [ListedUrl(f"{key}.id", f"{self.id}/{dataset_split}", sources)]
 
@@ -131,6 +143,11 @@ class SourceConfig:
                 raise ConfigError(
                     f"{key}.{name}: has no effect without {key}.id. Set {key}.id to a dataset, or remove it"
                 )
+
+
+def _given(split: str | None) -> str:
+    """Args: split: for validation."""
+    return f"'{split}' is the default" if split == SourceConfig.validation_split else f"'{split}' given"
 
 
 def _list(urls: Sequence[str], key: str, mirror: Path, cache: Path) -> list[ListedUrl]:

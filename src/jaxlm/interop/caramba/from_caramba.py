@@ -18,7 +18,7 @@ from jaxlm.interop.text_path import hub_name
 from jaxlm.interop.translated import Translated
 from jaxlm.reading.decode import config_error
 from jaxlm.reading.targets import ENTRYPOINTS, TARGETS, Resolved, Selection, entrypoint
-from jaxlm.reading.variables import VARS, overridden, substituted, variables_of
+from jaxlm.reading.variables import VARS, overridden, substituted, unused, variables_of
 from jaxlm.reading.yaml import ConfigSource
 
 _VERSION = "version"
@@ -34,15 +34,35 @@ def is_caramba(tree: Mapping[str, Any]) -> bool:
     return _VERSION in tree
 
 
+def check_version(source: ConfigSource) -> None:
+    """Raises `ConfigError` for a part of a manifest that does not say that it is one."""
+    tree = source.tree
+    targets = tree.get(TARGETS)
+    parts = {
+        TARGETS: isinstance(targets, list) and any(isinstance(one, Mapping) for one in targets),
+        "runs": isinstance(tree.get("runs"), list),
+        "trainer": tree.get("trainer") in tuple(_PHASES),
+        "train": isinstance(tree.get("train"), Mapping) and "phase" in tree["train"],
+    }
+    for key in (key for key, is_there in parts.items() if is_there):
+        raise config_error(
+            source,
+            (key,),
+            "as in caramba's manifests, but the file does not say that it is one. Add version: 2 at its top. `trainer` and"
+            f" `runs` belong to an entry of the list `{TARGETS}`, and `train` to an entry of `runs`",
+        )
+
+
 def from_caramba(source: ConfigSource, selection: Selection) -> Resolved:
     """Translates one target of a manifest. Without a name, that is `entrypoints.default`, or the only target.
 
     Raises:
         ConfigError: the manifest is not valid, or asks for what jaxlm cannot do.
     """
-    notes: list[str] = []
     index, target = _target(source, selection)
-    variables = overridden(variables_of(source.tree, source), selection.variables)
+    given = variables_of(source.tree, source)
+    notes = [*unused(given, source.tree)]
+    variables = overridden(given, selection.variables)
     tree = {key: value for key, value in source.tree.items() if key not in (VARS, ENTRYPOINTS, TARGETS)}
     tree = {key: substituted(source, (key,), variables) for key in tree}
     top = Section(source, (), tree, notes)

@@ -108,14 +108,24 @@ def _schedule(train: Section, path: str, rate: float, out: Translated) -> None:
 
 def _precision(train: Section, sharded_in_bfloat16: bool, out: Translated) -> None:
     """Args: sharded_in_bfloat16: FSDP computes in bfloat16 (`fsdp_mixed_precision`)."""
-    dtype = train.choice("dtype", _DTYPES, "float32")
+    given, dtype = train.peek("dtype"), train.choice("dtype", _DTYPES, "float32")
     mixed, key = train.choice("use_amp", (True, False), False), "dtype"
+    if not mixed and "amp_dtype" in train:
+        train.note("amp_dtype", "no effect without use_amp: true")
     amp = train.choice("amp_dtype", ("float16", "bfloat16", "auto"), "float16")
+    asked = {"dtype": given, "distributed.fsdp_mixed_precision": "bfloat16" if sharded_in_bfloat16 else None}
     if mixed:
         dtype, key = amp, "amp_dtype"
     elif sharded_in_bfloat16:
-        dtype = "bfloat16"
-    elif dtype != "float32":
+        dtype, key = "bfloat16", "distributed.fsdp_mixed_precision"
+    others = [
+        f"{name} ({value})"
+        for name, value in asked.items()
+        if value is not None and name != key and _DTYPES[value] != _DTYPES[dtype]
+    ]
+    if others:
+        train.note(key, f"the computation is in {dtype}, as this key says, and not as {' or '.join(others)} says")
+    elif key == "dtype" and dtype != "float32":
         train.note(key, f"{dtype} is the dtype of the computation ({_DTYPES[dtype]}); parameters stay float32")
     out.put("trainer.mp", _DTYPES[dtype], train, key)
 
@@ -212,9 +222,12 @@ def _autotune(train: Section, path: str, rate: float, out: Translated) -> None:
     """Args: rate: the learning rate, of which caramba's lowest one is a part."""
     prefix = "blockwise_autotune_"
     enabled = train.choice(f"{prefix}enabled", (True, False), False)
+    given = train.peek(f"{prefix}mode")
     mode = train.choice(f"{prefix}mode", ("off", "monitor", "active"), "monitor")
     train.ignore(f"{prefix}log_every", "metrics of every block are logged in every step")
     if not enabled or mode == "off":
+        if mode != "off" and given is not None:
+            train.note(f"{prefix}mode", f"no effect without {prefix}enabled: true")
         for name in ("plateau_patience", "lr_decay", "min_lr", "spike_std", *_FIXED):
             train.ignore(f"{prefix}{name}", f"no effect without {prefix}enabled: true")
         return
@@ -233,7 +246,9 @@ def _autotune(train: Section, path: str, rate: float, out: Translated) -> None:
 
 
 def put_sanity(train: Section, out: Translated) -> None:
-    """Writes what a teacher must be able to do before anything is built on it."""
+    """Writes the dtype of a teacher, and what it must be able to do before anything is built on it."""
+    dtype = train.peek("dtype")
+    out.put("refs.teacher.dtype", "bfloat16" if dtype == "auto" else dtype or "float32", train, "dtype")
     checks = train.choice("teacher_sanity_check", (True, False), True)
     for new, (old, default) in _SANITY.items():
         value = train.take(f"teacher_sanity_{old}", default)

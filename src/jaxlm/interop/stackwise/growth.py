@@ -32,6 +32,7 @@ class Growth:
         is_progressive: whether they train one after the other.
         num_stacks, num_blocks: stacks, and layers of each.
         stacks_from, blocks_from: section and key that say so.
+        at: where new stacks go.
     """
 
     is_progressive: bool
@@ -39,6 +40,7 @@ class Growth:
     num_blocks: int
     stacks_from: tuple[Section, str]
     blocks_from: tuple[Section, str]
+    at: str = "append"
 
     @staticmethod
     def of(training: Section, progressive: Section, architecture: Section) -> "Growth":
@@ -67,7 +69,8 @@ class Growth:
             raise progressive.error("target_stacks", f"{target} given, above max_stacks: {most}. Set one of them")
         if planned not in (None, target):
             architecture.note("n_stacks", f"no effect: {where[1]} says that {target} stacks train")
-        return Growth(True, target, blocks, where, (architecture, "blocks_per_stack"))
+        at = progressive.choice("building_mode", ("append", "prepend"), "append")
+        return Growth(True, target, blocks, where, (architecture, "blocks_per_stack"), at)
 
 
 def put_growth(growth: Growth, training: Section, progressive: Section, objective: Objective, out: Translated) -> None:
@@ -75,13 +78,12 @@ def put_growth(growth: Growth, training: Section, progressive: Section, objectiv
     out.put("preset.type", "progressive", progressive, "enabled")
     out.put("preset.stacks", growth.num_stacks, *growth.stacks_from)
     out.put("model.num_layers", growth.num_blocks, *growth.blocks_from)
-    at = progressive.choice("building_mode", ("append", "prepend"), "append")
-    out.put("preset.at", at, progressive, "building_mode")
+    out.put("preset.at", growth.at, progressive, "building_mode")
     trunk = progressive.choice("trunk_strategy", ("frozen", "qlora"), "frozen")
     out.put("preset.trunk", {"frozen": "frozen", "qlora": "lora"}[trunk], progressive, "trunk_strategy")
     _put_precision(training, progressive, trunk, out)
     put_adapters(training, progressive, trunk == "qlora", growth.num_stacks, out)
-    _put_cache(progressive, at, trunk, objective, out)
+    _put_cache(progressive, growth.at, trunk, objective, out)
 
 
 def drop_growth(growth: Growth, training: Section, progressive: Section, out: Translated) -> None:
@@ -160,7 +162,8 @@ def _put_precision(training: Section, progressive: Section, trunk: str, out: Tra
 
 
 def _put_cache(progressive: Section, at: str, trunk: str, objective: Objective, out: Translated) -> None:
-    if not progressive.choice("cache_activations", (True, False), False):
+    is_given = progressive.peek("cache_activations") is not None
+    if not progressive.choice("cache_activations", (True, False), True):
         return
     why = None
     if trunk == "qlora":
@@ -168,7 +171,8 @@ def _put_cache(progressive: Section, at: str, trunk: str, objective: Objective, 
     elif at == "prepend":
         why = "with building_mode: prepend, the trunk reads what the new stack computes, which changes in every step"
     if why is not None:
-        progressive.note("cache_activations", f"nothing is stored: {why}")
+        if is_given:
+            progressive.note("cache_activations", f"nothing is stored: {why}")
         return
     out.put("preset.cache", True, progressive, "cache_activations")
     if objective.hides_tokens:

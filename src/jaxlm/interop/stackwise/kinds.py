@@ -1,6 +1,6 @@
 """What keys hold that have no effect beside some others: where such a key is only noted, nothing else would check it."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import NamedTuple, get_args
 
 from jaxlm.core.values.stack_pattern import Pattern
@@ -42,7 +42,7 @@ _PROGRESSIVE: _Kinds = {
     "trunk_strategy": ("frozen", "qlora"),
     "time_interpretation": ("input", "depth"),
     "time_encoding_type": ("sinusoidal", "learned"),
-    "stack_time_mapping": _Kind((str, list), "linear, exponential, or a list of time steps"),
+    "stack_time_mapping": _Kind((str, list, Callable), "linear, exponential, or a list of time steps"),
 }
 _QLORA: _Kinds = {
     **dict.fromkeys(("enabled", "progressive_enabled", "mixed_precision"), _FLAG),

@@ -19,6 +19,8 @@ _OF_MODEL = ("mask_fraction_min", "mask_fraction_max")
 _OF_INPUT = ("time_embedding_dim", "time_encoding_type")
 _OF_DEPTH = ("stack_time_mapping", "time_per_stack")
 _LEARNED = "learned"
+_MAPPINGS = ("linear", "exponential")
+_PER_STACK = 100
 _ROWS = "model.time_embedding.num_time_steps"
 _MOST_ROWS = 10_000
 _ROUNDING = 1e-6  # of a fraction, in float32
@@ -168,22 +170,48 @@ def _put_time(
             progressive.note(key, WHOLE)
         return False, False
     mapping = progressive.take("stack_time_mapping", "linear")
-    if mapping == "custom" or not (isinstance(mapping, list) or mapping in ("linear", "exponential")):
+    if mapping == "custom" or not (isinstance(mapping, list) or callable(mapping) or mapping in _MAPPINGS):
         raise progressive.error(
             "stack_time_mapping",
-            f"{shown(mapping)} given. A function cannot be written in YAML: give linear, exponential, or the list of the"
+            f"{shown(mapping)} given. A function can only be given in Python: write linear, exponential, or the list of the"
             " stacks' time steps, from the least noise to the most, such as [0, 50, 150]",
         )
     times: dict[str, Any] = {"mapping": mapping}
+    per_stack = progressive.number("time_per_stack")
     is_stepped = objective.name != "diffusion" and training.peek("time_step_masking") is not False
-    has_list = is_stepped and training.peek("time_step_mask_fractions") is not None
+    fractions = training.peek("time_step_mask_fractions") if is_stepped else None
     if (num_steps := training.peek("num_time_steps")) is not None:
         times["num_time_steps"] = num_steps
-    if num_steps is not None or has_list:
+    if num_steps is not None or fractions is not None:
         key_of_steps = "num_time_steps" if num_steps is not None else "time_step_mask_fractions"
-        progressive.ignore("time_per_stack", f"no effect: training.{key_of_steps} says how many time steps there are")
+        if per_stack is not None:
+            progressive.note("time_per_stack", f"no effect: training.{key_of_steps} says how many time steps there are")
+        per_stack = None
     else:
-        times["time_per_stack"] = progressive.take("time_per_stack", 100)
+        times["time_per_stack"] = per_stack = _PER_STACK if per_stack is None else per_stack
+    if callable(mapping):
+        total = num_steps or (len(fractions) if per_stack is None else per_stack * growth.num_stacks)
+        steps = [mapping(stack, growth.num_stacks, total) for stack in range(growth.num_stacks)]
+        times |= {"order": "training", "mapping": steps}
+    else:
+        _note_order(progressive, mapping, per_stack, growth)
     for name, value in times.items():
         out.put(f"preset.depth_times.{name}", value, progressive, "stack_time_mapping" if name == "mapping" else key)
     return True, False
+
+
+def _note_order(progressive: Section, mapping: Any, per_stack: Any, growth: Growth) -> None:
+    """Says which stack has which time, and how to have the guide's. Args: per_stack: None if other keys give the steps."""
+    said, instead = [], []
+    if growth.at == "append":
+        said.append("the stack beside the head, which trains last, has the least noise")
+        instead.append("--preset.depth_times.order training")
+    if mapping == "linear" and isinstance(per_stack, int):
+        said.append("linear spreads the stacks from the first time step to the last")
+        instead.append(f"--preset.depth_times.mapping '{[per_stack * stack for stack in range(growth.num_stacks)]}'")
+    if said:
+        progressive.note(
+            "time_interpretation",
+            f"depth: {', and '.join(said)}. In the guide, stack k in the order of training has the time step k x"
+            f" time_per_stack: set {' '.join(instead)} for that",
+        )

@@ -1,7 +1,7 @@
 """Time as depth: each stack of layers trains on as many hidden tokens as its time says.
 
-The stack beside the head has the least noise, the one beside the embeddings the most. Prepended, a stack removes what those
-behind it have not learned to.
+The stack beside the head has the least noise, the one beside the embeddings the most, unless time follows the order of
+training. Prepended, a stack removes what those behind it have not learned to.
 
 Source: StackWise (time-as-depth, `stack_time_mapping`, `time_per_stack`).
 """
@@ -9,7 +9,7 @@ Source: StackWise (time-as-depth, `stack_time_mapping`, `time_per_stack`).
 import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
@@ -55,11 +55,13 @@ class StackTime:
 
 @dataclass(frozen=True)
 class DepthTimes:
-    """A time step for each stack, counted from the output: the stack beside the head has the first one, with the fewest
-    hidden tokens. With the objective `mlm`, a stack trains at its own time alone; with `diffusion`, at all times that are
-    closer to its own than to any other stack's.
+    """A time step for each stack, the first one with the fewest hidden tokens. With the objective `mlm`, a stack trains at
+    its own time alone; with `diffusion`, at all times that are closer to its own than to any other stack's.
 
     Attributes:
+        order: which stack has the first time step: `output` counts from the output, so that it is the stack beside the head;
+            `training` counts as stacks are added, so that it is the first to train. Prepended stacks have the same order in
+            both.
         mapping: `linear`, from step 0 to the last one at equal distances; `exponential`, at growing distances; or a list with
             the step of each stack.
         time_per_stack: number of time steps for each stack; null for 100. Only where nothing else says how many there are.
@@ -67,12 +69,13 @@ class DepthTimes:
             each stack. Step k of T is time k / (T - 1).
     """
 
+    order: Literal["output", "training"] = "output"
     mapping: TimeMapping | list[NonNegativeInt] = "linear"
     time_per_stack: NumTimeSteps | None = None
     num_time_steps: NumTimeSteps | None = None
 
     def of(self, num_stacks: int, tree: Mapping[str, Any], objective: Any, seq_len: int) -> tuple[StackTime, ...]:
-        """The time of each stack, from the output to the input.
+        """The time of each stack, in `order`.
 
         Args:
             tree: the configuration.
@@ -110,20 +113,24 @@ class DepthTimes:
         fractions = [tuple(schedule.fractions(np.array(span)).tolist()) for span in ranges]
         if (least := fractions[0][1]) * seq_len < 1:
             raise ConfigError(
-                f"{_KEY}: the stack beside the head has time step {steps[0]} of {num_steps}, at which data.masking hides a"
+                f"{_KEY}: the first stack has time step {steps[0]} of {num_steps}, at which data.masking hides a"
                 f" fraction of {least:.4g}: less than one token of a sequence of {seq_len}. Set"
                 " data.masking.min_mask_fraction, such as 0.15"
             )
         largest = [span[1] for span in fractions]
         if any(later <= earlier for earlier, later in itertools.pairwise(largest)):
             raise ConfigError(
-                f"{_KEY}: the stacks have the mask fractions {[round(one, 6) for one in largest]}, counted from the output"
-                f" side, but these must rise. {_to_rise(masking)}"
+                f"{_KEY}: the stacks have the mask fractions {[round(one, 6) for one in largest]}, but"
+                f" these must rise. {_to_rise(masking)}"
             )
         return tuple(
             StackTime(step, num_steps, span, hidden)
             for step, span, hidden in zip(steps, ranges, fractions, strict=True)
         )
+
+    def places(self, num_stacks: int, *, prepended: bool) -> Sequence[int]:
+        """For each stack in the order of training, its place in `order`."""
+        return range(num_stacks) if prepended or self.order == "training" else range(num_stacks)[::-1]
 
     def _num_steps(self, num_stacks: int, masking: MaskingConfig) -> int:
         """Raises `ConfigError` if two keys give different numbers, or one of them has no effect."""
@@ -152,11 +159,6 @@ def _to_rise(masking: MaskingConfig) -> str:
         return "Write rising data.masking.time_step_mask_fractions"
     ends = f"{masking.min_mask_fraction:g} and max_mask_fraction: {masking.max_mask_fraction:g}"
     return f"Move data.masking.min_mask_fraction: {ends} apart"
-
-
-def stack_places(num_stacks: int, *, prepended: bool) -> Sequence[int]:
-    """For each stack in the order of training, its place counted from the output."""
-    return range(num_stacks) if prepended else range(num_stacks)[::-1]
 
 
 @dataclass(frozen=True)

@@ -28,7 +28,7 @@ from jaxlm.models.families.llama import LlamaConfig
 from jaxlm.models.growth import Place
 from jaxlm.models.stack_paths import NEW_STACK
 from jaxlm.plan.presets.base import Derivation, DerivedNumber, PresetConfig
-from jaxlm.plan.presets.depth_times import DepthTimes, StackTime, stack_places
+from jaxlm.plan.presets.depth_times import DepthTimes, StackTime
 from jaxlm.reading.choices import choice
 from jaxlm.reading.decode import config_error, decode
 from jaxlm.reading.yaml import ConfigSource
@@ -111,8 +111,8 @@ class ProgressiveConfig(PresetConfig):
         lora: the adapters of a trunk with `trunk: lora`. Null is the same as `{}`.
         store: how the weights of a stack's linear layers are stored once it is part of the trunk, as `kind` of the surgery
             `quantize`; with `trunk: lora` and `nf4` this is a QLoRA trunk. Null leaves them as they are.
-        depth_times: give each stack a noise of its own, the least to the one beside the head, for the objectives `mlm` and
-            `diffusion`. Null hides as many tokens for all of them.
+        depth_times: give each stack a noise of its own, for the objectives `mlm` and `diffusion`. Null hides as many tokens
+            for all of them.
     """
 
     phase_keys: ClassVar[tuple[str, ...]] = ("stacks", "steps_per_stack", "polish_steps")
@@ -173,7 +173,7 @@ class ProgressiveConfig(PresetConfig):
         if self.depth_times is None:
             return {}
         by_place = self.depth_times.of(self.stacks, source.tree, _objective(source), _model(source).seq_len)
-        places = stack_places(self.stacks, prepended=self.at == "prepend")
+        places = self.depth_times.places(self.stacks, prepended=self.at == "prepend")
         return {
             f"{kind}_{number}": by_place[place] for number, place in enumerate(places) for kind in ("stack", "polish")
         }
