@@ -35,6 +35,15 @@ def test_levanter_spellings_give_the_same_configuration(name):
         assert any(word in note for note in notes), notes
 
 
+def test_a_source_with_only_a_cache_is_not_left_out():
+    sources = {"a": {"source": {"type": "url", "train_urls": ["x.jsonl"]}}, "b": {"cache_dir": "gs://c/b"}}
+    with pytest.raises(
+        ConfigError, match=r"data\.configs\.b: a source without text, .* caches of other programs are not"
+    ):
+        read({"data": {"components": sources}})[0].data.check_not_empty()
+    read({"data": {"components": {**sources, "b": {"validation_urls": ["v"]}}}})[0].data.check_not_empty()
+
+
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "two projects": (
         {"trainer": {"wandb": {"project": "p"}, "tracker": {"project": "q"}}},

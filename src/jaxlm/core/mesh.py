@@ -43,7 +43,8 @@ class MeshConfig:
 
     Attributes:
         axes: number of devices along each mesh axis, slowest links first and fastest links last. -1 uses all remaining
-            devices. `replica`, `data` and `model` get size 1 if you omit them.
+            devices. If you omit them, `replica` and `model` get size 1, and `data` all remaining devices, unless another axis
+            does.
         dcn_axes: number of slices along each mesh axis, or of processes if there are no slices. An axis that is also in
             `axes` gets both sizes multiplied, with the slices as its outer part.
         shared_mapping: logical-to-mesh axis mapping for both parameters and computation.
@@ -60,7 +61,8 @@ class MeshConfig:
     def shape(self, num_devices: int, num_groups: int) -> "MeshShape":
         """Resolves the axis sizes for `num_devices` devices in `num_groups` groups with fast links inside."""
         missing = [name for name in MESH_AXES if name not in self.axes and name not in self.dcn_axes]
-        ici = {**dict.fromkeys(missing, 1), **self.axes}
+        rest = 1 if ALL_REMAINING in self.axes.values() else ALL_REMAINING
+        ici = {**{name: rest if name == DATA else 1 for name in missing}, **self.axes}
         dcn = dict(self.dcn_axes) or ({DATA: num_groups} if num_groups > 1 else {})
         return MeshShape(
             _resolve_sizes(ici, num_devices // num_groups, "trainer.mesh.axes", "devices"),

@@ -207,6 +207,12 @@ class DataConfig(SourceConfig, draccus.PluginRegistry, abc.ABC, discover_package
 
     def check_not_empty(self) -> None:
         """Raises `ConfigError` if nothing is named to train on. Needs no files."""
+        for source in self.sources() if self.configs else ():
+            if not (source.has(TRAIN) or source.has(VALIDATION)):
+                raise ConfigError(
+                    f"{source.key}: a source without text, which would be left out. Give train_urls, id, source or"
+                    " validation_urls: cache_dir says where a cache is made, and caches of other programs are not read"
+                )
         if not self.train_source_names():
             where = "data.configs: no source has train_urls" if self.configs else "data.train_urls: empty"
             raise ConfigError(f"{where}. Give files, folders, globs or 'stdlib:train', or set id to a dataset")
