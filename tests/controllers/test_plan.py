@@ -17,7 +17,7 @@ from jaxlm.objectives.blockwise import Blockwise
 from jaxlm.objectives.dpo import Dpo
 from jaxlm.optim.portfolio.nowcast import Nowcast
 from jaxlm.optim.portfolio.portfolio import PortfolioConfig
-from jaxlm.plan.idle_keys import idle_keys
+from jaxlm.plan.controllers import controller_notes, objective_notes
 from jaxlm.plan.load_config import load_config
 from jaxlm.plan.plan import make_plan, plan_phases
 from jaxlm.plan.run_config import PhaseConfig, RunConfig
@@ -97,7 +97,7 @@ def noted(*phases: PhaseConfig, controllers: Any = (), **trainer: Any) -> list[s
     config = RunConfig(
         trainer=TrainerConfig(controllers=list(controllers), **trainer), optimizer=MOVING, phases=list(phases)
     )
-    return idle_keys(config, plan_phases(config)[0])
+    return controller_notes(config, plan_phases(config)[0])
 
 
 def test_controllers_whose_keys_have_no_effect_are_noted():
@@ -120,19 +120,15 @@ def test_controllers_whose_keys_have_no_effect_are_noted():
 
 def test_objectives_whose_keys_have_no_effect_are_noted():
     late = Blockwise(convergence=Convergence(patience=20, max_steps=2000), autotune=Autotune("active", patience=600))
-    config = RunConfig(
-        trainer=TrainerConfig(num_train_steps=500),
-        objective=late,
-        phases=[PhaseConfig("one"), PhaseConfig("two", num_train_steps=5, objective=Dpo(sync_interval=7))],
-    )
-    phases = [
-        replace(plan_phases(RunConfig())[0][0], index=index, start=start, end=end)
-        for index, start, end in ((0, 0, 500), (1, 500, 505))
-    ]
-    assert idle_keys(config, phases) == [
+    config = RunConfig(trainer=TrainerConfig(num_train_steps=500))
+    phases = plan_phases(replace(config, phases=[PhaseConfig("one"), PhaseConfig("two", num_train_steps=5)]))[0]
+    shared, own = replace(phases[0], objective=late), replace(phases[1], objective=Dpo(sync_interval=7))
+    written = [PhaseConfig("one"), PhaseConfig("two", objective=own.objective)]
+    assert objective_notes(replace(config, objective=late, phases=written), [shared, own]) == [
         "objective: no effect in steps 1 to 500: convergence.max_steps: 2000; autotune.patience: 600",
         "phases.1.objective: no effect in steps 501 to 505: sync_interval: 7",
     ]
+    assert objective_notes(replace(config, objective=late, phases=[]), [replace(shared, end=3000)]) == []
     plateau = ReduceOnPlateauConfig("train/loss", patience=80)
     assert noted(controllers=[plateau], num_train_steps=50)[0] == (
         "trainer.controllers.0: no effect in steps 1 to 50: patience: 80"

@@ -39,6 +39,10 @@ def test_a_mesh_with_custom_axes():
     }
     assert MeshConfig({"model": 2}).shape(8, 1).sizes == {"replica": 1, "data": 4, "model": 2}
     assert MeshConfig({"model": -1, "context": 2}).shape(8, 1).sizes["data"] == 1
+    batch = {"batch": ["replica_dcn", "replica", "data"]}
+    mapped = MeshConfig({"model": 2}, compute_mapping=batch)
+    assert mapped.shape(8, 1).sizes == {"replica_dcn": 1, "replica": 1, "data": 4, "model": 2}
+    assert mapped.shape(8, 2).sizes == {"replica_dcn": 2, "replica": 1, "data": 2, "model": 2}
     across = MeshConfig({"data": -1}, dcn_axes={"replica_dcn": -1}).shape(8, 4)
     assert across.sizes == {"replica_dcn": 4, "replica": 1, "model": 1, "data": 2}
     assert MeshConfig({"data": 4}).shape(8, 2).sizes["data"] == 8

@@ -444,7 +444,7 @@ def test_messages_are_rendered_up_to_the_answer(opened, tokenizer):
             {"updates_per_rollout": 3, "minibatches_per_rollout": 2},
             r"data\.updates_per_rollout: 3 given, a multiple of",
         ),
-        ({"id": "org/name"}, r"given \(data\.validation_split: 'validation' is the default; null means none\), but"),
+        ({"id": "org/name"}, r"given \(validation_split: 'validation' is the default; null means none\), but"),
         ({"num_validation_sequences": 2}, r"data: validation data given, but data\.type: rollouts has none"),
         (
             {"stop_strategy": "first_exhausted", "dynamic_sampling": 1},

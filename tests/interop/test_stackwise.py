@@ -716,6 +716,27 @@ def test_the_yaml_of_the_guide(text: str, tmp_path: Path):
     }
 
 
+@pytest.mark.parametrize(
+    ("progressive", "said"),
+    [
+        ({}, "--preset.depth_times.order training --preset.depth_times.mapping '[0, 100, 200]' for that"),
+        ({"building_mode": "prepend", "time_per_stack": 7}, "set --preset.depth_times.mapping '[0, 7, 14]' for that"),
+        ({"stack_time_mapping": [0, 1, 2]}, "set --preset.depth_times.order training for that"),
+    ],
+    ids=["append", "prepend", "list"],
+)
+def test_a_note_says_how_time_as_depth_differs_from_the_guide(progressive, said, tmp_path: Path):
+    """Its options give the guide's time step k x time_per_stack to stack k in the order of training."""
+    _, notes = translate(tmp_path, config({"max_stacks": 3, **progressive}))
+    assert said in notes
+    if progressive:
+        return
+    options = said.removesuffix(" for that").replace("'", "").replace("[0, 100, 200]", "[0,100,200]").split()
+    run = load_config(["--config_path", str(tmp_path / "config.yaml"), *options], "jaxlm.train")
+    times = [phase.data.masking.times for phase in run.phases or []]
+    assert times == [[step / 299] * 2 for step in (0, 100, 200)]
+
+
 def tables() -> dict[str, set[str]]:
     """Heading of the page -> the keys in the first column of its table."""
     sections = re.split(r"^## ", PAGE.read_text(encoding="utf-8"), flags=re.MULTILINE)[1:]

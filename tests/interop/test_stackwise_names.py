@@ -112,6 +112,32 @@ def test_a_trunk_that_cannot_be_stored_is_noted(capsys):
     assert notes.count("nothing is stored") == 1
 
 
+def test_the_precision_of_the_last_stack_is_noted(capsys):
+    """The guide's blocks: full, half, qlora, of which the last one is stored nowhere."""
+    for last, target, noted in (("qlora", None, True), ("half", 3, True), ("full", None, False), ("qlora", 4, False)):
+        given = loaded(CLM)
+        builder = ProgressiveRackBuilder(config=given)
+        for precision in ("full", "half", last):
+            builder.append_stack(precision=precision)
+        ProgressiveTrainer(given).run_config(builder, target_stacks=target)
+        assert (f"note: stack 2: precision {last} has no effect" in capsys.readouterr().out) == noted
+
+
+def mapped(stack_idx: int, max_stacks: int, num_time_steps: int) -> int:
+    """As in the guide."""
+    assert max_stacks == 3
+    return min(stack_idx * 50, num_time_steps - 1)
+
+
+@pytest.mark.parametrize(("at", "training", "total"), [("append", {}, 300), ("prepend", {"num_time_steps": 120}, 120)])
+def test_a_function_maps_stacks_to_times_in_the_order_of_training(at: str, training: dict[str, Any], total: int):
+    given = loaded({"building_mode": at, "time_interpretation": "depth"}, training)
+    given.training.progressive.stack_time_mapping = mapped
+    run = ProgressiveTrainer(given).run_config(ProgressiveRackBuilder(config=given))
+    times = [phase.data.masking.times[0] for phase in run.phases or []]
+    assert times == pytest.approx([step / (total - 1) for step in (0, 50, 100)])
+
+
 def test_a_configuration_leaves_the_builder_as_it_is():
     builder = ProgressiveRackBuilder()
     builder.append_stack()

@@ -52,6 +52,7 @@ LOOKUP_MIX = "lookup_mix"  # those and the residual stream, side by side
 
 # Mesh axes.
 REPLICA = "replica"
+REPLICA_DCN = "replica_dcn"
 DATA = "data"
 CONTEXT = "context"  # the devices that share the tokens of a row
 CONTEXT_HEADS = "context_heads"  # those of them that exchange tokens for heads, if others do not

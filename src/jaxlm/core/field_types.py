@@ -91,11 +91,22 @@ def hints_of(kind: type) -> Mapping[str, Any]:
 
 
 @functools.cache
-def phase_steps_of(kind: type) -> tuple[str, ...]:
+def _phase_steps_of(kind: type) -> tuple[str, ...]:
     """The fields of a dataclass that are marked as `STEPS_OF_PHASE`."""
     hints = typing.get_type_hints(kind, include_extras=True)
     is_marked = lambda hint: any(STEPS_OF_PHASE in getattr(one, "__metadata__", ()) for one in _members(hint))  # noqa: E731
     return tuple(name for name, hint in hints.items() if is_marked(hint))
+
+
+def beyond(section: Any, num_steps: int, prefix: str = "") -> list[str]:
+    """The keys of a section, and of those in it that are not as by default, that wait for more steps than a phase has."""
+    values = {name: getattr(section, name) for name in _phase_steps_of(type(section))}
+    lines = [f"{prefix}{name}: {value}" for name, value in values.items() if (value or 0) > num_steps]
+    for field in dataclasses.fields(section):
+        value, default = getattr(section, field.name), field.default_factory
+        if dataclasses.is_dataclass(value) and (default is dataclasses.MISSING or value != default()):
+            lines += beyond(value, num_steps, f"{prefix}{field.name}.")
+    return lines
 
 
 def _with_range_alone(hint: Any) -> Any:

@@ -25,6 +25,7 @@ from jaxlm.core.axes import (
     MODEL,
     POSITION,
     REPLICA,
+    REPLICA_DCN,
     VALUE_EMBED,
     VOCAB,
     axis_names,
@@ -46,7 +47,8 @@ class MeshConfig:
             devices. If you omit them, `replica` and `model` get size 1, and `data` all remaining devices, unless another axis
             does.
         dcn_axes: number of slices along each mesh axis, or of processes if there are no slices. An axis that is also in
-            `axes` gets both sizes multiplied, with the slices as its outer part.
+            `axes` gets both sizes multiplied, with the slices as its outer part. If empty, slices are the outer part of
+            `data`, or of `replica_dcn` if a mapping names this axis.
         shared_mapping: logical-to-mesh axis mapping for both parameters and computation.
         compute_mapping: logical-to-mesh axis mapping for computation only.
         param_mapping: logical-to-mesh axis mapping for stored parameters only; it overrides `fsdp_axis` for its axes.
@@ -60,10 +62,13 @@ class MeshConfig:
 
     def shape(self, num_devices: int, num_groups: int) -> "MeshShape":
         """Resolves the axis sizes for `num_devices` devices in `num_groups` groups with fast links inside."""
-        missing = [name for name in MESH_AXES if name not in self.axes and name not in self.dcn_axes]
+        mappings = (self.shared_mapping, self.compute_mapping, self.param_mapping)
+        named = any(REPLICA_DCN in axis_names(target) for mapping in mappings for target in mapping.values())
+        known = (REPLICA_DCN, *MESH_AXES) if named else MESH_AXES
+        missing = [name for name in known if name not in self.axes and name not in self.dcn_axes]
         rest = 1 if ALL_REMAINING in self.axes.values() else ALL_REMAINING
         ici = {**{name: rest if name == DATA else 1 for name in missing}, **self.axes}
-        dcn = dict(self.dcn_axes) or ({DATA: num_groups} if num_groups > 1 else {})
+        dcn = dict(self.dcn_axes) or ({REPLICA_DCN if named else DATA: num_groups} if num_groups > 1 else {})
         return MeshShape(
             _resolve_sizes(ici, num_devices // num_groups, "trainer.mesh.axes", "devices"),
             _resolve_sizes(dcn, num_groups, "trainer.mesh.dcn_axes", "slices or processes"),
@@ -240,7 +245,7 @@ def make_layout(
     if HEADS in mappings.tensor_parallel and logical_axes.get(KV_HEADS, 1) % shape.model == 0:
         both.setdefault(KV_HEADS, MODEL)
     if mappings.batch is not None:
-        both[mappings.batch] = tuple(name for name in ("replica_dcn", REPLICA, DATA) if name in sizes)
+        both[mappings.batch] = tuple(name for name in (REPLICA_DCN, REPLICA, DATA) if name in sizes)
     compute, context = {**both, **mappings.compute}, context or UNDIVIDED
     if context.axes:
         compute[POSITION] = context.axes

@@ -468,8 +468,8 @@ class DataConfig(SourceConfig, draccus.PluginRegistry, abc.ABC, discover_package
                 )
         for source in (source for source in self.sources() if source.name in self._held_out and source.has(VALIDATION)):
             raise ConfigError(
-                f"data.num_validation_sequences: given for {source.key}, which has validation data of its own"
-                f" ({source.config.validation_comes_from}). Remove one"
+                f"data.num_validation_sequences: given for {source.key}, which has validation data of its"
+                f" own{source.config.by_default}. Remove one"
             )
 
     def check_tokenizer(self) -> None:

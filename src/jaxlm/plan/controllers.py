@@ -1,4 +1,4 @@
-"""The controllers of each phase, and the metrics that they need."""
+"""The controllers of each phase, the metrics that they need, and the keys that a phase is too short for."""
 
 from collections.abc import Sequence
 
@@ -8,8 +8,10 @@ from jaxlm.controllers.early_stopping import EarlyStopping
 from jaxlm.controllers.finished import Finished
 from jaxlm.core import controls
 from jaxlm.core.errors import ConfigError
+from jaxlm.core.field_types import beyond
 from jaxlm.data.config import DataConfig
 from jaxlm.engine.metric_names import EVAL_PREFIX
+from jaxlm.engine.phases import Phase
 from jaxlm.plan.run_config import PhaseConfig, RunConfig
 
 _MAX_LISTED = 12  # metrics in a message
@@ -57,6 +59,46 @@ def phase_controllers(config: RunConfig, phase: PhaseConfig, index: int) -> tupl
             )
         made.append(controller)
     return tuple(made)
+
+
+def controller_notes(config: RunConfig, phases: Sequence[Phase]) -> list[str]:
+    """What of controllers, and of what optimizers measure for them, has no effect."""
+    written = [phase.controllers for phase in config.phases] or [None]
+    shared = [phase for phase, controllers in zip(phases, written, strict=True) if controllers is None]
+    sections = [("trainer.controllers", config.trainer.controllers, shared)]
+    for phase, controllers in zip(phases, written, strict=True):
+        sections.append((f"phases.{phase.index}.controllers", controllers or [], [phase]))
+    notes = []
+    for path, controllers, users in sections:
+        spans = [range(phase.start + 1, phase.end + 1) for phase in users]
+        steps = " and ".join(f"{span.start} to {span.stop - 1}" for span in spans)
+        if controllers and not spans:
+            notes.append(f"{path}: no effect, because each phase has controllers of its own")
+        for number, section in enumerate(controllers if spans else []):
+            if lines := [*beyond(section, max(map(len, spans))), *section.without_effect(spans)]:
+                notes.append(f"{path}.{number}: no effect in steps {steps}: {'; '.join(lines)}")
+    moving = [phase.optimizer for phase in phases if controls.NOWCAST in phase.controls]
+    for phase in phases:
+        if phase.optimizer.nowcast_window is not None and phase.optimizer not in moving:
+            notes.append(
+                f"optimizer.nowcast of phase '{phase.name}': no controller moves the weights, so it only costs memory. Give"
+                " the orchestrator a section nowcast and mode: active, or, in a new run, remove it"
+            )
+    return notes
+
+
+def objective_notes(config: RunConfig, phases: Sequence[Phase]) -> list[str]:
+    """What of objectives has no effect, because it waits for more steps than their phases have."""
+    users: dict[str, list[Phase]] = {}
+    for phase, own in zip(phases, config.phases or [None], strict=True):
+        is_shared = own is None or own.objective is None
+        users.setdefault("objective" if is_shared else f"phases.{phase.index}.objective", []).append(phase)
+    notes = []
+    for path, those in users.items():
+        steps = " and ".join(f"{phase.start + 1} to {phase.end}" for phase in those)
+        if lines := beyond(those[0].objective, max(phase.end - phase.start for phase in those)):
+            notes.append(f"{path}: no effect in steps {steps}: {'; '.join(lines)}")
+    return notes
 
 
 def check_metric(

@@ -43,9 +43,8 @@ from jaxlm.optim.groups import group_schedules
 from jaxlm.plan.batches import BatchPlan, check_microbatches, plan_batches, small_batches, unreached_stages
 from jaxlm.plan.context.choice import ContextChoice
 from jaxlm.plan.context.rows import Rows
-from jaxlm.plan.controllers import phase_controllers
+from jaxlm.plan.controllers import controller_notes, objective_notes, phase_controllers
 from jaxlm.plan.early_ends import earliest_starts
-from jaxlm.plan.idle_keys import idle_keys
 from jaxlm.plan.load_config import run_id_of
 from jaxlm.plan.mesh import check_phase, plan_mesh
 from jaxlm.plan.refs.base import Ref
@@ -193,7 +192,8 @@ def make_plan(config: RunConfig, run_id: str, vocab_size: int, devices: Sequence
             *unreached_stages(trainer, phases[-1].end),
             *small_batches(batches, phases, layout.num_shards(BATCH)),
             *_schedule_notes(phases),
-            *idle_keys(config, phases),
+            *objective_notes(config, phases),
+            *controller_notes(config, phases),
         ),
         state_builder=state_builder,
         data=data,

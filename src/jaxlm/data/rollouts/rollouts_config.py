@@ -23,7 +23,7 @@ from jaxlm.core.field_types import (
 )
 from jaxlm.core.runtime import main_only
 from jaxlm.core.values.batch_types import GroupBatch
-from jaxlm.data.base import TRAIN, VALIDATION, Batches
+from jaxlm.data.base import TRAIN, Batches
 from jaxlm.data.batch import BatchSpec, Column, Columns, SampledRows, random_tokens, token_columns
 from jaxlm.data.cache.token_cache import TokenCache
 from jaxlm.data.config import DataConfig
@@ -174,8 +174,7 @@ class RolloutsConfig(DataConfig):
             )
         reward_names(self.rewards)
         if self.has_validation:
-            sources = [source for source in self.sources() if source.has(VALIDATION)]
-            where = f" ({sources[0].key}.{sources[0].config.validation_comes_from})" if sources else ""
+            where = "".join(dict.fromkeys(source.config.by_default for source in self.sources()))
             raise ConfigError(
                 f"data: validation data given{where}, but data.type: rollouts has none: there are no responses to evaluate."
                 " Remove validation_urls, num_validation_files and num_validation_sequences, and set validation_split to null"

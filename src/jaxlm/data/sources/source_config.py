@@ -87,15 +87,10 @@ class SourceConfig:
         return split == TRAIN and bool(self.train_urls)
 
     @property
-    def validation_comes_from(self) -> str:
-        """The key that gives the source its validation data, for messages. A default is not said to be given."""
-        if self.validation_urls:
-            return "validation_urls given"
-        if self.num_validation_files is not None:
-            return f"num_validation_files: {self.num_validation_files} given"
-        if self.id is None:
-            return "source given"
-        return f"validation_split: {_given(self.validation_split)}; null means none"
+    def by_default(self) -> str:
+        """Says that validation data is there by default, for messages; empty if a key asks for it."""
+        asks = self.id is None or self.validation_urls or self.validation_split != VALIDATION
+        return "" if asks else f" (validation_split: '{VALIDATION}' is the default; null means none)"
 
     def list_urls(self, split: str, key: str, mirror: Path, cache: Path) -> list[ListedUrl]:
         """Resolves the URLs of a split. Copies nothing.
@@ -122,9 +117,15 @@ class SourceConfig:
         assert self.id is not None, "has() is false without an id"
         option = "split" if split == TRAIN else "validation_split"
         dataset_split = getattr(self, option) or ""
-        given = f"'{dataset_split}' given" if split == TRAIN else _given(dataset_split)
+        given = "is the default" if split == dataset_split == VALIDATION else "given"
         sources = dataset_sources(
-            self.id, self.name, dataset_split, self.stream, mirror, key=key, given=f"{key}.{option}: {given}"
+            self.id,
+            self.name,
+            dataset_split,
+            self.stream,
+            mirror,
+            key=key,
+            given=f"{key}.{option}: '{dataset_split}' {given}",
         )
         return [ListedUrl(f"{key}.id", f"{self.id}/{dataset_split}", sources)]
 
@@ -143,11 +144,6 @@ class SourceConfig:
                 raise ConfigError(
                     f"{key}.{name}: has no effect without {key}.id. Set {key}.id to a dataset, or remove it"
                 )
-
-
-def _given(split: str | None) -> str:
-    """Args: split: for validation."""
-    return f"'{split}' is the default" if split == SourceConfig.validation_split else f"'{split}' given"
 
 
 def _list(urls: Sequence[str], key: str, mirror: Path, cache: Path) -> list[ListedUrl]:

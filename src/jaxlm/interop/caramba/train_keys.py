@@ -108,22 +108,16 @@ def _schedule(train: Section, path: str, rate: float, out: Translated) -> None:
 
 def _precision(train: Section, sharded_in_bfloat16: bool, out: Translated) -> None:
     """Args: sharded_in_bfloat16: FSDP computes in bfloat16 (`fsdp_mixed_precision`)."""
-    given, dtype = train.peek("dtype"), train.choice("dtype", _DTYPES, "float32")
-    mixed, key = train.choice("use_amp", (True, False), False), "dtype"
+    given = train.choice("dtype", _DTYPES)
+    mixed = train.choice("use_amp", (True, False), False)
     if not mixed and "amp_dtype" in train:
         train.note("amp_dtype", "no effect without use_amp: true")
     amp = train.choice("amp_dtype", ("float16", "bfloat16", "auto"), "float16")
-    asked = {"dtype": given, "distributed.fsdp_mixed_precision": "bfloat16" if sharded_in_bfloat16 else None}
-    if mixed:
-        dtype, key = amp, "amp_dtype"
-    elif sharded_in_bfloat16:
-        dtype, key = "bfloat16", "distributed.fsdp_mixed_precision"
-    others = [
-        f"{name} ({value})"
-        for name, value in asked.items()
-        if value is not None and name != key and _DTYPES[value] != _DTYPES[dtype]
-    ]
-    if others:
+    sharded = "bfloat16" if sharded_in_bfloat16 else None
+    asked = {"dtype": given, "distributed.fsdp_mixed_precision": sharded, "amp_dtype": amp if mixed else None}
+    asked = {key: value for key, value in asked.items() if value is not None} or {"dtype": "float32"}
+    key, dtype = list(asked.items())[-1]
+    if others := [f"{name} ({value})" for name, value in asked.items() if _DTYPES[value] != _DTYPES[dtype]]:
         train.note(key, f"the computation is in {dtype}, as this key says, and not as {' or '.join(others)} says")
     elif key == "dtype" and dtype != "float32":
         train.note(key, f"{dtype} is the dtype of the computation ({_DTYPES[dtype]}); parameters stay float32")

@@ -57,7 +57,6 @@ _ALWAYS = {"use_bias": False, "use_layer_norm_weight": True, "upcast_attn": Fals
 _BIASES = ("attention_bias", "mlp_bias")
 """What `use_bias` means in families that have both keys."""
 _NOTHING = (None, False, {}, [])
-_REPLICA_DCN = "replica_dcn"
 
 
 def from_levanter(source: ConfigSource) -> tuple[ConfigSource, list[str]]:
@@ -177,22 +176,6 @@ class _Translation:
         mappings += ["axis_resources", "parameter_axis_resources", "compute_axis_resources"]
         for path in (f"trainer.{mapping}.{axis}" for mapping in mappings for axis in ("token", "token_repeat")):
             self.ignore(path, "the tokens of a batch are sharded as the batch is")
-        trainer = self.tree.get("trainer")
-        mesh = trainer.get("mesh") if isinstance(trainer, Mapping) else None
-        if isinstance(mesh, dict):
-            self._replica_dcn(mesh)
-
-    def _replica_dcn(self, mesh: dict[str, Any]) -> None:
-        """Adds Levanter's axis across slices, which it has without a key, if axes are mapped to it."""
-        mappings = [mesh.get(f"{name}_mapping") or {} for name in ("shared", "compute", "param")]
-        targets = [target for mapping in mappings if isinstance(mapping, Mapping) for target in mapping.values()]
-        dcn = mesh.get("dcn_axes") or {}
-        if not isinstance(dcn, Mapping) or _REPLICA_DCN in {**dcn, **(mesh.get("axes") or {})}:
-            return
-        if any(target == _REPLICA_DCN or (isinstance(target, list) and _REPLICA_DCN in target) for target in targets):
-            size = 1 if -1 in dcn.values() else -1
-            mesh["dcn_axes"] = {_REPLICA_DCN: size, **dcn}
-            self.notes.append(f"trainer.mesh.dcn_axes.{_REPLICA_DCN}: {size} is added, as in Levanter")
 
     def finetuning(self) -> None:
         """Translates the keys of the programs for LoRA and for supervised fine-tuning."""

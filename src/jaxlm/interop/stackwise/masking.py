@@ -190,7 +190,7 @@ def _put_time(
     else:
         times["time_per_stack"] = per_stack = _PER_STACK if per_stack is None else per_stack
     if callable(mapping):
-        total = num_steps or (len(fractions) if per_stack is None else per_stack * growth.num_stacks)
+        total = num_steps or (len(fractions or ()) if per_stack is None else per_stack * growth.num_stacks)
         steps = [mapping(stack, growth.num_stacks, total) for stack in range(growth.num_stacks)]
         times |= {"order": "training", "mapping": steps}
     else:
