@@ -1,14 +1,14 @@
 """What keys hold that have no effect beside some others: where such a key is only noted, nothing else would check it."""
 
 from collections.abc import Callable, Iterable, Mapping
-from typing import NamedTuple, get_args
+from typing import Any, NamedTuple, get_args
 
 from jaxlm.core.values.stack_pattern import Pattern
 from jaxlm.interop.section import Section, as_yaml
 
 
 class _Kind(NamedTuple):
-    types: tuple[type, ...]
+    types: tuple[Any, ...]
     text: str
 
 
