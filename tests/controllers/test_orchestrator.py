@@ -3,7 +3,7 @@
 import json
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pytest
@@ -431,6 +431,11 @@ def test_losses_that_are_not_finite_are_written_as_null():
         ),
         (FACTS, {"max_spikes": 129}, r"max_spikes: 129 given, at most 128 expected: .*optimizer\.telemetry\.window"),
         (OptimizerFacts(1e-3, STRATEGIES, 128), {"nowcast": NowcastTrials()}, r"Set optimizer\.nowcast too"),
+        (
+            replace(FACTS, nowcast_window=300),
+            {"nowcast": NowcastTrials(every=300)},
+            r"nowcast\.start: 200 is the default, at least 300 expected",
+        ),
         (FACTS, {"nowcast": NowcastTrials(every=10)}, r"nowcast\.every: 10 given, at least 20 expected"),
         (FACTS, {"nowcast": NowcastTrials(start=10)}, r"nowcast\.start: 10 given, at least 20 expected"),
     ],
