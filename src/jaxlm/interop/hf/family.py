@@ -8,7 +8,7 @@ import functools
 import importlib
 import pkgutil
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -85,6 +85,7 @@ class Family:
         unused: regular expressions for tensors that are not parameters (masks, rotary frequencies).
         modeling: module with the code of the model, which exports bring, if transformers has none. Its classes are called
             like `architecture` and like `config`.
+        aliases: another name of a key of config.json -> the name in `keys`. Of both, transformers follows the alias.
         respelled: fields of the model config that describe the same model in several ways, of which an imported config
             has only one.
     """
@@ -98,6 +99,7 @@ class Family:
     unused: tuple[str, ...] = (r"rotary_emb\.inv_freq$",)
     modeling: str | None = None
     respelled: tuple[str, ...] = ()
+    aliases: Mapping[str, str] = field(default_factory=dict)
 
     def modeling_files(self) -> dict[str, bytes]:
         """Name -> content of the files with the code of the model; none if transformers has it."""
@@ -168,9 +170,10 @@ def config_from_json(family: Family, content: Mapping[str, Any], where: str) -> 
     Raises:
         ConfigError: lists all keys that are missing, have an unsupported value, or are unknown and change the numbers.
     """
+    content, outvoted = _by_own_names(family, content)
     fields, problems = _fields_of(family, content)
     names = [key.theirs if isinstance(key, KeyGroup) else (key.theirs,) for key in family.keys]
-    changing, harmless = sort_unread(content, set(content).difference(*names))
+    changing, unknown = sort_unread(content, set(content).difference(*names))
     problems += changing
     if problems:
         raise ConfigError(f"{where} ({family.model_types[0]}):\n" + "\n".join(f"  {line}" for line in problems))
@@ -179,10 +182,22 @@ def config_from_json(family: Family, content: Mapping[str, Any], where: str) -> 
         config.check()
     except (ConfigError, TypeError) as error:
         raise ConfigError(f"{where} ({family.model_types[0]}): {error}") from error
-    notes = [note for key in family.keys if isinstance(key, KeyGroup) for note in key.notes(content)]
-    if harmless:
-        notes.append(f"keys that do not change what the model computes: {', '.join(harmless)}")
+    notes = [*outvoted, *(note for key in family.keys if isinstance(key, KeyGroup) for note in key.notes(content))]
+    if unknown:
+        notes.append(f"keys that jaxlm does not know for this family: {', '.join(unknown)}")
     return config, tuple(f"{where}: ignored: {note}" for note in notes)
+
+
+def _by_own_names(family: Family, content: Mapping[str, Any]) -> tuple[Json, list[str]]:
+    """The content with the family's names in place of their aliases, and notes about values that were replaced."""
+    given = {own: content[alias] for alias, own in family.aliases.items() if alias in content}
+    others = {name: value for name, value in content.items() if name not in family.aliases}
+    notes = [
+        f"{own}: {others[own]}: transformers follows its other name, which is {value}"
+        for own, value in given.items()
+        if others.get(own, value) != value
+    ]
+    return others | given, notes
 
 
 def _fields_of(family: Family, content: Mapping[str, Any]) -> tuple[Json, list[str]]:

@@ -18,7 +18,7 @@ from jaxlm.core.sharding import Layout
 from jaxlm.interop.hf.classifier import SCORE, classifier_keys, classifier_tensors, is_classifier, is_reward_model
 from jaxlm.interop.hf.family import Family, Json, config_from_json, config_to_json, family_of_config, family_of_json
 from jaxlm.interop.hf.load import Change, differing_head, load_weights
-from jaxlm.interop.hf.tensor_files import most_common_dtype, open_tensors
+from jaxlm.interop.hf.tensor_files import most_common_dtype, open_tensors, unread_indices
 from jaxlm.interop.hf.tensor_writer import TensorWriter
 from jaxlm.interop.json_object import read_json_object
 from jaxlm.interop.torch.renamed_tensors import RenamedTensors
@@ -141,7 +141,7 @@ def open_folder(path: Path, options: ReadOptions = AS_THEY_ARE) -> HfFolder:
     config, more = _untied_if_different(path, family, config)
     if is_classifier(content):
         config, more = _tied(path, config)
-    return HfFolder(family, config, vocab_size, (*notes, *more))
+    return HfFolder(family, config, vocab_size, (*notes, *unread_indices(path), *more))
 
 
 def _tied(path: Path, config: Any) -> tuple[ModelConfig, tuple[str, ...]]:
