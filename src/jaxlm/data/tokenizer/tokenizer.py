@@ -16,6 +16,7 @@ import numpy as np
 from jaxlm.core.bounded_read import SMALL, read_bytes
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.values.token_scores import DummyPrefix
+from jaxlm.data.tokenizer.folder_settings import with_folder_settings
 from jaxlm.data.tokenizer.pattern_errors import pattern_errors
 from jaxlm.interop.json_object import read_json_object
 
@@ -389,6 +390,13 @@ def load_tokenizer(path: str, vocab_size: int | None = None) -> Tokenizer:
         raise ConfigError(
             f"data.tokenizer: '{file}' has no tokens: its vocabulary is empty. Download or train it again"
         )
+    others = (_read_json(file.with_name(name)) for name in (_SETTINGS, "added_tokens.json", "special_tokens_map.json"))
+    try:
+        backend = with_folder_settings(backend, *others)
+    except (TypeError, ValueError, LookupError, AttributeError) as error:
+        raise ConfigError(
+            f"data.tokenizer: the tokens that the files beside '{file}' add are damaged: {error}"
+        ) from error
     extra_files = {
         name: read_bytes(file.with_name(name), SMALL) for name in _EXTRA_FILES if file.with_name(name).is_file()
     }
