@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from jaxlm.core.axes import POSITION
 from jaxlm.core.bounded_read import read_bytes
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.field_types import check_field
@@ -267,9 +268,38 @@ def config_to_json(family: Family, config: ModelConfig) -> Json:
     return {**kind, **family.code_keys(), **written}
 
 
+def edited_json(family: Family, config: ModelConfig, source: Mapping[str, Any]) -> Json:
+    """The config.json of a model that was made from another one: `source`, with the keys that describe a difference.
+
+    A model that was trained on shorter texts keeps the source's length, unless it has lost rows of its table of positions.
+    """
+    where, config = "the config.json of the source", config.as_family()
+    if source.get("model_type") not in family.model_types:
+        return config_to_json(family, config)
+    try:
+        original, _ = config_from_json(family, source, where)
+    except ConfigError:  # the run skips keys of it
+        return config_to_json(family, config)
+    is_learned = any((POSITION,) in part.dims for tensor in family.tensors(config) for part in tensor.parts)
+    if config.seq_len < original.seq_len and not is_learned:
+        config = dataclasses.replace(config, seq_len=original.seq_len)
+    before, after = config_to_json(family, original), config_to_json(family, config)
+    changed = {key: value for key, value in after.items() if key not in before or before[key] != value}
+    dropped = {
+        *(key for key in before if key not in after),
+        *(a for a, own in family.aliases.items() if own in changed),
+    }
+    edited = {key: value for key, value in source.items() if key not in {*dropped, "auto_map"}} | changed
+    edited |= {key: after[key] for key in ("architectures", "auto_map") if key in after}
+    restored, _ = config_from_json(family, edited, where)
+    # Else the source says it in several ways, of which only some were changed.
+    return edited if config_to_json(family, restored) == after else after
+
+
 # Fields that only affect how the model is computed, and fields that may be null here but are numbers in config.json.
 _NOT_COMPARED = (
     *("gradient_checkpointing", "scan_layers", "attn_backend", "mlp_tile_tokens", "pad_vocab_to_multiple_of"),
     *("num_kv_heads", "head_dim"),
+    "seq_len",  # dynamic rotary embeddings need the length from which on they change
     "router_z_loss_coef",  # transformers has no such loss; it does not affect the model's outputs
 )
