@@ -233,8 +233,8 @@ def layer_ropes(*, theta: float, local_theta: float, local_key: str | None = Non
 
     def parameters(theirs: Mapping[str, Any]) -> dict[str, tuple[Json, list[str]]]:
         given = theirs.get("rope_parameters") or {}
-        full = dict(given.get(_GLOBAL) or {"rope_type": "default"}) | (theirs.get("rope_scaling") or {})
-        sliding = dict(given.get(_LOCAL) or {"rope_type": "default"})
+        full: Json = dict(given.get(_GLOBAL) or {"rope_type": "default"}) | (theirs.get("rope_scaling") or {})
+        sliding: Json = dict(given.get(_LOCAL) or {"rope_type": "default"})
         full.setdefault("rope_theta", theirs.get("rope_theta", theta))
         sliding.setdefault("rope_theta", theirs.get(local_key, local_theta) if local_key else local_theta)
         for rope in (full, sliding):
