@@ -60,8 +60,8 @@ def write_tokenizer(folder: Path, num_tokens: int = 320) -> int:
     return made.get_vocab_size(with_added_tokens=True)
 
 
-def write_model(folder: Path, seed: int = 0, **options: Any) -> Path:
-    """Saves a random transformers Llama beside the tokenizer."""
+def write_model(folder: Path, seed: int = 0, *, more_rows: int = 0, **options: Any) -> Path:
+    """Saves a random transformers Llama beside the tokenizer. Args: more_rows: rows of the embedding without a token."""
     import torch
     import transformers
 
@@ -69,7 +69,7 @@ def write_model(folder: Path, seed: int = 0, **options: Any) -> Path:
     torch.manual_seed(seed)
     special = {"bos_token_id": 0, "eos_token_id": 0, "pad_token_id": None}
     config = transformers.LlamaConfig(
-        **{**LLAMA, "initializer_range": 0.2, **options}, vocab_size=num_tokens, **special
+        **{**LLAMA, "initializer_range": 0.2, **options}, vocab_size=num_tokens + more_rows, **special
     )
     transformers.LlamaForCausalLM(config).save_pretrained(folder)
     return folder

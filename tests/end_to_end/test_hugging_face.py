@@ -176,7 +176,7 @@ def test_import_and_export_round_trip(imported, workplace, in_process):
     assert "verified with" in result.out
     converted = (place.folder / "out" / "README.md").read_text()
     assert converted == card.replace("| hardware | 1 x cpu |\n", ""), "the same run, on other hardware"
-    assert json.loads((place.folder / "out" / "config.json").read_text())["max_position_embeddings"] == 32
+    assert json.loads((place.folder / "out" / "config.json").read_text())["max_position_embeddings"] == 64
     again = in_process(convert.main, place, *arguments)
     assert (again.code, "already exists. Choose another folder" in again.err) == (2, True)
     (place.folder / "adapters").mkdir()

@@ -801,10 +801,6 @@ REFUSED: dict[str, tuple[Json, str]] = {
         _smollm3(no_rope_layers=[1, 0, 0] * 11),
         r"no_rope_layers: .* given; 0 or 1 expected for each of 36 layers",
     ),
-    "Qwen2-local-without-window": (
-        _qwen2(1536, 8960, 2, 12, 2, tied=True, layer_types=["sliding_attention", "full_attention"]),
-        "layer_types: sliding_attention given, but no sliding window",
-    ),
     "Qwen2-other-layers": (
         _qwen2(1536, 8960, 2, 12, 2, tied=True, layer_types=["linear_attention", "full_attention"]),
         "layer_types: .* given; sliding_attention or full_attention expected for each of 2 layers",

@@ -1,5 +1,6 @@
 """config.json files of published models: each opens with the published number of parameters, or is refused with a reason."""
 
+import dataclasses
 import json
 import re
 from pathlib import Path
@@ -9,9 +10,18 @@ import pytest
 
 from jaxlm.core import tree
 from jaxlm.core.errors import ConfigError
-from jaxlm.interop.hf.family import all_families, config_to_json
+from jaxlm.interop.hf.family import (
+    all_families,
+    config_from_json,
+    config_to_json,
+    edited_json,
+    family_of_config,
+    family_of_json,
+)
 from jaxlm.interop.hf.folder import load_model, open_folder
 from jaxlm.interop.hf.unread_keys import SILENT
+from jaxlm.models.families.llama import LlamaConfig
+from jaxlm.models.rope import DynamicRotary
 from tests.engine.helpers import one_device
 from tests.interop.cases import abstract_of, inputs_of, logits_of
 from tests.interop.published import OPENED, REFUSED
@@ -124,3 +134,25 @@ def test_transformers_ignores_the_keys_of_the_notes(tmp_path):
         known = transformers.AutoConfig.for_model(content["model_type"]).to_dict()
         values = {key: content[key] for key in noted if key in known}
         assert not any(values.values()), values
+
+
+@pytest.mark.parametrize("name", OPENED)
+def test_an_export_differs_from_its_source_only_where_training_changed_it(name):
+    """Trained on shorter texts, no key changes; after another change, one does."""
+    source = OPENED[name][0]
+    family = family_of_json(source, name)
+    config, _ = config_from_json(family, source, name)
+    kept = {key: value for key, value in source.items() if key != "auto_map"} | {"architectures": [family.architecture]}
+    if family.model_types[0] == "gpt2":  # it has lost the rows of the positions
+        kept |= {"n_positions": 128}
+    trained = dataclasses.replace(config, seq_len=128)
+    assert edited_json(family, trained, source) == kept
+    noisier = edited_json(family, dataclasses.replace(trained, initializer_range=0.5), source)
+    assert noisier == kept | {"initializer_range": 0.5}
+
+
+def test_dynamic_rotary_embeddings_of_a_model_that_trains_on_shorter_texts_can_be_exported():
+    rope = DynamicRotary(factor=2.0, original_max_position_embeddings=32768)
+    config = LlamaConfig(seq_len=2048, rope=rope)
+    written = config_to_json(family_of_config(config), config)
+    assert written["max_position_embeddings"] == 32768

@@ -489,6 +489,37 @@ def test_a_run_with_dora_ranks_by_layer_and_a_trained_head_is_exported(tmp_path,
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(
+    "lora",
+    [
+        {"embeddings": "tokens", "modules_to_save": ["^head"]},
+        {"target": "q_proj|head", "modules_to_save": ["^tokens"], "dropout": 0.0},
+    ],
+)
+def test_adapters_have_the_rows_of_the_base(lora, tmp_path, capsys):
+    """The run's tokenizer has fewer tokens than the base has rows, as most published ones. PEFT loads both together."""
+    torch, peft, transformers = (pytest.importorskip(name) for name in ("torch", "peft", "transformers"))
+    write_model(tmp_path / "hf", more_rows=52, max_position_embeddings=1024)
+    tuned(tmp_path, write_instructions(tmp_path / "train.jsonl"), 3, {**LORA, **lora}, also=r"^(head|tokens)\.weight$")
+    checkpoint = tmp_path / "checkpoints" / "lora"
+    options = ["--checkpoint", str(checkpoint), "--adapters", "only", "--verify", "true", "--dtype", "float32"]
+    assert convert.main(["to-hf", *options, "--output_dir", str(tmp_path / "only")]) == 0, capsys.readouterr()
+    base = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "hf")
+    ids = list(range(3, 40))
+    with torch.no_grad():
+        before = base(torch.tensor([ids])).logits[0].numpy()
+        theirs = peft.PeftModel.from_pretrained(base, tmp_path / "only").eval()(torch.tensor([ids])).logits[0].numpy()
+    ours = load(str(checkpoint)).logits([ids])[0]
+    np.testing.assert_allclose(theirs[:, : ours.shape[1]], ours, rtol=1e-4, atol=1e-4)
+    assert theirs.shape == before.shape == (len(ids), ours.shape[1] + 52)
+    assert convert.main(["to-hf", *options[:2], "--dtype", "float32", "--output_dir", str(tmp_path / "whole")]) == 0
+    source, whole = (json.loads((tmp_path / name / "config.json").read_text()) for name in ("hf", "whole"))
+    assert {key for key in {**source, **whole} if source.get(key) != whole.get(key)} == {"vocab_size"}
+    settings = [(tmp_path / name / "tokenizer_config.json").read_text() for name in ("hf", "whole")]
+    assert settings[0] == settings[1] or "tokenizer_class" not in settings[0]
+
+
+@pytest.mark.slow
 def test_exported_adapters_are_verified_against_the_base(tmp_path, capsys):
     pytest.importorskip("transformers")
     write_model(tmp_path / "hf")

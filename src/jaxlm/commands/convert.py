@@ -26,17 +26,19 @@ from jaxlm.core.publish import Location, check_unused, check_writable, location_
 from jaxlm.core.runtime import main_only
 from jaxlm.engine.checkpoint.store import CURSOR
 from jaxlm.interop.hf.folder import DTYPES, parse_dtype
-from jaxlm.interop.hf.hub import check_upload, check_upload_name, upload_folder
+from jaxlm.interop.hf.hub import check_upload, check_upload_name, local_folder, upload_folder
 from jaxlm.interop.hf.model_card import README, ModelCard
 from jaxlm.interop.hf.model_section import hf_name
+from jaxlm.interop.hf.tensor_files import open_tensors
 from jaxlm.interop.hf.verify import verify_folder
+from jaxlm.interop.peft.base_rows import BaseRows
 from jaxlm.interop.torch.nanochat import save_nanochat
 from jaxlm.models.base import LanguageModel
 from jaxlm.plan.load_config import FOREIGN, foreign_as_yaml
 from jaxlm.reading.decode import choice_name
 from jaxlm.reading.overrides import Arguments
 from jaxlm.session.exit_codes import command
-from jaxlm.session.export import export_model, logged_evaluation, model_card
+from jaxlm.session.export import export_model, logged_evaluation, model_card, source_config
 from jaxlm.session.generation_options import add_adapter_option
 from jaxlm.session.inference_model import InferenceModel
 from jaxlm.session.load_model import LoadedModel, add_checkpoint_options, open_model, with_adapter
@@ -172,7 +174,13 @@ def _write_adapters(folder: Location, opened: LoadedModel, dtype: Any, card: Mod
         )
     model, saved = opened.load(), saved_modules(opened.surgeries)
     files = {README: card.text().encode()}
-    save_peft(folder, model, opened.model, plan.layout, dtype=dtype, base=base or "", files=files, saved=saved)
+    source = source_config(plan, opened.tokenizer) or {}
+    rows = None
+    if base is not None and type(num_rows := source.get("vocab_size")) is int:
+        rows = BaseRows(base, num_rows, lambda: open_tensors(local_folder(base, "--adapters only", weights=True)))
+    save_peft(
+        folder, model, opened.model, plan.layout, dtype=dtype, base=base or "", files=files, saved=saved, rows=rows
+    )
     print(f"wrote the adapters of {opened.location} to {folder}")
     if base is not None and verify:
         print(_verify_adapters(Path(folder), base, opened, round_adapters(model, dtype, saved)))

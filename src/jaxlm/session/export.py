@@ -22,6 +22,7 @@ from jaxlm.interop.hf.folder import save_folder
 from jaxlm.interop.hf.hub import repository_of, upload_folder
 from jaxlm.interop.hf.model_card import README, ModelCard
 from jaxlm.interop.hf.model_section import hf_name
+from jaxlm.interop.json_object import read_json_object
 from jaxlm.interop.peft.merged import MergedAdapter, merged_file
 from jaxlm.models.base import LanguageModel, ModelConfig
 from jaxlm.observe.records import METRICS, read_metrics
@@ -61,7 +62,16 @@ def export_model(
         card = replace(card, task="text-classification")
     files[README] = card.text().encode()
     files |= merged_file(merged)
-    save_folder(folder, model, config, plan.layout, dtype=dtype, files=files, special_ids=tokenizer.special_ids)
+    save_folder(
+        folder,
+        model,
+        config,
+        plan.layout,
+        dtype=dtype,
+        files=files,
+        special_ids=tokenizer.special_ids,
+        source=source_config(plan, tokenizer),
+    )
 
 
 def weights_exporter(plan: Plan, phase: Phase, tokenizer: Tokenizer) -> Callable[[LanguageModel, Path], None]:
@@ -79,6 +89,7 @@ def weights_exporter(plan: Plan, phase: Phase, tokenizer: Tokenizer) -> Callable
             dtype=plan.precision.params,
             files=files,
             special_ids=tokenizer.special_ids,
+            source=source_config(plan, tokenizer),
         )
 
     return export
@@ -232,6 +243,15 @@ def _datasets(sections: tuple[DataConfig, ...]) -> Iterator[str]:
         locations = [config.id] if config.id else [url for url in config.train_urls if url.startswith(_HUB_URL)]
         names = (repository_of(url.removeprefix(_HUB_URL).partition("?")[0]) for url in locations)
         yield from (name for name in names if name is not None)
+
+
+def source_config(plan: Plan, tokenizer: Tokenizer) -> Mapping[str, Any] | None:
+    """The config.json of the folder of the initial weights; None if the run had none, or it is not on this machine."""
+    base = hf_name(plan.config.initialize_from_hf, plan.data[0].tokenizer)
+    if base is None or _tokenizer_is_of_base(plan):
+        return None if base is None else tokenizer.model_json
+    file = Path(base).expanduser() / "config.json"
+    return read_json_object(file) if file.is_file() else None
 
 
 def _tokenizer_is_of_base(plan: Plan) -> bool:

@@ -31,6 +31,7 @@ from jaxlm.core.sharding import Layout
 from jaxlm.core.values.batch_types import TokenBatch
 from jaxlm.interop.hf.family import family_of_config
 from jaxlm.interop.hf.weights import axis_sizes
+from jaxlm.interop.peft.base_rows import BaseRows
 from jaxlm.interop.peft.read import ReadAdapters, lora_keys, peft_folder, read_adapters
 from jaxlm.interop.peft.write import Adapted, Adapter, save_adapters
 from jaxlm.models.base import Inputs, LanguageModel, ModelConfig
@@ -544,6 +545,7 @@ def save_peft(
     base: str,
     files: Mapping[str, bytes] | None = None,
     saved: Sequence[str] = (),
+    rows: BaseRows | None = None,
 ) -> None:
     """Writes only the adapters of a model, in PEFT's format. Every process must call this.
 
@@ -551,6 +553,7 @@ def save_peft(
         base: name of the base model, for adapter_config.json.
         files: additional files to write, such as the model card.
         saved: regular expressions for the paths of other parameters to write (`saved_modules`).
+        rows: the vocabulary of the base; None if it has the model's.
     """
     linear = dict(tree.modules_by_path(model, LoraLinear))
     dropouts = {path: layer.dropout for path, layer in linear.items()}
@@ -581,4 +584,4 @@ def save_peft(
         arrays = (a, b, change.magnitude)
         adapters.append(Adapter(whole, layers, *arrays, change.In, change.Out, pairs, dropouts.get(path)))
     adapted = Adapted(adapters, also, tables, shared, body.num_layers, axis_sizes(tree.leaves(model)))
-    save_adapters(folder, adapted, config, layout, dtype=dtype, base=base, files=files or {})
+    save_adapters(folder, adapted, config, layout, dtype=dtype, base=base, files=files or {}, rows=rows)

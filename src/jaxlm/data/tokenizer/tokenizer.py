@@ -16,6 +16,7 @@ import numpy as np
 from jaxlm.core.bounded_read import SMALL, read_bytes
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.values.token_scores import DummyPrefix
+from jaxlm.data.tokenizer.folder_settings import with_folder_settings
 from jaxlm.data.tokenizer.pattern_errors import pattern_errors
 from jaxlm.interop.json_object import read_json_object
 
@@ -57,7 +58,7 @@ class Tokenizer:
         vocab_size: all ids are below this.
         bos_id, eos_id: ids of the tokens that begin and end a document; None if the tokenizer has none.
         stop_ids: ids that end generated text: EOS, and those that generation_config.json and config.json list.
-        model_ids: the token ids in the config.json beside the tokenizer.
+        model_json: the config.json beside the tokenizer; empty without one.
         special_ids: `bos_token_id`, `eos_token_id` and `pad_token_id` for a config.json: as they were in the one beside the
             tokenizer, else its own. May have lists.
     """
@@ -68,13 +69,13 @@ class Tokenizer:
         bos_id: int | None,
         eos_id: int | None,
         extra_files: Mapping[str, bytes] | None = None,
-        model_ids: Mapping[str, Any] | None = None,
+        model_json: Mapping[str, Any] | None = None,
     ):
         """Wraps a tokenizer of the library.
 
         Args:
             extra_files: name -> content of files saved with the tokenizer (settings, chat template, ...).
-            model_ids: the token ids in config.json of the tokenizer's model.
+            model_json: config.json of the tokenizer's model.
         """
         backend.no_truncation()
         backend.no_padding()
@@ -85,11 +86,12 @@ class Tokenizer:
         self.bos_id = bos_id
         self.eos_id = eos_id
         self._extra_files = dict(extra_files or {})
-        self.model_ids = dict(model_ids or {})
+        self.model_json = dict(model_json or {})
+        model_ids = {key: self.model_json[key] for key in _MODEL_KEYS if key in self.model_json}
         generation = json.loads(self._extra_files.get(_GENERATION, b"{}"))
-        listed = [*_as_list(generation.get("eos_token_id")), *_as_list(self.model_ids.get("eos_token_id")), eos_id]
+        listed = [*_as_list(generation.get("eos_token_id")), *_as_list(model_ids.get("eos_token_id")), eos_id]
         self.stop_ids: tuple[int, ...] = tuple(dict.fromkeys(number for number in listed if type(number) is int))
-        self.special_ids: dict[str, Any] = {"bos_token_id": bos_id, "eos_token_id": eos_id, **self.model_ids}
+        self.special_ids: dict[str, Any] = {"bos_token_id": bos_id, "eos_token_id": eos_id, **model_ids}
 
     def encode(self, text: str) -> list[int]:
         """Ids of a text, without added special tokens."""
@@ -142,7 +144,7 @@ class Tokenizer:
         plain, whole = (self.encode_like_transformers("a", add_special_tokens=add) for add in (False, True))
         starts = [start for start in range(len(whole)) if whole[start : start + len(plain)] == plain]
         prefix = tuple(whole[: starts[0]]) if plain and starts else ()
-        is_hugging_face = "tokenizer_class" in self._settings or bool(self.model_ids)
+        is_hugging_face = "tokenizer_class" in self._settings or any(key in self.model_json for key in _MODEL_KEYS)
         return prefix if prefix or is_hugging_face else None
 
     def ids_before(self, *, bos: bool | None) -> tuple[int, ...]:
@@ -186,7 +188,7 @@ class Tokenizer:
         """A copy whose settings name this token as the one that hides others."""
         settings = json.dumps({**self._settings, "mask_token": self._backend.id_to_token(number)}).encode()
         files = self._extra_files | {_SETTINGS: settings}
-        return Tokenizer(self._backend, self.bos_id, self.eos_id, files, self.model_ids)
+        return Tokenizer(self._backend, self.bos_id, self.eos_id, files, self.model_json)
 
     def writes_text_with(self, number: int) -> bool:
         """Whether texts can have this token: one that was learned, and not an added one."""
@@ -231,7 +233,7 @@ class Tokenizer:
             generation.pop("_from_model_config", None)  # transformers would read config.json instead
             files[_GENERATION] = json.dumps(generation | {"eos_token_id": [*self.stop_ids, *turn_ends]})
         encoded = {name: content.encode("utf-8") for name, content in files.items()}
-        return Tokenizer(self._backend, self.bos_id, self.eos_id, self._extra_files | encoded, self.model_ids)
+        return Tokenizer(self._backend, self.bos_id, self.eos_id, self._extra_files | encoded, self.model_json)
 
     @property
     def template_names(self) -> dict[str, str]:
@@ -296,11 +298,11 @@ class Tokenizer:
     def save(self, folder: Path | str) -> None:
         """Writes `tokenizer.json`, `tokenizer_config.json` and the extra files, in the layout of Hugging Face folders.
 
-        The token ids of the model's config.json go to a config.json with nothing else.
+        The config.json of the tokenizer's model is one of them.
         """
         folder = Path(folder)
         folder.mkdir(parents=True, exist_ok=True)
-        model = {_MODEL: json.dumps(self.model_ids).encode()} if self.model_ids else {}
+        model = {_MODEL: json.dumps(self.model_json).encode()} if self.model_json else {}
         for name, content in (self.files() | model).items():
             (folder / name).write_bytes(content)
 
@@ -310,6 +312,8 @@ class Tokenizer:
         ids = {"bos_token": self.bos_id, "eos_token": self.eos_id}
         names = {key: None if i is None else self._backend.id_to_token(i) for key, i in ids.items()}
         settings = {**names, **self._settings} if max_length is None else {**defaults, **names, **self._settings}
+        if "tokenizer_class" in self._settings:  # another program's settings stay what they are
+            settings = self._settings
         extra = dict(self._extra_files)
         if max_length is not None:
             extra.pop(_GIVEN_TEMPLATES, None)
@@ -389,14 +393,20 @@ def load_tokenizer(path: str, vocab_size: int | None = None) -> Tokenizer:
         raise ConfigError(
             f"data.tokenizer: '{file}' has no tokens: its vocabulary is empty. Download or train it again"
         )
+    others = (_read_json(file.with_name(name)) for name in (_SETTINGS, "added_tokens.json", "special_tokens_map.json"))
+    try:
+        backend = with_folder_settings(backend, *others)
+    except (TypeError, ValueError, LookupError, AttributeError) as error:
+        raise ConfigError(
+            f"data.tokenizer: the tokens that the files beside '{file}' add are damaged: {error}"
+        ) from error
     extra_files = {
         name: read_bytes(file.with_name(name), SMALL) for name in _EXTRA_FILES if file.with_name(name).is_file()
     }
     _read_json(file.with_name(_GENERATION))  # raises if it is damaged
     model = _read_json(file.with_name(_MODEL))
-    model_ids = {key: model[key] for key in _MODEL_KEYS if key in model}
     bos, eos = (_special_id(backend, file, side) for side in ("bos", "eos"))
-    tokenizer = Tokenizer(backend, bos, eos, extra_files, model_ids)
+    tokenizer = Tokenizer(backend, bos, eos, extra_files, model)
     if vocab_size not in (None, tokenizer.vocab_size):
         raise ConfigError(
             f"data.vocab_size: {vocab_size} given, but the tokenizer {path} has {tokenizer.vocab_size} tokens. Remove"

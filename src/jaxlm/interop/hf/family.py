@@ -8,10 +8,11 @@ import functools
 import importlib
 import pkgutil
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from jaxlm.core.axes import POSITION
 from jaxlm.core.bounded_read import read_bytes
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.field_types import check_field
@@ -85,6 +86,7 @@ class Family:
         unused: regular expressions for tensors that are not parameters (masks, rotary frequencies).
         modeling: module with the code of the model, which exports bring, if transformers has none. Its classes are called
             like `architecture` and like `config`.
+        aliases: another name of a key of config.json -> the name in `keys`. Of both, transformers follows the alias.
         respelled: fields of the model config that describe the same model in several ways, of which an imported config
             has only one.
     """
@@ -98,6 +100,7 @@ class Family:
     unused: tuple[str, ...] = (r"rotary_emb\.inv_freq$",)
     modeling: str | None = None
     respelled: tuple[str, ...] = ()
+    aliases: Mapping[str, str] = field(default_factory=dict)
 
     def modeling_files(self) -> dict[str, bytes]:
         """Name -> content of the files with the code of the model; none if transformers has it."""
@@ -168,9 +171,10 @@ def config_from_json(family: Family, content: Mapping[str, Any], where: str) -> 
     Raises:
         ConfigError: lists all keys that are missing, have an unsupported value, or are unknown and change the numbers.
     """
+    content, outvoted = _by_own_names(family, content)
     fields, problems = _fields_of(family, content)
     names = [key.theirs if isinstance(key, KeyGroup) else (key.theirs,) for key in family.keys]
-    changing, harmless = sort_unread(content, set(content).difference(*names))
+    changing, unknown = sort_unread(content, set(content).difference(*names))
     problems += changing
     if problems:
         raise ConfigError(f"{where} ({family.model_types[0]}):\n" + "\n".join(f"  {line}" for line in problems))
@@ -179,10 +183,22 @@ def config_from_json(family: Family, content: Mapping[str, Any], where: str) -> 
         config.check()
     except (ConfigError, TypeError) as error:
         raise ConfigError(f"{where} ({family.model_types[0]}): {error}") from error
-    notes = [note for key in family.keys if isinstance(key, KeyGroup) for note in key.notes(content)]
-    if harmless:
-        notes.append(f"keys that do not change what the model computes: {', '.join(harmless)}")
+    notes = [*outvoted, *(note for key in family.keys if isinstance(key, KeyGroup) for note in key.notes(content))]
+    if unknown:
+        notes.append(f"keys that jaxlm does not know for this family: {', '.join(unknown)}")
     return config, tuple(f"{where}: ignored: {note}" for note in notes)
+
+
+def _by_own_names(family: Family, content: Mapping[str, Any]) -> tuple[Json, list[str]]:
+    """The content with the family's names in place of their aliases, and notes about values that were replaced."""
+    given = {own: content[alias] for alias, own in family.aliases.items() if alias in content}
+    others = {name: value for name, value in content.items() if name not in family.aliases}
+    notes = [
+        f"{own}: {others[own]}: transformers follows its other name, which is {value}"
+        for own, value in given.items()
+        if others.get(own, value) != value
+    ]
+    return others | given, notes
 
 
 def _fields_of(family: Family, content: Mapping[str, Any]) -> tuple[Json, list[str]]:
@@ -252,9 +268,38 @@ def config_to_json(family: Family, config: ModelConfig) -> Json:
     return {**kind, **family.code_keys(), **written}
 
 
+def edited_json(family: Family, config: ModelConfig, source: Mapping[str, Any]) -> Json:
+    """The config.json of a model that was made from another one: `source`, with the keys that describe a difference.
+
+    A model that was trained on shorter texts keeps the source's length, unless it has lost rows of its table of positions.
+    """
+    where, config = "the config.json of the source", config.as_family()
+    if source.get("model_type") not in family.model_types:
+        return config_to_json(family, config)
+    try:
+        original, _ = config_from_json(family, source, where)
+    except ConfigError:  # the run skips keys of it
+        return config_to_json(family, config)
+    is_learned = any((POSITION,) in part.dims for tensor in family.tensors(config) for part in tensor.parts)
+    if config.seq_len < original.seq_len and not is_learned:
+        config = dataclasses.replace(config, seq_len=original.seq_len)
+    before, after = config_to_json(family, original), config_to_json(family, config)
+    changed = {key: value for key, value in after.items() if key not in before or before[key] != value}
+    dropped = {
+        *(key for key in before if key not in after),
+        *(a for a, own in family.aliases.items() if own in changed),
+    }
+    edited = {key: value for key, value in source.items() if key not in {*dropped, "auto_map"}} | changed
+    edited |= {key: after[key] for key in ("architectures", "auto_map") if key in after}
+    restored, _ = config_from_json(family, edited, where)
+    # Else the source says it in several ways, of which only some were changed.
+    return edited if config_to_json(family, restored) == after else after
+
+
 # Fields that only affect how the model is computed, and fields that may be null here but are numbers in config.json.
 _NOT_COMPARED = (
     *("gradient_checkpointing", "scan_layers", "attn_backend", "mlp_tile_tokens", "pad_vocab_to_multiple_of"),
     *("num_kv_heads", "head_dim"),
+    "seq_len",  # dynamic rotary embeddings need the length from which on they change
     "router_z_loss_coef",  # transformers has no such loss; it does not affect the model's outputs
 )

@@ -16,9 +16,17 @@ from jaxlm.core.publish import Location, PublishError, check_unused, publish_fol
 from jaxlm.core.runtime import is_main_process
 from jaxlm.core.sharding import Layout
 from jaxlm.interop.hf.classifier import SCORE, classifier_keys, classifier_tensors, is_classifier, is_reward_model
-from jaxlm.interop.hf.family import Family, Json, config_from_json, config_to_json, family_of_config, family_of_json
+from jaxlm.interop.hf.family import (
+    Family,
+    Json,
+    config_from_json,
+    config_to_json,
+    edited_json,
+    family_of_config,
+    family_of_json,
+)
 from jaxlm.interop.hf.load import Change, differing_head, load_weights
-from jaxlm.interop.hf.tensor_files import most_common_dtype, open_tensors
+from jaxlm.interop.hf.tensor_files import most_common_dtype, open_tensors, unread_indices
 from jaxlm.interop.hf.tensor_writer import TensorWriter
 from jaxlm.interop.json_object import read_json_object
 from jaxlm.interop.torch.renamed_tensors import RenamedTensors
@@ -141,7 +149,7 @@ def open_folder(path: Path, options: ReadOptions = AS_THEY_ARE) -> HfFolder:
     config, more = _untied_if_different(path, family, config)
     if is_classifier(content):
         config, more = _tied(path, config)
-    return HfFolder(family, config, vocab_size, (*notes, *more))
+    return HfFolder(family, config, vocab_size, (*notes, *unread_indices(path), *more))
 
 
 def _tied(path: Path, config: Any) -> tuple[ModelConfig, tuple[str, ...]]:
@@ -201,6 +209,7 @@ def save_folder(
     dtype: Any,
     files: Mapping[str, bytes],
     special_ids: Mapping[str, int | list[int] | None],
+    source: Mapping[str, Any] | None = None,
     largest_file: int = LARGEST_FILE,
 ) -> None:
     """Exports a model in the format of transformers. Every process must call this; process 0 writes.
@@ -213,6 +222,7 @@ def save_folder(
         files: additional files to write, such as the tokenizer's. Without a generation_config.json among them, one with
             the special ids is written.
         special_ids: `bos_token_id`, `eos_token_id` and `pad_token_id`. Ids that the model does not have become null.
+        source: config.json of the model that it was made from.
         largest_file: maximum size of a weights file in bytes.
 
     Raises:
@@ -225,7 +235,10 @@ def save_folder(
     none = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
     special_ids = {key: _known_ids(ids, model.Vocab.size) for key, ids in special_ids.items()}
     vocabulary = {"vocab_size": model.Vocab.size, **none, **special_ids}
-    described = {**config_to_json(family, config), **vocabulary, "torch_dtype": np.dtype(dtype).name}
+    if source is not None and source.get("vocab_size") == model.Vocab.size:
+        vocabulary = {key: value for key, value in vocabulary.items() if key in source or value is not None}
+    keys = config_to_json(family, config) if source is None else edited_json(family, config, source)
+    described = {**keys, **vocabulary, "dtype" if "dtype" in keys else "torch_dtype": np.dtype(dtype).name}
     described.setdefault("use_cache", True)
     tensors, left_out = list(family.tensors(config.as_family())), set()
     if is_reward_model(model):

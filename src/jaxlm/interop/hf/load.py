@@ -18,6 +18,7 @@ from jaxlm.core.errors import ConfigError
 from jaxlm.core.sharding import Layout
 from jaxlm.interop.hf.tensor_files import TensorSource
 from jaxlm.interop.hf.weights import Tensor, expanded
+from jaxlm.interop.torch.renamed_tensors import RenamedTensors
 from jaxlm.models.base import LanguageModel
 
 _HEADS = ("lm_head.weight", "embed_out.weight")  # files of models with tied embeddings may contain the head as well
@@ -56,7 +57,7 @@ def load_weights(
     Raises:
         ConfigError: lists all tensors that are missing, unexpected, or have another shape.
     """
-    leaves = dict(tree.leaves(abstract))
+    leaves, source = dict(tree.leaves(abstract)), _with_embedding(tensors, source, prefix)
     omitted = _omitted(prefix, source)
     problems = _misfits(tensors, omitted, source, leaves, unused)
     if vocab_size is not None:
@@ -109,6 +110,15 @@ def differing_head(tensors: Sequence[Tensor], source: TensorSource, prefix: str)
     starts = range(0, len(first), _ROWS_AT_ONCE)
     blocks = (slice(start, start + _ROWS_AT_ONCE) for start in starts)
     return None if all(np.array_equal(first[block], second[block]) for block in blocks) else head
+
+
+def _with_embedding(tensors: Sequence[Tensor], source: TensorSource, prefix: str) -> TensorSource:
+    """The source with its head as token embedding, if the model ties the two and the source has only the head."""
+    embedding = _embedding(tensors).removeprefix(_omitted(prefix, source))
+    head = next((name for name in _HEADS if name in source.tensors), None)
+    if head is None or embedding in source.tensors or any(tensor.name in _HEADS for tensor in tensors):
+        return source
+    return RenamedTensors(source, {re.escape(head): embedding, "(.*)": r"\1"})
 
 
 def _lost_head(tensors: Sequence[Tensor], source: TensorSource, prefix: str) -> list[str]:

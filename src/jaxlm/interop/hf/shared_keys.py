@@ -38,6 +38,10 @@ _REQUIRED = {
 }
 
 _MSCALES = ("mscale", "mscale_all_dim")
+_NOT_OF_TEXT = ("mrope_section", "attention_scaling")  # keys of vision models and frameworks that no text model uses
+_ORIGINAL = "original_max_position_embeddings"
+_STRETCHED = ("llama3", "yarn", "longrope")  # the types that read it
+_LOCAL, _GLOBAL = "sliding_attention", "full_attention"
 # Fields that transformers takes from the model's own keys.
 _NOT_WRITTEN = {"dynamic": ("original_max_position_embeddings",)}
 
@@ -89,19 +93,15 @@ def kv_heads() -> KeyGroup:
     return KeyGroup(("num_key_value_heads",), to_ours, lambda config: {"num_key_value_heads": config.KVHeads.size})
 
 
-def router(theirs: str, *others: str, num_experts: int, chosen: int) -> tuple[JsonKey | FixedKey | KeyGroup, ...]:
+def router(theirs: str, *, num_experts: int, chosen: int) -> tuple[JsonKey | FixedKey, ...]:
     """Experts and routing.
 
     Args:
-        theirs, others: names of the number of experts; `theirs` is the one to write.
+        theirs: name of the number of experts.
         num_experts, chosen: defaults for keys that are missing.
     """
-
-    def to_ours(content: Mapping[str, Any]) -> Json:
-        return {"num_experts": next((content[name] for name in (theirs, *others) if name in content), num_experts)}
-
     return (
-        KeyGroup((theirs, *others), to_ours, lambda config: {theirs: config.num_experts}),
+        JsonKey(theirs, "num_experts", num_experts),
         JsonKey("num_experts_per_tok", "num_experts_per_token", chosen),
         JsonKey("router_aux_loss_coef", "router_aux_loss_coef", 0.001),
         FixedKey("output_router_logits", False, others=(True,)),  # affects the returned values, not the computation
@@ -117,8 +117,8 @@ def head_dim(default: int | None = None) -> KeyGroup:
 
     def to_ours(theirs: Mapping[str, Any]) -> Json:
         head_size = theirs.get("head_dim", default)
-        equal_split = theirs["hidden_size"] // theirs["num_attention_heads"]
-        return {"head_dim": None if head_size == equal_split else head_size}
+        is_split = head_size is None or head_size * theirs["num_attention_heads"] == theirs["hidden_size"]
+        return {"head_dim": None if is_split else head_size}
 
     return KeyGroup(("head_dim",), to_ours, lambda config: {"head_dim": config.HeadSize.size})
 
@@ -144,10 +144,10 @@ def rope(
         original: default of `original_max_position_embeddings`, for a family that has it outside the rotary embedding's own
             keys. There it counts more than among them.
     """
-    keys = ("rope_parameters", "rope_scaling", theta_key, partial_key)
+    keys = ("rope_parameters", "rope_scaling", "rope_theta", "partial_rotary_factor", theta_key, partial_key, _ORIGINAL)
 
     def parameters(theirs: Mapping[str, Any]) -> Json:
-        settings = dict(theirs.get("rope_parameters") or theirs.get("rope_scaling") or {})
+        settings = dict(theirs.get("rope_scaling") or theirs.get("rope_parameters") or {})
         kind = _rope_type(settings)
         settings["rope_type"] = (renamed or {}).get(kind, kind)
         settings.setdefault("rope_theta", theirs.get(theta_key, theta))
@@ -155,33 +155,34 @@ def rope(
         settings.setdefault("partial_rotary_factor", partial if factor is None else factor)
         return settings
 
-    def ignored(settings: Mapping[str, Any]) -> bool:
-        return not rotates_part and _rope_type(settings) == "default" and settings["partial_rotary_factor"] != 1.0
-
     def to_ours(theirs: Mapping[str, Any]) -> Json:
-        settings = parameters(theirs)
-        lengths = theirs if original is None else {"original_max_position_embeddings": original, **theirs}
-        return {
-            "rope": rope_from_json(
-                settings | {"partial_rotary_factor": 1.0} if ignored(settings) else settings, lengths
-            )
-        }
+        lengths = theirs if original is None else {_ORIGINAL: original, **theirs}
+        settings, _ = _followed(parameters(theirs), rotates_part=rotates_part)
+        return {"rope": rope_from_json(settings, lengths)}
 
     def notes(theirs: Mapping[str, Any]) -> list[str]:
-        settings = parameters(theirs)
-        text = (
-            f"{partial_key}: {settings['partial_rotary_factor']}: transformers rotates all features of this"
-            " family's heads"
-        )
-        alone = [
-            f"rope_scaling.{key}: {settings[key]}: transformers reads it only with the other of {_MSCALES}"
-            for key in _unused_mscales(settings)
-        ]
-        return [text, *alone] if ignored(settings) else alone
+        settings, unread = _followed(parameters(theirs), rotates_part=rotates_part)
+        if theirs.get("rope_scaling") and theirs.get("rope_parameters") not in (None, {}, theirs["rope_scaling"]):
+            unread.append(f"rope_parameters: {theirs['rope_parameters']}: transformers follows rope_scaling instead")
+        if original is None and theirs.get(_ORIGINAL) is not None and settings["rope_type"] not in _STRETCHED:
+            unread.append(f"{_ORIGINAL}: {theirs[_ORIGINAL]}: the type '{settings['rope_type']}' has no such key")
+        for followed, names in (
+            ("rope_theta", {theta_key, "rope_theta"}),
+            ("partial_rotary_factor", {partial_key, "partial_rotary_factor"}),
+        ):
+            value = parameters(theirs)[followed]
+            unread += [
+                f"{name}: {theirs[name]}: transformers follows another key, which is {value}"
+                for name in sorted(names)
+                if theirs.get(name, value) not in (None, value)
+            ]
+        return unread
 
     def to_theirs(config: Any) -> Json:
         written = rope_to_json(config.rope)
         plain = {theta_key: written.pop("rope_theta"), "rope_scaling": written if len(written) > 1 else None}
+        if isinstance(config.rope, DynamicRotary):  # transformers scales from here
+            plain["max_position_embeddings"] = config.rope.original_max_position_embeddings or config.seq_len
         factor = config.rope.partial_rotary_factor
         return plain if factor == partial and partial_key == "partial_rotary_factor" else {**plain, partial_key: factor}
 
@@ -221,31 +222,81 @@ def causality() -> KeyGroup:
 _IS_CAUSAL = "is_causal"
 
 
-def layer_ropes(*, theta: float, local_theta: float, local_key: str) -> KeyGroup:
+def layer_ropes(*, theta: float, local_theta: float, local_key: str | None = None) -> KeyGroup:
     """Rotary position embeddings of global and local layers. Reads and writes `rope_parameters` by kind of layer; in older
-    files, `rope_scaling` is that of global layers alone.
+    files, `rope_scaling` is that of global layers alone. If a file has both, transformers merges them.
 
     Args:
         theta, local_theta: defaults for keys that are missing.
-        local_key: name of the theta of local layers in older files.
+        local_key: name of the theta of local layers in older files; None if the family had none.
     """
 
-    def to_ours(theirs: Mapping[str, Any]) -> Json:
-        rope_parameters = theirs.get("rope_parameters") or {}
-        full = dict(rope_parameters.get("full_attention") or theirs.get("rope_scaling") or {})
-        sliding = dict(rope_parameters.get("sliding_attention") or {})
+    def parameters(theirs: Mapping[str, Any]) -> dict[str, tuple[Json, list[str]]]:
+        given = theirs.get("rope_parameters") or {}
+        full: Json = dict(given.get(_GLOBAL) or {"rope_type": "default"}) | (theirs.get("rope_scaling") or {})
+        sliding: Json = dict(given.get(_LOCAL) or {"rope_type": "default"})
         full.setdefault("rope_theta", theirs.get("rope_theta", theta))
-        sliding.setdefault("rope_theta", theirs.get(local_key, local_theta))
+        sliding.setdefault("rope_theta", theirs.get(local_key, local_theta) if local_key else local_theta)
         for rope in (full, sliding):
-            rope.setdefault("partial_rotary_factor", 1.0)
-        return {"rope": rope_from_json(full, theirs), "local_rope": rope_from_json(sliding, theirs)}
+            rope.setdefault("partial_rotary_factor", theirs.get("partial_rotary_factor") or 1.0)
+        return {kind: _followed(rope, given) for kind, rope in ((_GLOBAL, full), (_LOCAL, sliding))}
+
+    def to_ours(theirs: Mapping[str, Any]) -> Json:
+        ropes, lengths = parameters(theirs), {**theirs, _ORIGINAL: None}  # each kind has its own
+        return {
+            "rope": rope_from_json(ropes[_GLOBAL][0], lengths),
+            "local_rope": rope_from_json(ropes[_LOCAL][0], lengths),
+        }
+
+    def notes(theirs: Mapping[str, Any]) -> list[str]:
+        ropes, given = parameters(theirs), theirs.get("rope_parameters") or {}
+        unread = [f"{kind}: {note}" for kind, (_, notes) in ropes.items() for note in notes]
+        unread += [
+            f"rope_parameters.{key}: {given[key]}: transformers reads those of {_GLOBAL} and {_LOCAL}"
+            for key in sorted(set(given) - {_GLOBAL, _LOCAL, "truncate"})
+        ]
+        if theirs.get(_ORIGINAL) is not None:
+            unread.append(f"{_ORIGINAL}: {theirs[_ORIGINAL]}: transformers reads it only in rope_parameters")
+        for name, kind in (("rope_theta", _GLOBAL), (local_key, _LOCAL)):
+            value = ropes[kind][0]["rope_theta"]
+            if name and theirs.get(name, value) != value:
+                unread.append(f"{name}: {theirs[name]}: transformers follows the {value} of {kind}")
+        if local_key is None and "rope_theta" in theirs and theirs["rope_theta"] != ropes[_LOCAL][0]["rope_theta"]:
+            unread.append(f"rope_theta: {theirs['rope_theta']}: transformers follows it in {_GLOBAL} only")
+        return unread
 
     def to_theirs(config: Any) -> Json:
-        ropes = {"full_attention": rope_to_json(config.rope), "sliding_attention": rope_to_json(config.local_rope)}
-        return {"rope_parameters": ropes}
+        ropes = {_GLOBAL: rope_to_json(config.rope), _LOCAL: rope_to_json(config.local_rope)}
+        return {"rope_parameters": {**ropes, **{k: v for k, v in ropes[_GLOBAL].items() if k == "truncate" and not v}}}
 
-    keys = dict.fromkeys(("rope_parameters", "rope_scaling", "rope_theta", local_key))
-    return KeyGroup(tuple(keys), to_ours, to_theirs)
+    keys = ("rope_parameters", "rope_scaling", "rope_theta", "partial_rotary_factor", _ORIGINAL)
+    return KeyGroup((*keys, local_key) if local_key else keys, to_ours, to_theirs, notes)
+
+
+def _followed(
+    settings: Mapping[str, Any], outer: Mapping[str, Any] | None = None, *, rotates_part: bool = False
+) -> tuple[Json, list[str]]:
+    """What transformers follows of one rotary embedding's parameters, and notes about the others.
+
+    Args:
+        outer: the object that has these parameters by kind of layer, where transformers looks for `truncate`.
+        rotates_part: whether transformers follows the partial factor without scaling.
+    """
+    followed, unread = dict(settings), {}
+    if (kind := _rope_type(settings)) == "default":
+        read = {"rope_type", "type", "rope_theta", "partial_rotary_factor", *_NOT_OF_TEXT}
+        unread = dict.fromkeys(sorted(set(settings) - read), f"the type '{kind}' has no such key")
+        if not rotates_part and settings["partial_rotary_factor"] != 1.0:
+            unread["partial_rotary_factor"] = "transformers rotates all features of this family's heads"
+    if outer is not None and kind == "yarn":
+        followed["truncate"] = outer.get("truncate", True)
+        if settings.get("truncate", followed["truncate"]) != followed["truncate"]:
+            unread["truncate"] = "transformers reads it beside the kinds of layers"
+    alone = dict.fromkeys(_unused_mscales(settings), f"transformers reads it only with the other of {_MSCALES}")
+    for key in {**unread, **alone}:
+        followed.pop(key) if key != "truncate" or kind == "default" else None
+    followed.setdefault("partial_rotary_factor", 1.0)
+    return followed, [f"{key}: {settings[key]}: {why}" for key, why in {**unread, **alone}.items()]
 
 
 def _unused_mscales(settings: Mapping[str, Any]) -> list[str]:
@@ -269,8 +320,6 @@ def rope_from_json(settings: Mapping[str, Any], config: Mapping[str, Any]) -> Ro
     original = original if outside is None else outside
     if name == "yarn" and "factor" in rest and rest["factor"] is None and original is not None:
         rest["factor"] = config["max_position_embeddings"] / original
-    for key in _unused_mscales(settings):
-        rest.pop(key)
     for key in _REQUIRED.get(name, ()):
         if rest.get(key) is None:
             raise ConfigError(f"rope_scaling.{key}: missing; type '{name}' requires it")
@@ -283,11 +332,10 @@ def rope_from_json(settings: Mapping[str, Any], config: Mapping[str, Any]) -> Ro
             rest["attention_factor"] = longrope_attention_factor(stretched / base, base)
     if name == "dynamic":  # transformers scales from here, whatever else the file says
         fields["original_max_position_embeddings"] = config["max_position_embeddings"]
-    if name in ("yarn", "longrope", "llama3"):
+    if name in _STRETCHED:
         fields["original_max_position_embeddings"] = config["max_position_embeddings"] if original is None else original
     allowed = {f for f in _TYPES[name].__dataclass_fields__ if f not in fields}
-    # Keys of vision models and frameworks that no text model uses.
-    for key in ("mrope_section", "attention_scaling"):
+    for key in _NOT_OF_TEXT:
         if key in rest:
             raise ConfigError(
                 f"rope_scaling.{key}: {rest[key]} given; only rotary embeddings with a single position can be imported"
@@ -339,9 +387,6 @@ def expert_layers(*, width: int, dense_width: int) -> KeyGroup:
     return KeyGroup(keys, to_ours, to_theirs)
 
 
-_LOCAL, _GLOBAL = "sliding_attention", "full_attention"
-
-
 def local_layers(theirs: Mapping[str, Any]) -> list[int] | None:
     """The numbers of the layers with a sliding window that `layer_types` lists; None if the file does not have it."""
     kinds, num_layers = theirs.get("layer_types"), theirs["num_hidden_layers"]
@@ -376,7 +421,6 @@ def late_window(default_layers: int) -> KeyGroup:
         window = theirs.get("sliding_window", 4096) if theirs.get("use_sliding_window", False) else None
         first = theirs.get("max_window_layers", default_layers) if window is not None else 0
         num_layers, local = theirs["num_hidden_layers"], local_layers(theirs)
-        check_has_window(local or [], window)
         if window is None or local is None or local == list(range(first, num_layers)):
             return {"sliding_window": window, "max_window_layers": first}
         if local == list(range(num_layers - len(local), num_layers)):
@@ -390,31 +434,51 @@ def late_window(default_layers: int) -> KeyGroup:
             return {**window, "layer_types": layer_types(config)}
         return {**window, "max_window_layers": config.max_window_layers if on else config.num_layers}
 
-    return KeyGroup(keys, to_ours, to_theirs)
+    return KeyGroup(keys, to_ours, to_theirs, unused_window_notes)
 
 
-def window_pattern(default: int, *, window: int) -> KeyGroup:
-    """Gemma's sliding windows: in the layers that `layer_types` lists, or in all but every `sliding_window_pattern`-th.
+def unused_window_notes(theirs: Mapping[str, Any]) -> list[str]:
+    """What a family ignores in `layer_types` because `use_sliding_window` decides for all layers."""
+    off = not theirs.get("use_sliding_window", False) or theirs.get("sliding_window", 4096) is None
+    return [f"layer_types: {_LOCAL}: use_sliding_window is not true"] if off and local_layers(theirs) else []
+
+
+def window_pattern(default: int, *, window: int, key: str | None = None) -> KeyGroup:
+    """Gemma's sliding windows: in the layers that `layer_types` lists, or in all but every `default`-th.
 
     Args:
         default, window: defaults for the pattern and the window size if the keys are missing.
+        key: the key of the pattern, if transformers reads one for this family.
     """
-    keys = ("sliding_window", "sliding_window_pattern", "_sliding_window_pattern", "layer_types")
+    patterns = ("sliding_window_pattern", "_sliding_window_pattern")
+
+    def every(theirs: Mapping[str, Any], pattern: int) -> list[int]:
+        return [layer for layer in range(theirs["num_hidden_layers"]) if (layer + 1) % pattern]
+
+    def local_of(theirs: Mapping[str, Any]) -> list[int]:
+        local = local_layers(theirs)  # newer files list the layers, and may keep the old key
+        return every(theirs, theirs.get(key or "") or default) if local is None else local
 
     def to_ours(theirs: Mapping[str, Any]) -> Json:
-        num_layers, local = theirs["num_hidden_layers"], local_layers(theirs)
-        pattern = theirs.get("sliding_window_pattern", theirs.get("_sliding_window_pattern")) or default
-        if local is not None:  # newer files list the layers, and may keep the old key
-            first_global = next((layer for layer in range(num_layers) if layer not in local), None)
-            pattern = default if first_global is None else first_global + 1
-        is_regular = local is None or local == [layer for layer in range(num_layers) if (layer + 1) % pattern]
+        local = local_of(theirs)
+        listed = theirs.get("layer_types") is not None
+        first_global = next((layer for layer in range(theirs["num_hidden_layers"]) if layer not in local), None)
+        pattern = (
+            (default if listed else theirs.get(key or "") or default) if first_global is None else first_global + 1
+        )
+        is_regular = local == every(theirs, pattern)
         return {
             "sliding_window": theirs.get("sliding_window", window),
             "sliding_window_pattern": pattern if is_regular else None,
             "local_layers": None if is_regular else local,
         }
 
+    def notes(theirs: Mapping[str, Any]) -> list[str]:
+        local = local_of(theirs)
+        others = [name for name in patterns if theirs.get(name) and every(theirs, theirs[name]) != local]
+        return [f"{name}: {theirs[name]}: transformers follows other layers: {local} are local" for name in others]
+
     def to_theirs(config: Any) -> Json:
         return {"sliding_window": config.sliding_window, "layer_types": layer_types(config)}
 
-    return KeyGroup(keys, to_ours, to_theirs)
+    return KeyGroup(("sliding_window", *patterns, "layer_types"), to_ours, to_theirs, notes)

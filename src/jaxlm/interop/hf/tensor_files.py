@@ -15,6 +15,8 @@ from jaxlm.interop.hf.safetensors_file import SafetensorsFile, TensorInfo
 from jaxlm.interop.json_object import read_json_object
 from jaxlm.interop.torch.torch_file import TORCH_SUFFIXES, TorchFile
 
+_WHOLE = ("model.safetensors", "pytorch_model.bin")  # in the order of transformers, which prefers each to its index
+
 
 class TensorSource(Protocol):
     """Tensors by name."""
@@ -55,12 +57,11 @@ def open_tensors(path: Path) -> TensorSource:
     """
     if not path.is_dir():
         return _open_file(path)
-    for name in ("model.safetensors", "pytorch_model.bin"):
-        index = path / f"{name}.index.json"
-        if index.is_file():
-            return _open_index(index)
+    for name in _WHOLE:
         if (path / name).is_file():
             return _open_file(path / name)
+        if (index := _index(path, name)).is_file():
+            return _open_index(index)
     files = sorted(p for p in path.glob("*.safetensors") if p.name != "adapter_model.safetensors")
     if not files:
         raise ConfigError(
@@ -68,6 +69,12 @@ def open_tensors(path: Path) -> TensorSource:
             " pytorch_model.bin and its index"
         )
     return _joined({file: _open_file(file) for file in files})
+
+
+def unread_indices(path: Path) -> list[str]:
+    """Notes about indices that are not read, because the folder has one file with all weights as well."""
+    names = [name for name in _WHOLE if (path / name).is_file() and _index(path, name).is_file()]
+    return [f"{_index(path, name)}: ignored: transformers reads {name}" for name in names]
 
 
 def most_common_dtype(source: TensorSource) -> np.dtype:
@@ -87,6 +94,10 @@ def _open_file(path: Path) -> TensorSource:
     if path.suffix in TORCH_SUFFIXES:
         return TorchFile(path)
     raise ConfigError(f"{path}: unknown file type. Allowed: .safetensors, {', '.join(TORCH_SUFFIXES)}")
+
+
+def _index(path: Path, name: str) -> Path:
+    return path / f"{name}.index.json"
 
 
 def _open_index(index: Path) -> TensorSource:

@@ -1,4 +1,5 @@
-"""Keys of config.json that a family does not read: most are harmless, some would change what the model computes.
+"""Keys of config.json that a family does not read: some are known to be harmless, some to change what the model computes, and
+the others are not known.
 
 transformers ignores a key that the family's class does not know, so ignoring it gives the same numbers. A key that another
 family uses to change them is refused all the same: a model with it was not trained to be computed without it.
@@ -96,23 +97,23 @@ def sort_unread(content: Mapping[str, Any], names: Iterable[str]) -> tuple[list[
         names: the keys.
 
     Returns:
-        What is wrong with the keys that would change the numbers, and the other keys as `name: value`.
+        What is wrong with the keys that would change the numbers, and the keys that are not known, as `name: value`.
     """
-    problems, harmless = [], []
+    problems, unknown = [], []
     for name in sorted(set(names) - SILENT):
         reason = _reason(name, content[name])
         if reason is None:
-            harmless.append(f"{name}: {_short(content[name])}")
+            unknown.append(f"{name}: {_short(content[name])}")
         else:
             fix = f"To compute without it, set hf_skip_keys: [{name}] (skip_keys in refs), or remove the key"
             problems.append(
                 f"{name}: {_short(content[name])} given, which is not supported for this family: {reason}. {fix}"
             )
-    return problems, harmless
+    return problems, unknown
 
 
 def _reason(name: str, value: Any) -> str | None:
-    """Why a key changes the numbers; None if it does not."""
+    """Why a key changes the numbers; None if it is off or not known."""
     if name in _ON and value is False:
         return "these models always have it on"
     off = not value or value in _NEUTRAL.get(name, ())

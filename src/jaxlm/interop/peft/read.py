@@ -34,13 +34,15 @@ from jaxlm.models.base import LanguageModel, ModelConfig, vocab_axis
 
 _SETTINGS = "adapter_config.json"
 WEIGHTS = "adapter_model.safetensors"
-# Options that compute something else must have the value in _MUST_BE, or be unset or false.
 _MUST_BE = {"peft_type": ("LORA",), "bias": ("none", "all", "lora_only", None)}
-_MUST_BE_UNSET = (
-    *("lora_bias", "alora_invocation_tokens", "use_qalora", "arrow_config", "use_bdlora", "velora_config"),
-    *("monteclora_config", "kasa_config", "layer_replication"),
-    *("target_parameters", "trainable_token_indices", "megatron_config"),
-)
+# The options that are read here, or that say nothing about what the saved adapters compute. Any other one may.
+_KNOWN = {
+    *("r", "lora_alpha", "rank_pattern", "alpha_pattern", "use_rslora", "use_dora", "lora_dropout", "modules_to_save"),
+    *("ensure_weight_tying", "init_lora_weights", "fan_in_fan_out", "target_modules", "exclude_modules"),
+    *("layers_to_transform", "layers_pattern", "task_type", "auto_mapping", "peft_version", "revision"),
+    *("base_model_name_or_path", "inference_mode", "runtime_config", "megatron_core", "qalora_group_size"),
+    *("loftq_config", "eva_config", "corda_config", "lora_ga_config"),
+}
 # These initializations modify the base weights, and save the adapter relative to the modified weights.
 _OTHER_BASES = ("pissa", "corda", "olora", "loftq", "lora_ga")
 _MAX_LISTED = 10
@@ -481,7 +483,11 @@ def _settings(folder: Path) -> dict[str, Any]:
         for key, values in _MUST_BE.items()
         if settings.get(key) not in values
     ]
-    problems += [f"{key}: {settings[key]!r} given, null expected" for key in _MUST_BE_UNSET if settings.get(key)]
+    problems += [
+        f"{key}: {value!r} given, null expected: jaxlm does not compute it"
+        for key, value in settings.items()
+        if value and key not in _KNOWN and key not in _MUST_BE
+    ]
     initialization = settings.get("init_lora_weights")
     if isinstance(initialization, str) and initialization.startswith(_OTHER_BASES):
         problems.append(f"init_lora_weights: '{initialization}' also changes the base model")
@@ -495,7 +501,7 @@ def _settings(folder: Path) -> dict[str, Any]:
         raise ConfigError(
             f"{folder / _SETTINGS}: only LoRA and DoRA of weights are supported:\n"
             + "\n".join(f"  {problem}" for problem in problems)
-            + "\nMerge the adapter in PEFT and import the merged model"
+            + "\nMerge the adapter in PEFT and import the merged model, or remove keys that change nothing"
         )
     return settings
 

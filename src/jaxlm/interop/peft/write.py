@@ -16,7 +16,7 @@ import jax
 import numpy as np
 from haliax import NamedArray
 
-from jaxlm.core.axes import LAYERS, LORA, axes_of
+from jaxlm.core.axes import LAYERS, LORA, VOCAB, axes_of
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.publish import Location, check_unused, publish_folder
 from jaxlm.core.runtime import is_main_process
@@ -24,6 +24,7 @@ from jaxlm.core.sharding import Layout
 from jaxlm.interop.hf.family import family_of_config
 from jaxlm.interop.hf.safetensors_file import TensorInfo, write_safetensors
 from jaxlm.interop.hf.weights import Sizes, Tensor
+from jaxlm.interop.peft.base_rows import BaseRows
 from jaxlm.interop.peft.fused import Arrays, FusedMatrix
 from jaxlm.interop.peft.names import (
     EMBEDDING,
@@ -118,12 +119,14 @@ def save_adapters(
     dtype: Any,
     base: str,
     files: Mapping[str, bytes],
+    rows: BaseRows | None = None,
 ) -> None:
     """Writes adapter_config.json and adapter_model.safetensors. Every process must call this; process 0 writes.
 
     Args:
         base: name of the base model, for adapter_config.json.
         files: additional files to write, such as the model card.
+        rows: the vocabulary of the base; None if it has the model's.
 
     Raises:
         ConfigError: PEFT has no such adapters.
@@ -141,6 +144,8 @@ def save_adapters(
     tensors |= {_saved_name(name, adapted): array for name, array in others.items()}
     if not is_main_process():
         return
+    if rows is not None:
+        tensors = rows.added_to(tensors, table, model.sizes[VOCAB])
     described = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",

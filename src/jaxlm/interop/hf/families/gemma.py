@@ -14,18 +14,21 @@ ONLY_CAUSAL = FixedKey("use_bidirectional_attention", None, others=(False,))
 """For Gemma 1 and 2, transformers' attention backends disagree about what the key means."""
 
 
-def gemma_keys(*, length: int, pattern: int, final_cap: float | None) -> tuple[JsonKey | FixedKey | KeyGroup, ...]:
+def gemma_keys(
+    *, length: int, pattern: int, final_cap: float | None, pattern_key: str | None = None
+) -> tuple[JsonKey | FixedKey | KeyGroup, ...]:
     """All keys except those of the rotary embedding, the soft cap of the attention scores and bidirectional attention.
 
     Args:
         length, pattern, final_cap: defaults for keys that are missing.
+        pattern_key: as `key` in `window_pattern`.
     """
     return (
         *size_keys(length=length, tied=True),
         kv_heads(),
         head_dim(256),
         activation("hidden_activation", "gelu_pytorch_tanh", written={"gelu_new": "gelu_pytorch_tanh"}),
-        window_pattern(pattern, window=4096),
+        window_pattern(pattern, window=4096, key=pattern_key),
         JsonKey("query_pre_attn_scalar", "query_pre_attn_scalar", 256),
         JsonKey("final_logit_softcapping", "final_soft_cap", final_cap),
         JsonKey("attention_bias", "attention_bias", False),

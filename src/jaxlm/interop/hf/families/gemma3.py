@@ -22,7 +22,7 @@ FAMILY = Family(
     architecture="Gemma3ForCausalLM",
     config=Gemma3Config,
     keys=(
-        *gemma_keys(length=131072, pattern=6, final_cap=None),
+        *gemma_keys(length=131072, pattern=6, final_cap=None, pattern_key="sliding_window_pattern"),
         JsonKey("use_bidirectional_attention", "use_bidirectional_attention", False, to_ours=bool),
         KeyGroup((_CAP,), lambda _: {}, lambda _: {_CAP: None}, _cap_notes),
         layer_ropes(theta=1e6, local_theta=10000.0, local_key="rope_local_base_freq"),

@@ -53,6 +53,12 @@ FAMILY = Family(
     model_types=("gpt2",),
     architecture="GPT2LMHeadModel",
     config=Gpt2Config,
+    aliases={
+        "hidden_size": "n_embd",
+        "max_position_embeddings": "n_positions",
+        "num_attention_heads": "n_head",
+        "num_hidden_layers": "n_layer",
+    },
     keys=(
         JsonKey("n_positions", "seq_len", 1024),
         JsonKey("n_embd", "hidden_dim", 768),

@@ -42,15 +42,11 @@ def _tensors(config: GptNeoxConfig) -> Iterator[Tensor]:
             yield single(f"{_LAYER}{theirs}.bias", f"{BLOCK}{ours}.bias", outputs)
 
 
-def _check_other_names(theirs: Mapping[str, Any]) -> Json:
-    """Some versions of transformers wrote the rotary keys twice. The family's own names count."""
-    for name, other, default in (
-        ("rotary_emb_base", "rope_theta", 10000.0),
-        ("rotary_pct", "partial_rotary_factor", 0.25),
-    ):
-        counts = theirs.get(name, default)
-        if theirs.get(other, counts) != counts:
-            raise ConfigError(f"{other}: {theirs[other]} given, but {name} is {counts}. Remove one of them")
+def _check_equal_split(theirs: Mapping[str, Any]) -> Json:
+    """transformers rotates as if heads had this size, and computes with heads of the usual one."""
+    usual = theirs["hidden_size"] // theirs["num_attention_heads"]
+    if theirs.get("head_dim") not in (None, usual):
+        raise ConfigError(f"head_dim: {theirs['head_dim']} given, but hidden_size / num_attention_heads is {usual}")
     return {}
 
 
@@ -61,7 +57,7 @@ FAMILY = Family(
     keys=(
         *size_keys(length=2048, eps="layer_norm_eps", eps_default=1e-5),
         rope(partial=0.25, theta_key="rotary_emb_base", partial_key="rotary_pct", rotates_part=True),
-        KeyGroup(("rope_theta", "partial_rotary_factor"), _check_other_names, lambda _: {}),
+        KeyGroup(("head_dim",), _check_equal_split, lambda _: {}),
         activation("hidden_act", "gelu"),
         JsonKey("use_parallel_residual", "use_parallel_residual", True),
         JsonKey("attention_bias", "attention_bias", True),

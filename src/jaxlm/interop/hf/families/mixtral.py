@@ -9,6 +9,7 @@ FAMILY = Family(
     model_types=("mixtral",),
     architecture="MixtralForCausalLM",
     config=MixtralConfig,
+    aliases={"num_experts": "num_local_experts"},
     keys=(
         *usual_keys(length=131072, eps_default=1e-5, rotary=rope(1e6)),
         JsonKey("sliding_window", "sliding_window", None),

@@ -79,6 +79,7 @@ FAMILY = Family(
     model_types=("mpt",),
     architecture="MptForCausalLM",
     config=MptConfig,
+    aliases={"num_attention_heads": "n_heads", "hidden_size": "d_model", "num_hidden_layers": "n_layers"},
     keys=(
         JsonKey("max_seq_len", "seq_len", 2048),
         JsonKey("d_model", "hidden_dim"),

@@ -21,7 +21,7 @@ FAMILY = Family(
         *size_keys(length=2048, eps_default=1e-5),
         kv_heads(),
         head_dim(),
-        layer_ropes(theta=500000.0, local_theta=500000.0, local_key="rope_theta"),
+        layer_ropes(theta=500000.0, local_theta=500000.0),
         activation("hidden_act", "silu"),
         window_pattern(4, window=4096),
         JsonKey("attention_bias", "attention_bias", False),

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from jaxlm.interop.hf.family import Family, FixedKey, Json, JsonKey, KeyGroup
-from jaxlm.interop.hf.shared_keys import activation, kv_heads, rope, rope_to_json, size_keys
+from jaxlm.interop.hf.shared_keys import activation, head_dim, kv_heads, rope, rope_to_json, size_keys
 from jaxlm.interop.hf.shared_weights import BLOCK, HEADS, embeddings_and_head, fused_gated_mlp, pre_norms
 from jaxlm.interop.hf.weights import Tensor, fused, single
 from jaxlm.models.families.phi3 import Phi3Config
@@ -34,6 +34,7 @@ FAMILY = Family(
     keys=(
         *size_keys(length=4096, eps_default=1e-5),
         kv_heads(),
+        head_dim(),
         # The names are those in older files.
         rope(rotates_part=True, renamed={"su": "longrope", "yarn": "longrope"}, original=4096),
         KeyGroup((_ORIGINAL,), lambda _: {}, _original_to_theirs),  # `rope` reads it

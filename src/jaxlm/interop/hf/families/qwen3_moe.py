@@ -4,7 +4,17 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from jaxlm.interop.hf.family import Family, FixedKey, Json, JsonKey, KeyGroup
-from jaxlm.interop.hf.shared_keys import activation, expert_layers, head_dim, kv_heads, rope, router, size_keys
+from jaxlm.interop.hf.shared_keys import (
+    activation,
+    expert_layers,
+    head_dim,
+    kv_heads,
+    local_layers,
+    rope,
+    router,
+    size_keys,
+    unused_window_notes,
+)
 from jaxlm.interop.hf.shared_weights import (
     biased_attention,
     embeddings_and_head,
@@ -19,11 +29,15 @@ from jaxlm.models.families.qwen3_moe import Qwen3MoeConfig
 
 
 def _window_to_ours(theirs: Mapping[str, Any]) -> Json:
+    local_layers(theirs)  # raises for what is no list of layers; the window of all layers is the same
     return {"sliding_window": theirs.get("sliding_window", 4096) if theirs.get("use_sliding_window", False) else None}
 
 
 def _window_to_theirs(config: Qwen3MoeConfig) -> Json:
     return {"use_sliding_window": config.sliding_window is not None, "sliding_window": config.sliding_window}
+
+
+_WINDOWS = ("use_sliding_window", "sliding_window", "max_window_layers", "layer_types")
 
 
 def _attention(config: Qwen3MoeConfig) -> Iterator[Tensor]:
@@ -36,6 +50,7 @@ FAMILY = Family(
     model_types=("qwen3_moe",),
     architecture="Qwen3MoeForCausalLM",
     config=Qwen3MoeConfig,
+    aliases={"num_local_experts": "num_experts"},
     keys=(
         *(key for key in size_keys(length=32768) if key.theirs != "intermediate_size"),
         expert_layers(width=768, dense_width=6144),
@@ -43,8 +58,8 @@ FAMILY = Family(
         head_dim(),
         rope(),
         activation("hidden_act", "silu"),
-        KeyGroup(("use_sliding_window", "sliding_window", "max_window_layers"), _window_to_ours, _window_to_theirs),
-        *router("num_experts", "num_local_experts", num_experts=128, chosen=8),
+        KeyGroup(_WINDOWS, _window_to_ours, _window_to_theirs, unused_window_notes),
+        *router("num_experts", num_experts=128, chosen=8),
         JsonKey("norm_topk_prob", "norm_topk_prob", False),
         JsonKey("attention_bias", "attention_bias", False),
         FixedKey("attention_dropout", 0.0),

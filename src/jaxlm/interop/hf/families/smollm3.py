@@ -23,8 +23,9 @@ def _layers_to_ours(theirs: Mapping[str, Any]) -> Json:
     rotated = _rotated(num_layers, every) if no_rope_layers is None else no_rope_layers
     if len(rotated) != num_layers or not set(rotated) <= {0, 1}:
         raise ConfigError(f"no_rope_layers: {rotated} given; 0 or 1 expected for each of {num_layers} layers")
-    window = theirs.get("sliding_window") if theirs.get("use_sliding_window", False) else None
     local, unrotated = local_layers(theirs), [layer for layer, one in enumerate(rotated) if not one]
+    # The mask of listed layers has the window in any case.
+    window = theirs.get("sliding_window") if local or theirs.get("use_sliding_window", False) else None
     if window is not None and local == unrotated:
         local = None
     check_has_window(local or [], window)
