@@ -17,9 +17,11 @@ from jaxlm.core.errors import ConfigError
 from jaxlm.core.runtime import configure_jax, is_main_process, main_first, main_only, release_ended
 from jaxlm.core.stores import AT_START_S, retried
 from jaxlm.core.values.activity import Activity
+from jaxlm.core.values.files_read import check_same_files, note
 from jaxlm.data.cache.ray_workers import tokenize_on_ray
 from jaxlm.data.tokenizer.tokenizer import Tokenizer
 from jaxlm.engine.activity import ActivityClock, uncounted_age_s
+from jaxlm.engine.checkpoint.integrity import CHECKSUMS
 from jaxlm.engine.checkpoint.lock import LeaseLostError, StillHeld
 from jaxlm.engine.checkpoint.manager import Saver
 from jaxlm.engine.checkpoint.store import SaveError
@@ -220,7 +222,7 @@ def _prepared(plan: Plan, console: Console) -> Iterator[tuple[Plan, Tokenizer, I
     check_hf_weights(plan, tokenizer.vocab_size)
     plan.model.leaves_from_tokens(tokenizer.vocab_size)  # raises for keys that do not suit the vocabulary
     check_same_data(plan, tokenizer.fingerprint)
-    saved = main_only(lambda: saved and check_same_tokenizer(plan, saved, tokenizer.fingerprint))
+    saved = main_only(lambda: saved and check_same_tokenizer(plan, saved, tokenizer))
     cursor = expected_cursor(plan)
     main_only(lambda: check_opens(plan, tokenizer, cursor))
     seq_lens = [phase.model.seq_len for phase in plan.phases]
@@ -228,6 +230,7 @@ def _prepared(plan: Plan, console: Console) -> Iterator[tuple[Plan, Tokenizer, I
     config = with_num_steps_of_data(config, plan.batches, tokenizer, console.log)
     plan = plan.updated(config, tokenizer.vocab_size)
     check_references(plan, tokenizer, console.log)
+    check_same_files()
     check_run_tables(plan, console.log)
     main_only(lambda: check_exports_are_new(plan, 0 if cursor is None else cursor.step))
     with contextlib.ExitStack() as closing:
@@ -269,6 +272,8 @@ def _start(
             f"trainer.log_dir: {plan.log_folder} cannot be written: {error.strerror}. Set it to a writable folder"
         ) from error
     init_from = find_init_from(plan, console.log)
+    if (source := init_from.weights or init_from.state) is not None:
+        note("the checkpoint that the run starts from", source.checkpoint.read(CHECKSUMS))
     if (going_on := read_again(plan, init_from)).past_refs != plan.past_refs:
         plan = going_on
         check_references(plan, tokenizer, console.log)
@@ -310,6 +315,7 @@ def _open_phase(
     """
     plan, log = run.plan, run.console.log
     with open_phase_data(run, phase, conductor.resumed) as data:
+        check_same_files()
         enter = _entry(run, phase, state, data, init_from) if conductor.resumed is None else None
         # Compiled before the state is made: a step that does not fit into memory ends in a message, not in a killed machine.
         with run.clock.during(Activity.COMPILE):
@@ -324,6 +330,7 @@ def _open_phase(
             if enter is not None:
                 state, enter = enter(), None  # frees the references that its surgeries have read
             assert state is not None
+            check_same_files()  # also what its evaluations, and the loading of weights and references, have read
             saver = _begin_phase(run, phase, state, data, conductor)
             skipped = int(state.guard.skipped)
             note = run.records.decided

@@ -1,7 +1,11 @@
 """Temporary names that do not collide, and folders that are complete or absent, on a disk that several hosts share."""
 
+import errno
+import fcntl
 import os
 import platform
+import tempfile
+import threading
 
 import pytest
 
@@ -53,3 +57,30 @@ def test_the_folder_of_the_faster_host_is_kept(tmp_path):
             (folder / "a").write_text(content)
     assert [path.name for path in tmp_path.iterdir()] == ["f"]
     assert (tmp_path / "f" / "a").read_text() == "theirs"
+
+
+def test_folders_of_a_file_system_without_locks_are_still_written_by_one_at_a_time(tmp_path, monkeypatch):
+    """A file of the local disk is locked instead."""
+    flock, folder = fcntl.flock, tmp_path / "lustre"
+    folder.mkdir()
+
+    def without_locks(file, operation):
+        if os.readlink(f"/proc/self/fd/{file.fileno()}").startswith(str(folder)):
+            raise OSError(errno.ENOSYS, "Function not implemented")
+        flock(file, operation)
+
+    monkeypatch.setattr(fcntl, "flock", without_locks)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    waits, inside = threading.Event(), []
+
+    def second():
+        with atomic_io.folder_lock(folder, lambda _: waits.set()):
+            inside.append("second")
+
+    with atomic_io.folder_lock(folder, lambda _: None):
+        thread = threading.Thread(target=second)
+        thread.start()
+        assert waits.wait(60)
+        inside.append("first")
+    thread.join(60)
+    assert inside == ["first", "second"]

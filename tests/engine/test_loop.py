@@ -129,7 +129,9 @@ class Annotated(Sampled):
     refreshes_as = AskingBatches.refreshes_as
 
 
-def through_sampled_batches(log: list[Any], rewind_after: int | None = None, kind: type[Sampled] = Sampled) -> Any:
+def through_sampled_batches(
+    log: list[Any], rewind_after: int | None = None, kind: type[Sampled] = Sampled, **hooks: Any
+) -> Any:
     metrics = SimpleNamespace(
         push=lambda step, report, loading_s, of_batch: log.append(("push", step, of_batch)),
         skip_time=lambda: log.append("skip"),
@@ -148,7 +150,7 @@ def through_sampled_batches(log: list[Any], rewind_after: int | None = None, kin
 
     metrics.drain = drain
     saver = Saver(on_save=lambda state, step: log.append("save"))
-    opened = replace(open_phase(layout(), phase(end=7), step, kind(log), saver=saver), metrics=metrics)
+    opened = replace(open_phase(layout(), phase(end=7), step, kind(log), saver=saver, **hooks), metrics=metrics)
     outcome = TrainingLoop(SimpleNamespace(step=0, model="weights after 0"), opened).run()[1]  # type: ignore[arg-type]
     return outcome, opened.clock
 

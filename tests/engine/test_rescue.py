@@ -20,6 +20,26 @@ from tests.engine.test_loop import Sampled, through_sampled_batches
 from tests.engine.test_peers import Service
 
 
+class Failing:
+    activity = Activity.EVAL
+
+    def due(self, step: int) -> bool:
+        return step == 4
+
+    def run(self, step: int, state: Any) -> None:
+        raise ConfigError("export: it raised KeyError")
+
+
+@pytest.mark.parametrize("place", ["first", "exports"])
+def test_the_loop_saves_the_step_after_which_a_hook_fails(place):
+    log, hooks = list[Any](), dict[str, Any]({place: [Failing()]})
+    message = r"it raised KeyError. The run is saved at step 4: the same .* not repeat the"
+    with pytest.raises(ConfigError, match=message):
+        through_sampled_batches(log, **hooks)
+    assert log[-2:] == ["drain", "save"]
+    assert log.count("step") == 4
+
+
 def test_the_loop_saves_the_step_before_a_rollout_or_a_batch_that_fails(monkeypatch):
     """Of the state that all updates up to it have made, after all of them were fetched."""
 

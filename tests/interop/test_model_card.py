@@ -4,10 +4,12 @@ import base64
 import http.server
 import json
 import threading
+import time
 
 import jax
 import numpy as np
 import pytest
+import yaml
 
 from jaxlm.commands import convert
 from jaxlm.core.errors import ConfigError
@@ -41,6 +43,26 @@ def hub(monkeypatch):
     yield server
     server.shutdown()
     server.server_close()
+
+
+@pytest.mark.parametrize(
+    "line",
+    ["last_updated: 2024-02-30", "n: !!int ''", "when: !!timestamp x", 'x: "\\UFFFFFFFF"', "a: " + "[" * 5000],
+)
+def test_no_header_of_a_base_model_ends_the_export(line):
+    of_base = f"---\nlicense: mit\nlanguage: no\n{line}\n---\n# Base\n"
+    text = ModelCard("m", "transformers", "It is.", {}, of_base=of_base).text()
+    assert "# Base" in text
+    if "[[" not in line and "UFFF" not in line:
+        header = yaml.safe_load(text.split("---")[1])
+        assert header["license"] == "mit"
+        assert header["language"] == "no", "Norwegian, and not false"
+
+
+def test_a_card_of_many_rules_is_split_in_linear_time():
+    began, card = time.perf_counter(), "---\n" + "\n" * 200_000
+    assert card.strip() in ModelCard("m", "transformers", "It is.", {}, of_base=card).text()
+    assert time.perf_counter() - began < 30  # quadratic: minutes
 
 
 class HubHandler(http.server.BaseHTTPRequestHandler):

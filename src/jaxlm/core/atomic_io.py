@@ -3,13 +3,16 @@
 import contextlib
 import errno
 import glob
+import hashlib
 import itertools
 import os
 import platform
 import secrets
 import shutil
+import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import TextIO
 
 
 def temporary_path(path: Path) -> Path:
@@ -34,15 +37,46 @@ def folder_lock(folder: Path, log: Callable[[str], None]) -> Iterator[None]:
 
     The lock file is not deleted: if another process waits on a deleted file, two processes could hold the lock.
     """
+    with exclusive(folder / ".lock", lambda: log(f"another process is writing to {folder}; waiting for it to finish")):
+        yield
+
+
+@contextlib.contextmanager
+def exclusive(path: Path, waiting: Callable[[], None] = lambda: None) -> Iterator[None]:
+    """Locks a file, which is created if it is missing, against other processes and threads of this machine.
+
+    Some network file systems have no locks. Then a file of the local disk that stands for this one is locked instead.
+
+    Args:
+        waiting: called if another process has locked it.
+    """
+    with contextlib.ExitStack() as closing:
+        file = closing.enter_context(open(path, "a"))
+        if not _lock(file, waiting):
+            _lock(closing.enter_context(open(_stand_in(path), "a")), waiting, required=True)
+        yield
+
+
+def _lock(file: TextIO, waiting: Callable[[], None], *, required: bool = False) -> bool:
+    """Locks a file. Returns False if its file system has no locks, unless it is `required`."""
     import fcntl  # not on Windows
 
-    with open(folder / ".lock", "a") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            log(f"another process is writing to {folder}; waiting for it to finish")
-            fcntl.flock(file, fcntl.LOCK_EX)
-        yield
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        waiting()
+        fcntl.flock(file, fcntl.LOCK_EX)
+    except OSError:
+        if required:
+            raise
+        return False
+    return True
+
+
+def _stand_in(path: Path) -> Path:
+    folder = Path(tempfile.gettempdir()) / f"jaxlm-locks-{os.getuid()}"
+    folder.mkdir(mode=0o700, exist_ok=True)
+    return folder / hashlib.sha256(os.fsencode(path.resolve())).hexdigest()
 
 
 def free_path(path: Path) -> Path:

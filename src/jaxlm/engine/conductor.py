@@ -24,6 +24,7 @@ from jaxlm.engine.entry import StateBuilder
 from jaxlm.engine.open_phase import OpenPhase
 from jaxlm.engine.outcome import Done, Interrupted, Next, Outcome, Rewind
 from jaxlm.engine.phases import Phase
+from jaxlm.engine.rescue import NOT_REPEATED, Rescue
 from jaxlm.engine.state import RunState, on_devices
 
 
@@ -108,18 +109,20 @@ class Conductor:
             self._log(f"going on with the weights of {best.location}")
             counts = [on_devices(np.int32(count), self._layout) for count in (step, skipped)]
             state = eqx.tree_at(lambda s: (s.step, s.guard.skipped), state, counts)
-            if (evaluations := ended.hooks.evaluations) is not None:
-                with ended.clock.during(evaluations.activity):
-                    evaluations.run_at_early_end(step, state)
-        for export in ended.hooks.exports:
-            with ended.clock.during(export.activity):
-                export.run(step, state)
         if step != phase.end:
             ends = (*(earlier.end for earlier in self.state_builder.phases[: phase.index]), step)
             self.state_builder = self.state_builder.with_phase_ends(ends)
             history = replace(history, phase_ends=ends)
         is_last = phase.index + 1 == len(self.state_builder.phases)
         saver.history = _in_phase(None if is_last else self.state_builder.phases[phase.index + 1], history)
+        rescue = Rescue(ended.batches, ended.metrics, saver, ended.clock, phase.start, ends=True)
+        with rescue.between(lambda: state, step, NOT_REPEATED):
+            if weights is not None and (evaluations := ended.hooks.evaluations) is not None:
+                with ended.clock.during(evaluations.activity):
+                    evaluations.run_at_early_end(step, state)
+            for export in ended.hooks.exports:
+                with ended.clock.during(export.activity):
+                    export.run(step, state)
         with ended.clock.during(Activity.SAVE):
             saver.save_end(state, step, ended.batches.state())
         self._enter_next(saver.history)

@@ -12,7 +12,7 @@ from jaxlm.engine.branch import BranchStopped, branch_end, run_branch
 from jaxlm.engine.hooks import Hook
 from jaxlm.engine.open_phase import OpenPhase
 from jaxlm.engine.outcome import Done, Interrupted, Outcome
-from jaxlm.engine.rescue import Rescue
+from jaxlm.engine.rescue import NOT_REPEATED, Rescue
 from jaxlm.engine.state import RunState
 
 PAUSE = "jaxlm.pause"
@@ -137,7 +137,8 @@ class TrainingLoop:
         at = self._at
         for hook in due:
             with at.clock.during(hook.activity):
-                hook.run(self.step, self.state)
+                with self._rescue.between(lambda: self.state, self.step, NOT_REPEATED):
+                    hook.run(self.step, self.state)
                 decided = at.control.after_evaluation(self.step) if hook is at.hooks.evaluations else None
             if decided is not None:
                 return decided

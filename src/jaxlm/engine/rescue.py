@@ -1,4 +1,4 @@
-"""Saves the last complete step when the batch of the next one cannot be made: a reward fails, or a file cannot be read."""
+"""Saves the last complete step when what follows it fails: the next batch (a reward, a file), an evaluation or an export."""
 
 import contextlib
 import time
@@ -19,6 +19,8 @@ from jaxlm.engine.metrics import AsyncMetrics, NonFiniteError
 from jaxlm.engine.peers import is_lost_peer
 from jaxlm.engine.state import RunState
 
+NOT_REPEATED = ", and does not repeat the evaluations and exports of this step (see jaxlm evaluate and jaxlm convert)"
+
 _OTHERS_S = 30.0  # until a process that has failed assumes that the others have not
 _POLL_S = 0.05
 _UNSAVED = "After that, the last step could not be saved"
@@ -30,17 +32,32 @@ class Rescue:
     A process that fails alone cannot save: the others are in the next step already, and its results are not complete.
     """
 
-    def __init__(self, batches: Batches, metrics: AsyncMetrics, saver: Saver, clock: ActivityClock, first_step: int):
-        """Args: first_step: the step of the state with which the phase has begun or goes on, which is saved already."""
+    def __init__(
+        self,
+        batches: Batches,
+        metrics: AsyncMetrics,
+        saver: Saver,
+        clock: ActivityClock,
+        first_step: int,
+        *,
+        ends: bool = False,
+    ):
+        """Args:
+        first_step: the step of the state with which the phase has begun or goes on, which is saved already.
+        ends: whether the state is the one with which the phase ends early.
+        """
+        self._ends = ends
         self._batches, self._metrics, self._saver, self._clock = batches, metrics, saver, clock
         self._first_step = first_step
 
     @contextlib.contextmanager
-    def between(self, state: Callable[[], RunState], step: int) -> Iterator[None]:
-        """Inside the block, the batch after `step` is made. If that fails, the state is saved, and the error says so.
+    def between(self, state: Callable[[], RunState], step: int, lost: str = "") -> Iterator[None]:
+        """Inside the block, the batch after `step` is made, or a hook runs. If that fails, the state is saved, and the error
+        says so.
 
         Args:
             state: returns the state after `step`, with the batches at its place; called only if the block has failed.
+            lost: what the next start does not do again, for the message.
 
         Raises:
             SaveError: the state cannot be saved either.
@@ -51,7 +68,7 @@ class Rescue:
             if is_lost_peer(error):
                 raise
             try:
-                note = self._save(state(), step)
+                note = self._save(state(), step, lost)
             except SaveError as failed:
                 raise SaveError(
                     f"{str(error).removesuffix('.')}. {_UNSAVED}: {failed.reason}", failed.advice
@@ -64,7 +81,7 @@ class Rescue:
             error.add_note(note)
             raise
 
-    def _save(self, state: RunState, step: int) -> str:
+    def _save(self, state: RunState, step: int, lost: str) -> str:
         """Saves the state, if that is possible. Returns what a start continues from, for messages."""
         if not _all_have_failed(f"jaxlm/rescue/{self._saver.history.attempt}-{step}/"):
             return (
@@ -79,8 +96,11 @@ class Rescue:
             )
         if step > self._first_step:
             with self._clock.during(Activity.SAVE):
-                self._saver.save(state, step, self._batches.state(), forced=True)
-        return f"The run is saved at step {step}: the same command continues from there"
+                if self._ends:
+                    self._saver.save_end(state, step, self._batches.state())
+                else:
+                    self._saver.save(state, step, self._batches.state(), forced=True)
+        return f"The run is saved at step {step}: the same command continues from there{lost}"
 
 
 def _all_have_failed(folder: str) -> bool:

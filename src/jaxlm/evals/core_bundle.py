@@ -25,6 +25,7 @@ import yaml
 from jaxlm.core.bounded_read import listed_file, read_bytes, read_text
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.stores import is_url
+from jaxlm.core.values.files_read import note
 
 CORE_URL = "https://karpathy-public.s3.us-west-2.amazonaws.com/eval_bundle.zip"
 FETCH_OPTION = "--core_bundle"
@@ -147,6 +148,7 @@ def read_task(name: str, entry: TaskEntry, max_per_task: int | None = None, *, k
     """
     kind, num_fewshot = entry.settings["icl_task_type"], entry.settings["num_fewshot"][0]
     questions = list(_questions(entry.file, kind, max_per_task, key))
+    note(f"CORE, {name}", json.dumps([dict(entry.settings), entry.baseline, questions], default=str))
     if len(questions) <= num_fewshot:
         enough = f"{num_fewshot + 1} or more"
         is_cut = len(questions) == max_per_task
@@ -171,7 +173,9 @@ def _settings(file: Path, names: Sequence[str]) -> dict[str, Mapping[str, Any]]:
     try:
         entries = yaml.safe_load(read_text(file))["icl_tasks"]
         settings = {entry["label"]: entry for entry in entries if entry["label"] in names}
-    except (yaml.YAMLError, ValueError, TypeError, KeyError, RecursionError) as error:
+    except (
+        Exception
+    ) as error:  # yaml raises ValueError, AttributeError, IndexError and others for values it cannot read
         raise ConfigError(f"{_WHERE}: {file} is damaged: a list `icl_tasks` of tasks with `label` expected") from error
     for name, entry in settings.items():
         shots = entry.get("num_fewshot")

@@ -13,7 +13,8 @@ from jaxlm.core.errors import ConfigError, bounded
 from jaxlm.core.precision import parse_precision
 from jaxlm.core.redaction import without_secrets
 from jaxlm.core.runtime import main_first, same_on_all_processes
-from jaxlm.data.tokenizer.tokenizer import load_tokenizer
+from jaxlm.data.base import TRAIN
+from jaxlm.data.tokenizer.tokenizer import Tokenizer, load_tokenizer
 from jaxlm.engine.checkpoint.integrity import DamagedError
 from jaxlm.engine.checkpoint.manifest import Cursor
 from jaxlm.engine.checkpoint.store import Checkpoint
@@ -33,6 +34,7 @@ from jaxlm.session.references import references_identity
 DATA_IDENTITY = "data.json"
 # Only written by runs that have references.
 REFERENCES_IDENTITY = "refs.json"
+RENDERING = "rendering.json"
 ENVIRONMENT = "environment.json"
 
 # Keys of the model section that change how the model is computed, but not the model.
@@ -50,6 +52,7 @@ class SavedRun:
         references: the saved result of `references_identity`; empty if there is no checkpoint yet, or no reference.
         environment: the saved result of `computing_facts`; empty if there is no checkpoint yet.
         tokenizer: fingerprint of the saved tokenizer; None if there is no checkpoint yet.
+        rendering: the saved result of `rendering`; empty if there is no checkpoint yet.
         allowed: name of `trainer.allow_changes` -> what has changed, for each that allowed something.
     """
 
@@ -59,6 +62,7 @@ class SavedRun:
     references: Mapping[str, Any] = field(default_factory=dict)
     environment: Mapping[str, str] = field(default_factory=dict)
     tokenizer: str | None = None
+    rendering: Mapping[str, Any] = field(default_factory=dict)
     allowed: Mapping[str, Sequence[str]] = field(default_factory=dict)
 
 
@@ -93,6 +97,7 @@ def _read_saved_run(checkpoint: Checkpoint) -> SavedRun:
             _read_json(folder / REFERENCES_IDENTITY) or {},
             _read_json(folder / ENVIRONMENT) or {},  # earlier versions did not save it
             load_tokenizer(str(folder / "tokenizer")).fingerprint,
+            _read_json(folder / RENDERING) or {},  # earlier versions did not save it
         )
 
 
@@ -127,11 +132,26 @@ def check_same_run(plan: Plan) -> SavedRun | None:
     return _allowed(plan, saved, changed)
 
 
-def check_same_tokenizer(plan: Plan, saved: SavedRun, fingerprint: str) -> SavedRun:
-    """Refuses to resume with a tokenizer of other content, such as one that was trained again on other text."""
-    if saved.tokenizer in (None, fingerprint) or _TOKENIZER in saved.allowed:
+def rendering(plan: Plan, tokenizer: Tokenizer) -> dict[str, Any]:
+    """Phase -> source -> what records become tokens with, beside the tokenizer's vocabulary, such as its chat template."""
+    return {
+        phase.name: {
+            source.name: dict(source.encoder(tokenizer).cache_key()) for source in data.sources() if source.has(TRAIN)
+        }
+        for phase, data in zip(plan.phases, plan.data, strict=True)
+    }
+
+
+def check_same_tokenizer(plan: Plan, saved: SavedRun, tokenizer: Tokenizer) -> SavedRun:
+    """Refuses to resume with a tokenizer or a chat template of other content, such as a tokenizer that was trained again."""
+    if saved.tokenizer is None or _TOKENIZER in saved.allowed:
         return saved
-    return _allowed(plan, saved, {_TOKENIZER: [f"tokenizer: {saved.tokenizer[:12]} -> {fingerprint[:12]}"]})
+    now = rendering(plan, tokenizer)
+    common = [phase for phase in saved.rendering if phase in now]
+    lines = [line for phase in common for line in _differences(f"data of {phase}", saved.rendering[phase], now[phase])]
+    if saved.tokenizer != tokenizer.fingerprint:
+        lines.insert(0, f"tokenizer: {saved.tokenizer[:12]} -> {tokenizer.fingerprint[:12]}")
+    return _allowed(plan, saved, {_TOKENIZER: lines}) if lines else saved
 
 
 def _allowed(plan: Plan, saved: SavedRun, changed: Mapping[str, Sequence[str]]) -> SavedRun:

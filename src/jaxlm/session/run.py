@@ -68,7 +68,7 @@ def open_run(
         main_only(lambda: check_upload("hf_upload"))
     with open_records(plan, console, init_from, clock, beginning) as records:
         flush = [records.flush, *([logs.upload] if is_main_process() else [])]
-        with open_writer(plan, saved_tokenizer, init_from, console.log, clock, still_held, flush) as writer:
+        with open_writer(plan, saved_tokenizer, tokenizer, init_from, console.log, clock, still_held, flush) as writer:
             yield Run(plan, tokenizer, console, clock, records, writer, FlagSync(plan.layout, stop), beginning)
 
 

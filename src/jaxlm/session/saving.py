@@ -26,8 +26,10 @@ from jaxlm.session.resume_checks import (
     DATA_IDENTITY,
     ENVIRONMENT,
     REFERENCES_IDENTITY,
+    RENDERING,
     computing_facts,
     data_identity,
+    rendering,
 )
 
 
@@ -35,6 +37,7 @@ from jaxlm.session.resume_checks import (
 def open_writer(
     plan: Plan,
     tokenizer: Tokenizer,
+    of_data: Tokenizer,
     init_from: InitFrom,
     log: Log,
     clock: ActivityClock,
@@ -48,12 +51,13 @@ def open_writer(
 
     Args:
         tokenizer: is saved with the model.
+        of_data: as the data is tokenized with it.
         flush: called before a checkpoint becomes visible.
     """
     checkpoint = init_from.state
     newest = checkpoint.checkpoint.name if checkpoint is not None and init_from.is_newest else None
     health = SaveHealth(plan.config.trainer.checkpointer, newest, log)
-    files = _run_files(plan, tokenizer)
+    files = _run_files(plan, tokenizer, of_data)
     writer = CheckpointWriter(plan.checkpoints, files, health, log, still_held, flush, clock.progress)
     try:
         yield writer
@@ -88,11 +92,12 @@ def settle(plan: Plan, writer: CheckpointWriter, init_from: InitFrom, state: Run
         main_only(abandon)
 
 
-def _run_files(plan: Plan, tokenizer: Tokenizer) -> dict[str, bytes]:
-    """The files in the folder `run/` of every checkpoint."""
+def _run_files(plan: Plan, tokenizer: Tokenizer, of_data: Tokenizer) -> dict[str, bytes]:
+    """The files in the folder `run/` of every checkpoint. Args: of_data: the tokenizer as the data is tokenized with it."""
     texts = {
         "config.yaml": dump(as_run_config(plan.config)),
         DATA_IDENTITY: json.dumps(data_identity(plan)),
+        RENDERING: json.dumps(rendering(plan, of_data)),
         ENVIRONMENT: json.dumps(computing_facts(plan.config, step_options(plan)), indent=1),
     }
     if plan.refs:

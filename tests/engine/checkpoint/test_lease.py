@@ -1,6 +1,7 @@
 """Leases on folders in stores: one holder at a time, and a crash never strands one."""
 
 import errno
+import fcntl
 import json
 import subprocess
 import sys
@@ -15,7 +16,7 @@ from jaxlm.core.errors import ConfigError
 from jaxlm.engine.checkpoint import lease as leases
 from jaxlm.engine.checkpoint.holder import Holder
 from jaxlm.engine.checkpoint.lease import Lease
-from jaxlm.engine.checkpoint.lock import LeaseLostError
+from jaxlm.engine.checkpoint.lock import LeaseLostError, locked_file
 from tests.gcs import BUCKET
 from tests.session.test_object_store import bucket  # noqa: F401 - a fixture
 
@@ -207,3 +208,20 @@ def test_a_store_that_fails_for_a_while_costs_no_lease(url, monkeypatch):
             time.sleep(INTERVAL_S)
         assert holding._beat > before
         still_held()
+
+
+@pytest.mark.parametrize("number", [errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP])
+def test_a_lease_takes_the_place_of_locks_that_a_file_system_does_not_have(tmp_path, monkeypatch, patient, number):
+    def refuse(*_):
+        raise OSError(number, "no locks here")
+
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    monkeypatch.setattr(leases, "INTERVAL_S", INTERVAL_S)
+    path = tmp_path / ".run.lock"
+    with locked_file(path, "save") as still_held:
+        still_held()
+        with pytest.raises(ConfigError, match=r"already being trained .*both would save"), locked_file(path, "save"):
+            pass
+    with locked_file(path, "save"):
+        pass
+    assert not list((tmp_path / ".run.lock.lease").iterdir())

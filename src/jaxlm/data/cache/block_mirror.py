@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
-from jaxlm.core.atomic_io import temporary_path
+from jaxlm.core.atomic_io import exclusive, temporary_path
 from jaxlm.core.bounded_read import SMALL, read_bytes
 from jaxlm.data.cache.cache_dir import disk_full_errors, writable_folder
 
@@ -93,19 +93,12 @@ class BlockMirror:
     @contextlib.contextmanager
     def downloading(self, name: str) -> Iterator[None]:
         """Waits while another thread or process of this machine downloads the block. The lock of a killed process is free."""
-        import fcntl  # not on Windows
-
-        number = zlib.crc32(name.encode()) % _NUM_LOCKS
-        with open(writable_folder(self.folder) / f".lock-{number}", "a") as file:
-            fcntl.flock(file, fcntl.LOCK_EX)
+        with exclusive(writable_folder(self.folder) / f".lock-{zlib.crc32(name.encode()) % _NUM_LOCKS}"):
             yield
 
     @contextlib.contextmanager
     def _locked(self) -> Iterator[None]:
-        import fcntl
-
-        with open(writable_folder(self.folder) / ".lock", "a") as file:
-            fcntl.flock(file, fcntl.LOCK_EX)
+        with exclusive(writable_folder(self.folder) / ".lock"):
             yield
 
     def _with_room_for(self, num_bytes: int) -> int:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxlm.core.errors import ConfigError
+from jaxlm.core.values.files_read import note
 from jaxlm.data.base import TRAIN, VALIDATION, DataSource, Log
 from jaxlm.data.cache.block_mirror import BlockMirror
 from jaxlm.data.cache.build import open_or_build
@@ -203,6 +204,8 @@ class NamedSource:
         encoder = self.encoder(tokenizer)
         made_from = cache_key(self.identified(split, log), tokenizer, bos=self.begin(tokenizer), eos=self.eos)
         made_from = {**made_from, **self.config.format.cache_key(), **encoder.cache_key()}
+        for name, value in made_from.items():
+            note(f"{self.key}, {split} text, {name}", json.dumps(value))
         key_digest = hashlib.sha256(json.dumps(made_from).encode()).hexdigest()[:16]
         folder = self.folder / "evaluate" / key_digest if separate_cache else self.folder
         log = self.log_with_name(log)

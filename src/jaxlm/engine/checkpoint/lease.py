@@ -1,4 +1,4 @@
-"""A lease on a run's folder in a store, which has no locks.
+"""A lease on a run's folder in a store, or on a disk, that has no locks.
 
     <folder>/lease-N.json    who holds the folder, and a count that the holder raises every INTERVAL_S
 
@@ -34,7 +34,9 @@ _NAME = re.compile(r"lease-(\d+)\.json")
 class Lease:
     """The lease on one folder. Only process 0 of a run takes it."""
 
-    def __init__(self, url: str, log: Callable[[str], None]):
+    def __init__(self, url: str, log: Callable[[str], None], refusal: Callable[[object], ConfigError] | None = None):
+        """Args: refusal: the error if a process that is alive, its argument, holds the lease."""
+        self._refusal = refusal or (lambda holder: held_by(holder, f"save to {url}"))
         self._url = url
         self._log = log
         self._fs, self._root = open_store(url, "checkpoint")
@@ -103,7 +105,7 @@ class Lease:
             if now is None:
                 return
             if now != content:
-                raise held_by(holder, f"save to {self._url}")
+                raise self._refusal(holder)
         self._log(f"{self._url} was held by {holder}, which has sent no heartbeat for {timeout_s:.0f} s: taken over")
 
     def _renew(self) -> None:
@@ -131,7 +133,8 @@ class Lease:
 
     def _unusable(self, reason: str) -> ConfigError:
         return ConfigError(
-            f"trainer.checkpointer.base_path: cannot write to {self._url} ({reason}). Check the network and your credentials"
+            f"trainer.checkpointer.base_path: cannot write to {self._url} ({reason}). Check the network and your credentials,"
+            " or that the folder is writable"
         )
 
     def _is_own(self, number: int) -> bool:

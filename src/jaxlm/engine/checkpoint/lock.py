@@ -1,6 +1,7 @@
 """Keeps a second start of a run away from a folder: on a disk with a locked file, in a store with a lease."""
 
 import contextlib
+import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -35,6 +36,8 @@ def held_by(holder: object, what: str) -> ConfigError:
 def locked_file(path: Path, what: str, refusal: Callable[[object, str], ConfigError] = held_by) -> Iterator[StillHeld]:
     """Locks a file, which is created if it is missing. The kernel releases it when the process ends, however it ends.
 
+    If the file system has no locks, as some network file systems, a lease in a folder beside the file takes its place.
+
     Args:
         what: as of `held_by`.
         refusal: the error if another process has locked it.
@@ -44,17 +47,32 @@ def locked_file(path: Path, what: str, refusal: Callable[[object, str], ConfigEr
         OSError: the file cannot be created.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    with open(path, "a+", encoding="utf-8") as file:
-        with contextlib.suppress(OSError):  # this file system has no locks
-            if (holder := _lock(file)) is not None:
-                raise refusal(holder, what)
+    still_held, holder = (lambda: None), None
+    with open(path, "a+", encoding="utf-8") as file, contextlib.ExitStack() as closing:
+        try:
+            holder = _lock(file)
+        except OSError:
+            still_held = closing.enter_context(_leased(path, what, refusal))
+        if holder is not None:
+            raise refusal(holder, what)
         file.truncate(0)
         file.write(str(Holder.this_process()))
         file.flush()
         try:
-            yield lambda: None
+            yield still_held
         finally:
             file.truncate(0)  # nobody holds it
+
+
+def _leased(
+    path: Path, what: str, refusal: Callable[[object, str], ConfigError]
+) -> contextlib.AbstractContextManager[StillHeld]:
+    from jaxlm.engine.checkpoint.lease import Lease  # it needs this module
+
+    folder = path.absolute().with_name(f"{path.name}.lease")
+    folder.mkdir(exist_ok=True)
+    log = lambda text: print(text, file=sys.stderr, flush=True)  # noqa: E731 - before the log is open
+    return Lease(str(folder), log, lambda holder: refusal(holder, what)).held()
 
 
 def _lock(file: TextIO) -> str | None:

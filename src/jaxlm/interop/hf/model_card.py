@@ -3,7 +3,6 @@
 Source: huggingface.co/docs/hub/model-cards.
 """
 
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -15,7 +14,7 @@ from jaxlm.core.redaction import redacted
 README = "README.md"
 # Keys in the header of the base model's card that also hold for a model made from it.
 _INHERITED = ("license", "license_name", "license_link", "language")
-_HEADER = re.compile(r"---\s*\n(.*?\n)---\s*(?:\n|$)", re.DOTALL)
+_FENCE = "---"
 
 
 @dataclass(frozen=True)
@@ -58,12 +57,16 @@ class ModelCard:
 
 def _split(card: str) -> tuple[Mapping[str, Any], str]:
     """The header and the text below it. A header that is not a mapping in YAML stays part of the text."""
-    match = _HEADER.match(card)
+    first, *lines = card.split("\n")
+    end = next((number for number, line in enumerate(lines) if line.rstrip() == _FENCE), None)
+    if first.rstrip() != _FENCE or end is None:
+        return {}, card
     try:
-        header = yaml.safe_load(match[1]) if match else None
-    except yaml.YAMLError:
+        # Only texts: what looks like a date, a number or `no` (Norwegian) is a text of the card's author.
+        header = yaml.load("\n".join(lines[:end]), yaml.BaseLoader)
+    except (yaml.YAMLError, ValueError, OverflowError, RecursionError):
         header = None
-    return (header, card[match.end() :]) if match and isinstance(header, dict) else ({}, card)
+    return (header, "\n".join(lines[end + 1 :])) if isinstance(header, dict) else ({}, card)
 
 
 def _table(rows: Sequence[tuple[str, str]]) -> str:

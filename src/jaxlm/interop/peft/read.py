@@ -12,6 +12,7 @@ import numpy as np
 
 from jaxlm.core import tree
 from jaxlm.core.errors import ConfigError
+from jaxlm.core.values.files_read import name_of, note_files
 from jaxlm.interop.hf.hub import local_folder
 from jaxlm.interop.hf.safetensors_file import SafetensorsFile
 from jaxlm.interop.hf.weights import Part, Sizes, Tensor, axis_sizes
@@ -209,6 +210,7 @@ def _open(folder: Path, config: ModelConfig) -> _Folder:
     settings = _settings(folder)
     file = folder / WEIGHTS
     names = SafetensorsFile(file).tensors
+    note_files(f"adapters {name_of(folder)}", [folder / _SETTINGS, file])
     num_layers: int = getattr(config, "num_layers")  # noqa: B009, all configs of families have it
     all_adapters, saved = [], []
     for tensor in peft_tensors(config):
