@@ -234,7 +234,7 @@ def test_a_source_that_no_stage_uses_needs_no_cache(config):
         ({"mixture_block_size": 1}, "less than one example in a block of 1"),
         ({"configs": {"mirror": SourceConfig(["x"])}}, "'mirror' is not a valid source name"),
         ({"configs": {"a/b": SourceConfig(["x"])}}, "'a/b' is not a valid source name"),
-        ({"configs": {"a": SourceConfig()}, "train_weights": None}, "no source has train_urls"),
+        ({"configs": {"a": SourceConfig()}, "train_weights": None}, "data.configs.a: a source without text"),
         ({"configs": {"a": SourceConfig(["nowhere.txt"])}, "train_weights": None}, r"data.configs.a.train_urls\[0\]"),
     ],
 )

@@ -51,9 +51,9 @@ def test_distributed_fields(monkeypatch):
     DistributedConfig("host:1", 2, 1, [0, 3]).join()
     times = {"initialization_timeout": 360, "heartbeat_timeout_seconds": 320, "shutdown_timeout_seconds": 300}
     assert seen.pop() == (("host:1", 2, 1), {"local_device_ids": [0, 3], **times})
-    DistributedConfig("host:1", 2, 1, 3, *(timedelta(seconds=s) for s in (7, 8, 9))).join()
+    DistributedConfig("host:2", 2, 1, 3, *(timedelta(seconds=s) for s in (7, 8, 9))).join()
     times = {"initialization_timeout": 67, "heartbeat_timeout_seconds": 136, "shutdown_timeout_seconds": 9}
-    assert seen == [(("host:1", 2, 1), {"local_device_ids": [3], **times})]
+    assert seen == [(("host:2", 2, 1), {"local_device_ids": [3], **times})]
     with pytest.raises(ConfigError, match="heartbeat_timeout"):
         DistributedConfig(heartbeat_timeout=timedelta(0)).join()
     for partial in (DistributedConfig("host:1"), DistributedConfig(num_processes=2), DistributedConfig(process_id=0)):

@@ -210,6 +210,7 @@ def test_batches_are_closed_if_the_step_does_not_compile(monkeypatch):
     data.batches.return_value = SimpleNamespace(close=lambda: closed.append("batches"))
     monkeypatch.setattr(phase_data, "with_annotations", lambda *_: data)
     monkeypatch.setattr(phase_data, "open_data", lambda *_: data)
+    monkeypatch.setattr(phase_data, "step_options", mock.MagicMock())
     monkeypatch.setattr(train, "enter_phase", lambda *arguments, **named: None)
     monkeypatch.setattr(train, "compile_steps", mock.Mock(side_effect=ConfigError("too large")))
     conductor = mock.MagicMock(resumed=None)

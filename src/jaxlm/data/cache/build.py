@@ -175,7 +175,7 @@ def _check_unchanged(files: Sequence[TextFile], made_from: CacheKey) -> None:
     changed = sorted(name for name, digest in made_from["files"].items() if now[name] != digest)
     if changed:
         raise ConfigError(
-            f"{counted(len(changed), 'file')} changed while they were being tokenized: {', '.join(changed[:5])}. Start again"
+            f"{counted(len(changed), 'file')} changed during tokenization: {', '.join(changed[:5])}. Start again"
         )
 
 

@@ -181,7 +181,7 @@ def rope(
     def to_theirs(config: Any) -> Json:
         written = rope_to_json(config.rope)
         plain = {theta_key: written.pop("rope_theta"), "rope_scaling": written if len(written) > 1 else None}
-        if isinstance(config.rope, DynamicRotary):  # transformers scales from here
+        if written.get("rope_type") == "dynamic":  # transformers scales from here
             plain["max_position_embeddings"] = config.rope.original_max_position_embeddings or config.seq_len
         factor = config.rope.partial_rotary_factor
         return plain if factor == partial and partial_key == "partial_rotary_factor" else {**plain, partial_key: factor}
