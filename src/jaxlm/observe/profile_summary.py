@@ -106,7 +106,8 @@ def summarize(
     if not busy:
         return None
     paused = [
-        sum(end - start for start, end in _gaps(parts) if _overlaps(start, end, pauses)) for parts in busy.values()
+        sum(end - start for start, end in _gaps(parts) if any(begin < end and start < stop for begin, stop in pauses))
+        for parts in busy.values()
     ]
     spans = [
         max(end for _, end in parts) - min(start for start, _ in parts) - excluded
@@ -208,16 +209,11 @@ def _self_times(line: list[ProfileEvent]) -> Iterator[tuple[ProfileEvent, float]
 
 
 def _gaps(parts: list[tuple[float, float]]) -> Iterator[tuple[float, float]]:
-    """The gaps between the intervals."""
     (_, reached), *rest = sorted(parts)
     for start, end in rest:
         if start > reached:
             yield reached, start
         reached = max(end, reached)
-
-
-def _overlaps(start: float, end: float, pauses: Sequence[tuple[float, float]]) -> bool:
-    return any(pause_start < end and start < pause_end for pause_start, pause_end in pauses)
 
 
 def _covered(parts: list[tuple[float, float]]) -> float:
