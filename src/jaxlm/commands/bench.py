@@ -284,7 +284,7 @@ def attainable_flops(dtype: Any) -> float:
 
 
 def _result(plan: Plan, step: CompiledStep, dispatch_seconds: list[float], step_seconds: list[float]) -> Result:
-    devices = jax.devices()
+    devices, stats = jax.devices(), jax.local_devices()[0].memory_stats() or {}
     seconds = statistics.median(step_seconds)
     rate = plan.tokens_per_step / seconds
     flops = flops_per_token(plan, plan.phases[0])
@@ -303,7 +303,7 @@ def _result(plan: Plan, step: CompiledStep, dispatch_seconds: list[float], step_
         mfu=None if peaks is None else rate * flops.causal / peaks,
         mfu_palm=None if peaks is None else rate * flops.palm / peaks,
         mfu_attainable=rate * flops.causal / (attainable_flops(plan.precision.compute) * len(devices)),
-        peak_bytes=_peak_bytes(),
+        peak_bytes=stats.get("peak_bytes_in_use") or resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
         program_bytes=step.num_bytes,
         recomputation=step.remat_policy,
         kernels=dict(kernels(text)),
@@ -313,11 +313,6 @@ def _result(plan: Plan, step: CompiledStep, dispatch_seconds: list[float], step_
         devices=f"{len(devices)} x {devices[0].device_kind}",
         jax=jax.__version__,
     )
-
-
-def _peak_bytes() -> int:
-    stats = jax.local_devices()[0].memory_stats() or {}
-    return stats.get("peak_bytes_in_use") or resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 def _products(result: Result) -> str:

@@ -108,10 +108,9 @@ def _parser() -> argparse.ArgumentParser:
         " configuration: --trainer.mp f32.",
         or_else="; or a Hugging Face folder, or a hub repository name or name@revision",
     )
-    parser.add_argument("--system", default=None, help="system message at the start of the conversation")
+    parser.add_argument("--system", help="system message at the start of the conversation")
     parser.add_argument(
         "--chat_template",
-        default=None,
         help="chat template: chatml, nanochat, a text, or the path of a .jinja file (default: the tokenizer's, else nanochat"
         " if it has its tokens, else chatml)",
     )
@@ -209,13 +208,14 @@ class Conversation:
             tools=self._calls,
         )
         first = next(pieces, [[]])
+        beginnings = [stop[:end] for stop in self._stops.texts for end in range(1, len(stop))]
         self.messages = messages
         try:
             for (new_ids,) in itertools.chain([first], pieces):
                 ids += new_ids
                 self.num_tokens = len(ids)
                 text = self._stops.before(ids)
-                if not text.endswith((_INCOMPLETE_CHARACTER, *self._beginnings_of_stops())):
+                if not text.endswith((_INCOMPLETE_CHARACTER, *beginnings)):
                     yield text[len(shown) :]
                     shown = text
             rest = self._stops.before(ids)[len(shown) :]
@@ -238,9 +238,6 @@ class Conversation:
         if num_beyond > 0 and parts[-1]["type"] != OUTPUT:
             parts[-1] = {**parts[-1], "text": parts[-1]["text"][:-num_beyond]}
         return parts
-
-    def _beginnings_of_stops(self) -> list[str]:
-        return [stop[:end] for stop in self._stops.texts for end in range(1, len(stop))]
 
     def _config_for(self, num_prompt_tokens: int) -> GenerationConfig:
         """The generation config, with `max_new_tokens` limited to what fits after the prompt."""

@@ -12,6 +12,7 @@ from jaxlm.core.errors import ConfigError, listed
 from jaxlm.core.field_types import Fraction, PositiveInt
 from jaxlm.core.runtime import from_main
 from jaxlm.evals.base import Eval, EvalConfig, EvalContext
+from jaxlm.evals.continuations import num_shared
 from jaxlm.evals.gate import GateConfig, at_least, at_most
 from jaxlm.evals.limits import Limit
 from jaxlm.evals.samples import prompt_ids
@@ -213,8 +214,7 @@ class CasesEval(Eval):
     def _pair(self, prompt: str, text: str) -> tuple[list[int], list[int]]:
         """The tokens of a prompt and of what follows, which may change the last tokens of the prompt."""
         before, whole = self._ids(prompt), self._ids(f"{prompt}{text}")
-        same = next((at for at, pair in enumerate(zip(before, whole, strict=False)) if pair[0] != pair[1]), len(before))
-        same = max(1, min(same, len(whole) - 1))
+        same = max(1, min(num_shared(before, whole), len(whole) - 1))
         return whole[:same], whole[same:]
 
     def _ids(self, text: str) -> list[int]:

@@ -97,18 +97,14 @@ def _scores(result: Any, expected: int, first: int) -> list[float]:
         raise _WrongScoreError(f"it returned {what}, but a list of {expected} numbers was expected", None)
     scores: list[float] = []
     for place, value in enumerate(result, start=first):
-        item = _item(value)
+        is_scalar = hasattr(value, "item") and getattr(value, "ndim", None) == 0  # of numpy or torch
+        item = value.item() if is_scalar else value
         try:
             scores.append(_number(item))
         except ValueError:
             what = f"{what_float32_needs(item)} expected, or None where the reward does not apply"
             raise _WrongScoreError(f"it returned {shown(value)}, {what}", place) from None
     return scores
-
-
-def _item(value: Any) -> Any:
-    """The number in a scalar of numpy or torch; other values are unchanged."""
-    return value.item() if hasattr(value, "item") and getattr(value, "ndim", None) == 0 else value
 
 
 def _number(item: Any) -> float:

@@ -39,6 +39,7 @@ def final_report(plan: Plan, console: Console, *, has_template: bool) -> None:
     run = read_run(str(plan.log_folder))
     checkpoint = retried(plan.checkpoints.checkpoints, AT_START_S)[-1].location
     num_done = max((int(series.steps[-1]) for series in run.series.values()), default=plan.num_steps)
+    goodput = account(read_lines(plan.log_folder))
     rows = [
         ("steps", f"{num_done} of {plan.num_steps}"),
         ("training loss", newest(run[TRAIN_LOSS])),
@@ -52,7 +53,7 @@ def final_report(plan: Plan, console: Console, *, has_template: bool) -> None:
         rows.append(("CORE", newest(run[EVAL_CORE])))
     rows += [
         ("checkpoint", str(checkpoint)),
-        *time_spent(plan.log_folder),
+        *([] if goodput is None else goodput.rows()),
         *write_plots(plan, run),
         ("report page", report_page(run, plan.log_folder)),
         *outputs(plan),
@@ -95,12 +96,6 @@ def how_to_use(plan: Plan, *, chats: bool) -> tuple[str, str]:
         "to score text",
         f"{convert}, then open {folder} in transformers, or in a run with rewards: [{{type: model}}]",
     )
-
-
-def time_spent(log_folder: Path) -> list[tuple[str, str]]:
-    """A row with what the wall time of the run was spent on, over all of its starts."""
-    goodput = account(read_lines(log_folder))
-    return [] if goodput is None else goodput.rows()
 
 
 def outputs(plan: Plan) -> list[tuple[str, str]]:

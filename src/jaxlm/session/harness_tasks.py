@@ -25,16 +25,13 @@ def add_task_options(parser: argparse.ArgumentParser) -> None:
     """Adds `--tasks` and its options."""
     parser.add_argument(
         "--tasks",
-        default=None,
         help="evaluate on tasks instead of text: `core`, `core/TASK,...` for some of its tasks, or comma-separated names of"
         " tasks of lm-evaluation-harness (extra `eval`)",
     )
-    parser.add_argument(FETCH_OPTION, default=None, help="with --tasks core: the folder with its tasks")
-    parser.add_argument("--task_folder", default=None, help="folder with your own task definitions")
-    parser.add_argument(
-        "--num_fewshot", type=int, default=None, help="number of few-shot examples per prompt (default: the task's)"
-    )
-    parser.add_argument("--limit", type=int, default=None, help="maximum number of documents per task (default: all)")
+    parser.add_argument(FETCH_OPTION, help="with --tasks core: the folder with its tasks")
+    parser.add_argument("--task_folder", help="folder with your own task definitions")
+    parser.add_argument("--num_fewshot", type=int, help="number of few-shot examples per prompt (default: the task's)")
+    parser.add_argument("--limit", type=int, help="maximum number of documents per task (default: all)")
     add_adapter_option(parser)
 
 

@@ -164,7 +164,6 @@ def _context(
 
 
 def _open_exports(run: Run, phase: Phase, evaluations: EvalHook) -> list[ExportHook]:
-    """The hook that exports models for transformers, if configured."""
     config, dtype = run.plan.config, run.plan.precision.params
     if config.hf_save_path is None:
         return []
@@ -176,7 +175,6 @@ def _open_exports(run: Run, phase: Phase, evaluations: EvalHook) -> list[ExportH
 
 
 def _open_profiler(run: Run, phase: Phase, data: PhaseData, steps: StepPrograms) -> list[ProfileHook]:
-    """The profiler hook, if configured."""
     config, sizes = run.plan.config.trainer.profiler, run.plan.batches.of(phase)
     if config is None:
         return []

@@ -462,6 +462,7 @@ def phase_rows(plan: Plan, phase: Phase, model: LanguageModel, opt_state: Any) -
     trainable, frozen = map(tree.num_parameters, phase.split(model))
     sizes, noise = [stack.Layers.size for stack in _stacks(model)], plan.data[phase.index].noise
     parts = f" ({' + '.join(map(str, sizes))})" if len(sizes) > 1 else ""
+    where = "" if plan.layout.optimizer_memory is None else ", in the host's memory between steps"
     return [
         (STEPS_ROW, f"{phase.start} to {phase.end}"),
         *([(LAYERS_ROW, f"{sum(sizes)}{parts}")] if sizes else []),
@@ -469,12 +470,8 @@ def phase_rows(plan: Plan, phase: Phase, model: LanguageModel, opt_state: Any) -
         (TRAINS_ROW, f"{trainable:,} of {trainable + frozen:,} parameters"),
         *((group.name, _group_row(phase.optimizer, group)) for group in phase.groups(model)),
         ("frozen", f"{frozen:,}"),
-        ("optimizer state", describe_state(opt_state, trainable) + _where(plan)),
+        ("optimizer state", describe_state(opt_state, trainable) + where),
     ]
-
-
-def _where(plan: Plan) -> str:
-    return "" if plan.layout.optimizer_memory is None else ", in the host's memory between steps"
 
 
 def _group_row(optimizer: OptimizerConfig, group: ParameterGroup) -> str:

@@ -23,7 +23,6 @@ from jaxlm.evals.tables.base import (
     Subject,
     TableConfig,
     check_distinct,
-    dtype_of,
     lengths_that_fit,
 )
 from jaxlm.hardware.program_memory import planned_bytes
@@ -123,7 +122,7 @@ class MemoryTableConfig(TableConfig):
         assert num_bytes == per_token * num_rows * context, "all tokens have as many bytes"
         return {
             "model": subject.name,
-            "dtype": dtype_of(subject),
+            "dtype": str(subject.precision.compute),
             "cache": dtype,
             "batch": num_rows,
             "context": context,
