@@ -256,15 +256,11 @@ def _optimizer_bytes(plan: Plan, phase: Phase) -> int:
     return sum(math.prod(shape) * itemsize for shape, itemsize in shards)
 
 
-def _compiler_hint(platform: str) -> str:
-    if platform == "tpu":
-        return "pip install libtpu installs the compiler for TPUs; no TPU is needed"
-    return f"{install_command('gpu')} installs the compiler for NVIDIA GPUs; no GPU is needed"
-
-
 def _simulated_devices(topology: Topology) -> tuple[Sequence[Any], str]:
     """CPU devices, as many as the topology has, and a description of them."""
-    hint = _compiler_hint(topology.chip.platform)
+    hint = f"{install_command('gpu')} installs the compiler for NVIDIA GPUs; no GPU is needed"
+    if topology.chip.platform == "tpu":
+        hint = "pip install libtpu installs the compiler for TPUs; no TPU is needed"
     if topology.num_chips > _MAX_SIMULATED:
         raise ConfigError(
             f"--topology {topology.name}: {topology.num_chips} chips given, but jax compiles for at most"

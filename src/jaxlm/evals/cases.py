@@ -138,7 +138,6 @@ class CasesEvalConfig(GateConfig):
         return CasesEval(self, cases, ctx)
 
     def _records(self) -> list[tuple[str, dict[str, Any]]]:
-        """The records of the file, each with its place."""
         return [] if self.file is None else list(_records(self.file))
 
     def _all_cases(self, records: Sequence[tuple[str, dict[str, Any]]]) -> list[Case]:
@@ -204,7 +203,6 @@ class CasesEval(Eval):
             self._ctx.progress()
 
     def _chosen(self, model: LanguageModel, cases: Sequence[Case]) -> Iterator[str]:
-        """The most likely choice of each case."""
         pairs = [self._pair(case.prompt, text) for case in cases for text in case.choices or ()]
         scored = iter(score(model, pairs, _BATCH, self._ctx.progress)) if pairs else iter(())
         for case in cases:

@@ -254,7 +254,7 @@ class RolloutsEval(Eval):
         for start in range(0, len(self._prompts), size):
             batch = [prompt.ids for prompt in self._prompts[start : start + size]]
             padding = [batch[-1]] * (size - len(batch))  # the same shape for all batches: one program
-            answers += generate_tokens(generator, batch + padding, generation, self._go_on)[: len(batch)]
+            answers += generate_tokens(generator, batch + padding, generation, self._ctx.go_on)[: len(batch)]
         return answers
 
     def _score(self, rows: ScoredRows) -> dict[str, np.ndarray]:
@@ -268,11 +268,6 @@ class RolloutsEval(Eval):
         names = [*reward_names(self._config.rewards), TOTAL]
         table = np.zeros((len(names), len(rows))) if result is None else np.stack([result[name] for name in names])
         return dict(zip(names, broadcast_from_main(table), strict=True))
-
-    def _go_on(self, _tokens: Sequence[int]) -> bool:
-        """Ends no row: only says after each piece that there is progress."""
-        self._ctx.progress()
-        return False
 
 
 def _records(path: str) -> Iterator[tuple[str, dict[str, Any]]]:

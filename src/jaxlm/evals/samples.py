@@ -2,7 +2,7 @@
 
 import contextlib
 import textwrap
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import field
 from typing import Any
 
@@ -141,7 +141,7 @@ class SamplesEval(Eval):
         generation = GenerationConfig(*sampling, stop_ids=tokenizer.stop_ids, **others)
         model = self._cast(model)
         if model.is_causal:
-            continuations = generate_tokens(Generator.of(model), prompts, generation, self._go_on, self._calls)
+            continuations = generate_tokens(Generator.of(model), prompts, generation, self._ctx.go_on, self._calls)
         else:
             continuations = denoised(model, prompts, generation, tokenizer.mask_id, config.denoising)
         for prompt, ids in zip(config.prompts, continuations, strict=True):
@@ -149,11 +149,6 @@ class SamplesEval(Eval):
             self._ctx.log(textwrap.indent(prompt + text, "  | ", lambda _line: True))
             self._ctx.log_sample(prompt, text)
         return {}
-
-    def _go_on(self, _tokens: Sequence[int]) -> bool:
-        """Ends no row: only says after each piece that there is progress."""
-        self._ctx.progress()
-        return False
 
 
 @contextlib.contextmanager

@@ -66,12 +66,6 @@ class Profile:
         return dict(sorted(sums.items(), key=lambda pair: -pair[1]))
 
 
-def newest_trace(folder: Path) -> Path | None:
-    """The newest trace file that JAX wrote below a profile's folder."""
-    traces = sorted(folder.glob("plugins/profile/*/*.xplane.pb"), key=lambda path: path.stat().st_mtime_ns)
-    return traces[-1] if traces else None
-
-
 def read_profile(trace: Path, program: str, operations: Mapping[str, Operation], num_steps: int) -> Profile | None:
     """Summarizes a trace; None if it contains no operations of the compiled program with the name `program`."""
     from jax.profiler import ProfileData

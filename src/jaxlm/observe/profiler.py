@@ -13,7 +13,7 @@ from jaxlm.core.values.activity import Activity
 from jaxlm.engine.phases import Phase
 from jaxlm.engine.state import RunState
 from jaxlm.hardware.hlo import operations
-from jaxlm.observe.profile_summary import describe_profile, newest_trace, read_profile
+from jaxlm.observe.profile_summary import describe_profile, read_profile
 
 SUMMARY = "profile.md"
 
@@ -108,12 +108,12 @@ class ProfileHook:
     def _stop(self) -> None:
         self._recording = False
         jax.profiler.stop_trace()
-        trace = newest_trace(self._folder)
+        traces = sorted(self._folder.glob("plugins/profile/*/*.xplane.pb"), key=lambda path: path.stat().st_mtime_ns)
         text = self._program()
         name = text.partition(",")[0].removeprefix("HloModule ").strip()
         num_steps = self._end - self._begin
-        profile = trace and read_profile(trace, name, operations(text), num_steps)
-        if not profile:
+        profile = read_profile(traces[-1], name, operations(text), num_steps) if traces else None
+        if profile is None:
             self._log(
                 f"profiler: the trace in {self._folder} has no operation of the training step; no summary written"
             )

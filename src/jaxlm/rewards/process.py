@@ -74,18 +74,15 @@ def _answer(reward: "Reward", rows: "ScoredRows", begin: Callable[[int], None]) 
         try:
             scores += _scores(reward.score(part), len(part), number or 0)
         except _WrongScoreError as error:
-            return FAILED, (str(error), number if error.place is None else error.place)
+            message, place = error.args
+            return FAILED, (message, number if place is None else place)
         except BaseException as error:  # a reward and what it returns can raise anything, SystemExit too
             return FAILED, (_description(error), number)
     return SCORED, scores
 
 
 class _WrongScoreError(Exception):
-    """What a reward returned is not what was expected. Attributes: place: the number of the row; None for all."""
-
-    def __init__(self, message: str, place: int | None):
-        super().__init__(message)
-        self.place = place
+    """What a reward returned is not what was expected. Args: a message, and the number of the row; None for all."""
 
 
 def _scores(result: Any, expected: int, first: int) -> list[float]:

@@ -205,7 +205,6 @@ def _store_missing(
         return {path: np.asarray(tree.raw(leaf))[: len(indices)] for path, leaf in columns}
 
     def write(folder: AnnotationFolder, indices: np.ndarray) -> None:
-        """Annotates a block of examples."""
         check_stop()
         with clock.during(Activity.ANNOTATION):
             parts = [

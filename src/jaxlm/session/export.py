@@ -228,7 +228,6 @@ def _training(plan: Plan, step: int) -> Iterator[tuple[str, str]]:
 
 
 def _sources(data: DataConfig) -> Iterator[str]:
-    """The training sources as they are configured."""
     for source in data.sources():
         urls = source.config.train_urls
         others = f" and {len(urls) - _MAX_URLS} more" if len(urls) > _MAX_URLS else ""

@@ -11,7 +11,7 @@ from typing import Any
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.install import install_command
 from jaxlm.core.redaction import redacted
-from jaxlm.core.values.logged import Completion, Histogram, Sample
+from jaxlm.core.values.logged import Completion, Sample
 from jaxlm.observe.trackers import environment
 from jaxlm.observe.trackers.base import ForwardLog, MissingLibraryError, RunInfo, Tracker, TrackerConfig
 from jaxlm.reading.choices import choice
@@ -75,8 +75,8 @@ class MlflowConfig(TrackerConfig):
         return tracker
 
 
-class MlflowTracker:
-    """Passes metrics to MLflow, those of some seconds in one request."""
+class MlflowTracker(Tracker):
+    """Passes metrics to MLflow, those of some seconds in one request. It has no histograms: `histograms.jsonl` has them."""
 
     def __init__(self, client: Any, handle: Any, abandoned_steps: int = 0):
         """Args: handle: an MLflow run. abandoned_steps: steps lost by going back, which MLflow cannot remove."""
@@ -95,9 +95,6 @@ class MlflowTracker:
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         self._forward.log(step, dict(metrics))
-
-    def log_histograms(self, step: int, histograms: Mapping[str, Histogram]) -> None:
-        """Does nothing, because MLflow has no histograms. They are in `histograms.jsonl`."""
 
     def log_samples(self, step: int, samples: Sequence[Sample]) -> None:
         """Stores a file for each step."""

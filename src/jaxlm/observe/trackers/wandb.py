@@ -188,8 +188,8 @@ class FilesThread:
             self._failure = failure
 
 
-class WandbTracker:
-    """Passes metrics to wandb, which sends them from a process of its own."""
+class WandbTracker(Tracker):
+    """Passes metrics to wandb, which sends them from a process of its own. That has every record, so nothing is flushed."""
 
     def __init__(self, handle: Any, xla_dumps: Path | None, abandoned_steps: int = 0, files: FilesThread | None = None):
         """Args:
@@ -237,9 +237,6 @@ class WandbTracker:
 
     def begin_attempt(self, attempt: int, step: int, abandoned_steps: int) -> None:
         self._forward.abandoned_steps = abandoned_steps
-
-    def flush(self) -> None:
-        """Does nothing, because wandb's process already has every record."""
 
     def close(self) -> None:
         """Uploads the XLA dumps if configured, and waits until everything is sent or written.

@@ -263,7 +263,6 @@ def _advice(plan: Plan, phase: Phase, stage: BatchStage) -> str:
 
 
 def _less_saved(plan: Plan, policy: RematPolicy) -> str:
-    """How layers would save less on the device."""
     if policy not in (AUTO, FULL) and not offloads(policy):
         return "set model.gradient_checkpointing: full"
     on_host = plan.layout.platform != "cpu" and not offloads(policy)
@@ -271,7 +270,6 @@ def _less_saved(plan: Plan, policy: RematPolicy) -> str:
 
 
 def _fewer_at_once(plan: Plan, phase: Phase, stage: BatchStage) -> str:
-    """How a device would compute less at once."""
     trainer = plan.config.trainer
     at_once = -(-stage.microbatch // plan.layout.num_shards(BATCH))
     if at_once == 1:
