@@ -244,10 +244,7 @@ class RolloutsEval(Eval):
     def _generate(self, generator: Generator) -> list[list[int]]:
         """The tokens of each answer, with the one that ended it."""
         config, answers = self._config, []
-        sampling = (config.max_new_tokens, config.temperature, config.top_k, config.top_p, config.seed)
-        others: Any = {"min_p": config.min_p, "repetition_penalty": config.repetition_penalty}
-        others |= {"cache_dtype": config.cache_dtype}
-        generation = GenerationConfig(*sampling, stop_ids=self._stop_ids, with_stop=True, **others)
+        generation = GenerationConfig.of(config, stop_ids=self._stop_ids, with_stop=True)
         # All answers to a prompt are in one batch, which gives each of them a key of its own.
         size = config.batch_size // config.num_samples * config.num_samples
         size = min(size, len(self._prompts))

@@ -135,10 +135,7 @@ class SamplesEval(Eval):
     def run(self, model: LanguageModel) -> dict[str, float]:
         config, tokenizer = self._config, self._ctx.tokenizer
         prompts = [prompt_ids(tokenizer, prompt, bos=self._ctx.enforce_bos) for prompt in config.prompts]
-        sampling = (config.max_new_tokens, config.temperature, config.top_k, config.top_p, config.seed)
-        others: Any = {"min_p": config.min_p, "repetition_penalty": config.repetition_penalty}
-        others |= {"cache_dtype": config.cache_dtype}
-        generation = GenerationConfig(*sampling, stop_ids=tokenizer.stop_ids, **others)
+        generation = GenerationConfig.of(config, stop_ids=tokenizer.stop_ids)
         model = self._cast(model)
         if model.is_causal:
             continuations = generate_tokens(Generator.of(model), prompts, generation, self._ctx.go_on, self._calls)

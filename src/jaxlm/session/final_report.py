@@ -47,7 +47,9 @@ def final_report(plan: Plan, console: Console, *, has_template: bool) -> None:
         *decisions(run, plan.log_folder),
     ]
     if EVAL_LOSS in run.series:
-        rows += [("validation loss", newest(run[EVAL_LOSS])), ("bits per byte", _bits_per_byte(run))]
+        best, last = run.latest(BEST_BPB), run.latest(EVAL_BPB)
+        better = "" if best in (None, last) else f" (best {best:.4f})"
+        rows += [("validation loss", newest(run[EVAL_LOSS])), ("bits per byte", newest(run[EVAL_BPB]) + better)]
         rows += compressors(plan.data[-1].validation_documents())
     if EVAL_CORE in run.series:
         rows.append(("CORE", newest(run[EVAL_CORE])))
@@ -189,8 +191,3 @@ def decisions(run: LoggedRun, folder: Path) -> list[tuple[str, str]]:
     counts = Counter(shorten(decision.note["event"], _MAX_EVENT) for decision in run.decisions)
     listed = ", ".join(f"{event} {count}" for event, count in counts.most_common(_MAX_EVENTS))
     return [("decisions", f"{listed}: {folder / DECISIONS}")] if counts else []
-
-
-def _bits_per_byte(run: LoggedRun) -> str:
-    best, last = run.latest(BEST_BPB), run.latest(EVAL_BPB)
-    return newest(run[EVAL_BPB]) + ("" if best in (None, last) else f" (best {best:.4f})")

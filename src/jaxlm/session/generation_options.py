@@ -128,17 +128,7 @@ def generation_config_of(options: argparse.Namespace, stop_ids: tuple[int, ...])
         ConfigError: `--max_new_tokens` is below 1.
     """
     check_at_least("--max_new_tokens", options.max_new_tokens, 1)
-    return GenerationConfig(
-        max_new_tokens=options.max_new_tokens,
-        temperature=options.temperature,
-        top_k=options.top_k,
-        top_p=options.top_p,
-        seed=options.seed,
-        stop_ids=stop_ids,
-        cache_dtype=options.cache_dtype,
-        min_p=options.min_p,
-        repetition_penalty=options.repetition_penalty,
-    )
+    return GenerationConfig.of(options, stop_ids=stop_ids)
 
 
 def tool_calls_of(options: argparse.Namespace, tokenizer: Tokenizer) -> ToolCalls | None:

@@ -186,7 +186,7 @@ def _open_profiler(run: Run, phase: Phase, data: PhaseData, steps: StepPrograms)
             phase,
             first_step=data.first_step,
             until=sizes.next_shape_change(begin, phase.end),
-            program=lambda: steps.of(sizes.at(begin)).call.as_text() or "",
+            program=lambda: steps.by_shape[sizes.at(begin).shape].call.as_text() or "",
             log=run.console.log,
         )
     ]

@@ -105,9 +105,6 @@ class StepPrograms:
         for step in self.by_shape.values():
             step.check_fits_memory()
 
-    def of(self, stage: BatchStage) -> CompiledStep:
-        return self.by_shape[stage.shape]
-
     def write(self, config: TrainerConfig, folder: Path, name: str) -> None:
         """Writes the jaxprs and the HLO of the programs of phase `name` into a folder, if configured."""
         enabled = {"jaxpr": config.log_jaxprs, "hlo": config.log_xla_hlo}
