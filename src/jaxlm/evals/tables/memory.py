@@ -4,7 +4,6 @@ from dataclasses import field
 from typing import ClassVar
 
 import jax
-import numpy as np
 from haliax import Axis
 
 from jaxlm.core.axes import BATCH
@@ -25,7 +24,7 @@ from jaxlm.evals.tables.base import (
     check_distinct,
     lengths_that_fit,
 )
-from jaxlm.hardware.program_memory import planned_bytes
+from jaxlm.hardware.program_memory import bytes_per_device, planned_bytes
 from jaxlm.models.base import KVCache, LanguageModel
 from jaxlm.models.inference.generate import (
     CACHE_DTYPES,
@@ -128,7 +127,7 @@ class MemoryTableConfig(TableConfig):
             "context": context,
             "kv_bytes_per_token": per_token,
             "kv_bytes": num_bytes,
-            "kv_bytes_per_device": sum(map(_bytes_per_device, arrays)),
+            "kv_bytes_per_device": sum(map(bytes_per_device, arrays)),
             "slot_bytes": sum(array.nbytes for array in jax.tree.leaves(cache)) - num_bytes,
         }
 
@@ -157,7 +156,3 @@ def _allocated(model: LanguageModel, num_rows: int, context: int, dtype: str) ->
             f"tables: type memory: a model of type {type(model).__name__} has no KV cache. Remove the table, or the model"
         )
     return cache
-
-
-def _bytes_per_device(array: jax.Array) -> int:
-    return int(np.prod(array.sharding.shard_shape(array.shape))) * array.dtype.itemsize

@@ -142,12 +142,8 @@ class WandbConfig(TrackerConfig):
                 file.write(text)
         handle.log_artifact(artifact)
         if self.save_code:
-            _log_code(handle, self._code_folder())
-
-    def _code_folder(self) -> Path:
-        if isinstance(self.save_code, str):
-            return Path(self.save_code)
-        return environment.repository() or environment.program_folder()
+            folder = Path(self.save_code) if isinstance(self.save_code, str) else environment.repository()
+            _log_code(handle, folder or environment.program_folder())
 
 
 def _log_code(handle: Any, folder: Path) -> None:
