@@ -279,11 +279,7 @@ def _simulated_devices(topology: Topology) -> tuple[Sequence[Any], str]:
 def _analytic_seconds(
     plan: Plan, topology: Topology, step: CompiledStep, model: LanguageModel, flops: float, tokens: int
 ) -> Seconds:
-    """Time of the model's FLOPs in a step, with what remat recomputes, and of reading and writing its state.
-
-    Args:
-        flops: per token.
-    """
+    """Time of the model's FLOPs in a step, `flops` per token and what remat recomputes, and of moving its state."""
     of_weights = min(flops, 6 * num_active(model))
     recomputed = {FULL: flops / 3, ATTENTION: of_weights / 3}.get(step.remat_policy, 0.0)
     executed = (flops + recomputed) * tokens / topology.num_chips

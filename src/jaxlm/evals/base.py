@@ -208,6 +208,6 @@ def read_results(results: Iterable[Any]) -> Iterator[Any]:
     yield from map(jax.device_get, queued)
 
 
-def read_sums(results: Iterable[Any], size: int) -> np.ndarray:
-    """float64 [size], the sum of what programs return. Args: results: as of `read_results`."""
-    return sum((np.asarray(one, np.float64) for one in read_results(results)), np.zeros(size))
+def read_sums(results: Iterable[Any], shape: int | tuple[int, ...]) -> np.ndarray:
+    """float64, the sum of what programs return. Args: results: as of `read_results`."""
+    return sum((np.asarray(one, np.float64) for one in read_results(results)), np.zeros(shape))

@@ -111,35 +111,29 @@ def outputs(plan: Plan) -> list[tuple[str, str]]:
 
 def write_plots(plan: Plan, run: LoggedRun) -> list[tuple[str, str]]:
     """Writes `loss.png`, `schedule.png`, `step_time.png` and what surgeries say of layers (`layers_0.png`), and the grids of
-    `needle` (`needle.png`), to the log folder.
-
-    Returns report rows for them.
+    `needle` (`needle.png`), to the log folder. Returns report rows for them.
     """
-    try:
-        return _write_plots(plan, run)
-    except OSError as error:
-        return [("plots", f"not written: {error}")]
-
-
-def _write_plots(plan: Plan, run: LoggedRun) -> list[tuple[str, str]]:
     title = f"{plan.run_id}: {plan.num_steps} steps"
     loss, schedule, times = (plan.log_folder / f"{name}.png" for name in ("loss", "schedule", "step_time"))
-    loss_curve(run, loss, title)
-    schedule_curve(plan.phases, run, schedule, title)
-    rows = [("loss curve", str(loss)), ("schedule", str(schedule))]
-    measured = step_times(run, exclude={phase.start + 1 for phase in plan.phases})
-    if measured is not None:
-        step_time_histogram(measured, times, title)
-        durations = f"median {measured.median_ms:.1f} ms, 99th percentile {measured.p99_ms:.1f} ms"
-        rows.append(("step time", f"{durations}: {times}"))
-    for number, numbers in enumerate(tables_in(run.log)):
-        path = plan.log_folder / f"layers_{number}.png"
-        layer_bars(numbers, path, title)
-        rows.append((numbers.source, str(path)))
-    if grids := needle_grids(run):
-        needle_maps(grids, path := plan.log_folder / "needle.png", title)
-        rows.append(("needles", str(path)))
-    return rows
+    try:
+        loss_curve(run, loss, title)
+        schedule_curve(plan.phases, run, schedule, title)
+        rows = [("loss curve", str(loss)), ("schedule", str(schedule))]
+        measured = step_times(run, exclude={phase.start + 1 for phase in plan.phases})
+        if measured is not None:
+            step_time_histogram(measured, times, title)
+            durations = f"median {measured.median_ms:.1f} ms, 99th percentile {measured.p99_ms:.1f} ms"
+            rows.append(("step time", f"{durations}: {times}"))
+        for number, numbers in enumerate(tables_in(run.log)):
+            path = plan.log_folder / f"layers_{number}.png"
+            layer_bars(numbers, path, title)
+            rows.append((numbers.source, str(path)))
+        if grids := needle_grids(run):
+            needle_maps(grids, path := plan.log_folder / "needle.png", title)
+            rows.append(("needles", str(path)))
+        return rows
+    except OSError as error:
+        return [("plots", f"not written: {error}")]
 
 
 def report_page(run: LoggedRun, folder: Path) -> str:

@@ -99,10 +99,8 @@ def _gates(opened: LoadedModel, file: str) -> Gates:
     if file:
         gates, where = decode(Gates, load_yaml(file)), file
     else:
-        gates, where = (
-            Gates(opened.plan.config.evals, opened.plan.config.refs),
-            f"the configuration of {opened.location}",
-        )
+        gates = Gates(opened.plan.config.evals, opened.plan.config.refs)
+        where = f"the configuration of {opened.location}"
     if not any(map(_compares, gates.evals)):
         raise ConfigError(
             f"{_OPTION}: {where} has no evaluation that compares with a reference, asks the model or has limits. Give"
