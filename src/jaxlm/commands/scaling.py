@@ -22,7 +22,7 @@ from jaxlm.session.exit_codes import EXIT_INTERRUPTED, command
 from jaxlm.session.scaling.law import fit_law, law_as_json
 from jaxlm.session.scaling.members import Member, MemberResult, ScalingConfig, ScalingRunConfig, plan_study
 from jaxlm.session.scaling.plot import scaling_plot
-from jaxlm.session.scaling.start import command_of, run_command, train_on_ray
+from jaxlm.session.scaling.start import train_here, train_on_ray
 from jaxlm.session.scaling.tables import law_table, member_table, plan_table
 
 _LOCK = ".lock"
@@ -80,9 +80,7 @@ def _train(members: Sequence[Member], scaling: ScalingConfig, results: list[Memb
         return 0
     for member in members:
         member.write()
-    ended = ((member, run_command(command_of(member))) for member in members)  # one after another
-    if scaling.ray is not None:
-        ended = train_on_ray(members, scaling.ray, print)
+    ended = train_here(members) if scaling.ray is None else train_on_ray(members, scaling.ray, print)
     try:
         with contextlib.closing(ended):
             return _collect(ended, len(members), scaling, results)

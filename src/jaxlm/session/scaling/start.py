@@ -25,6 +25,12 @@ os.execv(sys.argv[1], sys.argv[1:])
 _SHOWN = 300  # characters of an error of Ray
 
 
+def train_here(members: Sequence[Member]) -> Generator[tuple[Member, int], None, None]:
+    """Trains members one after another. Yields each with its exit code."""
+    for member in members:
+        yield member, run_command(command_of(member))
+
+
 def train_on_ray(
     members: Sequence[Member], config: MemberRayConfig, log: Log
 ) -> Generator[tuple[Member, int], None, None]:
