@@ -80,7 +80,7 @@ def describe(plan: Plan, start: str | None = None) -> list[tuple[str, str]]:
     model, batches, trainer = plan.phases[0].model, plan.batches, plan.config.trainer
     flops = flops_per_token(plan, plan.phases[0]).causal
     references = asked_in(plan, plan.phases[0])
-    counted = "forward and backward" + (f", and the forward pass of {' and '.join(references)}" if references else "")
+    passes = "forward and backward" + (f", and the forward pass of {' and '.join(references)}" if references else "")
     chunk = step_options(plan).sizes.loss_chunk_tokens or default_chunk_tokens(plan.layout.platform)
     return [
         ("run", f"{plan.run_id} (seed {trainer.seed})"),
@@ -99,7 +99,7 @@ def describe(plan: Plan, start: str | None = None) -> list[tuple[str, str]]:
         ("evaluation", f"{_evals(plan)} every {counted(trainer.steps_per_eval, 'step')}"),
         (
             "FLOPs per token",
-            f"{flops:.4g} ({counted}, {'causal' if model.is_causal else 'bidirectional'} attention)",
+            f"{flops:.4g} ({passes}, {'causal' if model.is_causal else 'bidirectional'} attention)",
         ),
         ("attention", "; ".join(f"{c.name}: {c.reason}" for c in attention_choices(plan)) or "chosen by the model"),
         *[("context", plan.context.describe()) for _ in [plan.context] if plan.context is not None],
