@@ -224,7 +224,9 @@ def _tune(plan: Plan, console: Console, *, rounds: int) -> None:
     if plan.precision.params == plan.precision.compute == jnp.float32 and not plan.precision.rules:
         platform = plan.layout.platform
         options = StepOptions.of(platform, compiler_options(platform) | tuned.options)
-        in_bfloat16 = compile_with(options, functools.partial(traced, _in_bfloat16(plan)))
+        trainer = replace(plan.config.trainer, mp="p=f32,c=bfloat16")
+        other = make_plan(replace(plan.config, trainer=trainer), plan.run_id, plan.state_builder.Vocab.size)
+        in_bfloat16 = compile_with(options, functools.partial(traced, other))  # its state is the same
         low, median, high = compare(compile_with(options), in_bfloat16, enter(), batches, rounds)
         console.log(
             f"trainer.mp: p=f32,c=bfloat16 would be {median:.2f} times as fast ({low:.2f} to {high:.2f}). It changes the"
@@ -232,12 +234,6 @@ def _tune(plan: Plan, console: Console, *, rounds: int) -> None:
         )
     console.log(f"kept in {keep(plan, tuned)} for jaxlm train")
     console.log(json.dumps(asdict(tuned)))
-
-
-def _in_bfloat16(plan: Plan) -> Plan:
-    """The plan of the same run, computed in bfloat16. Its state is the same."""
-    trainer = replace(plan.config.trainer, mp="p=f32,c=bfloat16")
-    return make_plan(replace(plan.config, trainer=trainer), plan.run_id, plan.state_builder.Vocab.size)
 
 
 def measure(plan: Plan, console: Console, *, steps: int, warmup: int) -> Result:
@@ -293,6 +289,8 @@ def _result(plan: Plan, step: CompiledStep, dispatch_seconds: list[float], step_
     text = step.call.as_text() or ""
     products = cpu_products(text) if current_platform() == "cpu" else {}
     quartiles = statistics.quantiles(step_seconds, n=4) if len(step_seconds) > 1 else [seconds] * 3
+    attainable = attainable_flops(plan.precision.compute) * len(devices)
+    stats = jax.local_devices()[0].memory_stats() or {}
     return Result(
         tokens_per_second=rate,
         step_seconds=seconds,
@@ -302,8 +300,8 @@ def _result(plan: Plan, step: CompiledStep, dispatch_seconds: list[float], step_
         flops_per_token=flops.causal,
         mfu=None if peaks is None else rate * flops.causal / peaks,
         mfu_palm=None if peaks is None else rate * flops.palm / peaks,
-        mfu_attainable=rate * flops.causal / (attainable_flops(plan.precision.compute) * len(devices)),
-        peak_bytes=_peak_bytes(),
+        mfu_attainable=rate * flops.causal / attainable,
+        peak_bytes=stats.get("peak_bytes_in_use") or resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
         program_bytes=step.num_bytes,
         recomputation=step.remat_policy,
         kernels=dict(kernels(text)),
@@ -313,11 +311,6 @@ def _result(plan: Plan, step: CompiledStep, dispatch_seconds: list[float], step_
         devices=f"{len(devices)} x {devices[0].device_kind}",
         jax=jax.__version__,
     )
-
-
-def _peak_bytes() -> int:
-    stats = jax.local_devices()[0].memory_stats() or {}
-    return stats.get("peak_bytes_in_use") or resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 def _products(result: Result) -> str:

@@ -108,10 +108,9 @@ def _parser() -> argparse.ArgumentParser:
         " configuration: --trainer.mp f32.",
         or_else="; or a Hugging Face folder, or a hub repository name or name@revision",
     )
-    parser.add_argument("--system", default=None, help="system message at the start of the conversation")
+    parser.add_argument("--system", help="system message at the start of the conversation")
     parser.add_argument(
         "--chat_template",
-        default=None,
         help="chat template: chatml, nanochat, a text, or the path of a .jinja file (default: the tokenizer's, else nanochat"
         " if it has its tokens, else chatml)",
     )
@@ -158,32 +157,27 @@ def _answer(conversation: "Conversation", line: str) -> None:
     print(f"[{num_tokens} tokens, {num_tokens / seconds:.1f} tokens/s]", file=sys.stderr, flush=True)
 
 
+@dataclasses.dataclass(eq=False)
 class Conversation:
     """A conversation with a model. A KV cache of earlier turns is reused, so each turn processes only new tokens."""
 
-    def __init__(
-        self,
-        model: LanguageModel,
-        tokenizer: Tokenizer,
-        template: ChatTemplate,
-        config: GenerationConfig,
-        system: str | None = None,
-        calls: ToolCalls | None = None,
-    ):
-        self._generator = Generator.of(model)
-        self._tokenizer = tokenizer
-        self._template = template
-        self._config = config
-        self._system = system
-        self._calls = calls
-        ends = turn_end_texts(template, tokenizer)
-        of_text = StopStrings.of_text(ends, tokenizer.decode)
-        self._stops = of_text if calls is None else StopStrings(ends, calls.fragments)
+    model: LanguageModel
+    tokenizer: Tokenizer
+    template: ChatTemplate
+    config: GenerationConfig
+    system: str | None = None
+    calls: ToolCalls | None = None
+
+    def __post_init__(self):
+        self._generator = Generator.of(self.model)
+        ends = turn_end_texts(self.template, self.tokenizer)
+        of_text = StopStrings.of_text(ends, self.tokenizer.decode)
+        self._stops = of_text if self.calls is None else StopStrings(ends, self.calls.fragments)
         self.begin()
 
     def begin(self) -> None:
         """Starts a new conversation."""
-        self.messages = [] if self._system is None else [{"role": "system", "content": self._system}]
+        self.messages = [] if self.system is None else [{"role": "system", "content": self.system}]
         self.num_tokens = 0
         self._prefix_cache = PrefixCache()
 
@@ -194,7 +188,7 @@ class Conversation:
             ConfigError: the conversation is longer than the model's sequence length. The conversation is then unchanged.
         """
         messages = [*self.messages, {"role": "user", "content": line}]
-        (encoded,) = self._tokenizer.encode_with_offsets([self._template.prompt(messages, "the conversation")])
+        (encoded,) = self.tokenizer.encode_with_offsets([self.template.prompt(messages, "the conversation")])
         prompt = encoded[0].tolist()
         ids: list[int] = []
         shown = ""
@@ -206,16 +200,17 @@ class Conversation:
             every=_TOKENS_PER_UPDATE,
             until=self._stops.until,
             prefix_cache=self._prefix_cache,
-            tools=self._calls,
+            tools=self.calls,
         )
         first = next(pieces, [[]])
+        beginnings = [stop[:end] for stop in self._stops.texts for end in range(1, len(stop))]
         self.messages = messages
         try:
             for (new_ids,) in itertools.chain([first], pieces):
                 ids += new_ids
                 self.num_tokens = len(ids)
                 text = self._stops.before(ids)
-                if not text.endswith((_INCOMPLETE_CHARACTER, *self._beginnings_of_stops())):
+                if not text.endswith((_INCOMPLETE_CHARACTER, *beginnings)):
                     yield text[len(shown) :]
                     shown = text
             rest = self._stops.before(ids)[len(shown) :]
@@ -227,20 +222,17 @@ class Conversation:
 
     def _content(self, ids: list[int], shown: str) -> str | list[dict[str, str]]:
         """An answer as the content of its message: its text, or parts if it has calls."""
-        if self._calls is None:
+        if self.calls is None:
             return shown
         kept = list(ids)
-        while kept and len(self._calls.show(kept[:-1])) >= len(shown):
+        while kept and len(self.calls.show(kept[:-1])) >= len(shown):
             kept.pop()  # what follows the string that ended the answer
-        parts, num_beyond = self._calls.parts(kept), len(self._calls.show(kept)) - len(shown)
+        parts, num_beyond = self.calls.parts(kept), len(self.calls.show(kept)) - len(shown)
         if all(part["type"] == TEXT for part in parts):
             return shown
         if num_beyond > 0 and parts[-1]["type"] != OUTPUT:
             parts[-1] = {**parts[-1], "text": parts[-1]["text"][:-num_beyond]}
         return parts
-
-    def _beginnings_of_stops(self) -> list[str]:
-        return [stop[:end] for stop in self._stops.texts for end in range(1, len(stop))]
 
     def _config_for(self, num_prompt_tokens: int) -> GenerationConfig:
         """The generation config, with `max_new_tokens` limited to what fits after the prompt."""
@@ -250,7 +242,7 @@ class Conversation:
             raise ConfigError(
                 f"the conversation has {num_prompt_tokens} tokens, but the model's maximum sequence length is {seq_len}"
             )
-        return dataclasses.replace(self._config, max_new_tokens=min(room, self._config.max_new_tokens))
+        return dataclasses.replace(self.config, max_new_tokens=min(room, self.config.max_new_tokens))
 
 
 if __name__ == "__main__":

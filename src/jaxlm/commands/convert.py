@@ -238,7 +238,7 @@ def _parser() -> argparse.ArgumentParser:
     add_checkpoint_options(to_hf, or_else="; or a Hugging Face folder or hub name, such as the base of --adapter")
     add_adapter_option(to_hf)
     to_hf.add_argument("--output_dir", required=True, help="folder or URL to create; it must not exist")
-    to_hf.add_argument("--dtype", default=None, help=f"dtype of the weights: {', '.join(DTYPES)} (default: as trained)")
+    to_hf.add_argument("--dtype", help=f"dtype of the weights: {', '.join(DTYPES)} (default: as trained)")
     to_hf.add_argument(
         "--verify",
         choices=("true", "false"),
@@ -251,7 +251,7 @@ def _parser() -> argparse.ArgumentParser:
         default="merge",
         help="merge LoRA adapters into the weights, or write only the adapters (default merge)",
     )
-    to_hf.add_argument("--upload", default=None, help="also push the folder to this repository of the Hugging Face Hub")
+    to_hf.add_argument("--upload", help="also push the folder to this repository of the Hugging Face Hub")
     return parser
 
 

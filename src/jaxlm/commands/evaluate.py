@@ -42,7 +42,14 @@ from jaxlm.session.compilation.cache import enable_compilation_cache
 from jaxlm.session.exit_codes import command
 from jaxlm.session.generation_options import add_quantize_option
 from jaxlm.session.harness_tasks import add_task_options, check_task_options, evaluate_tasks
-from jaxlm.session.load_model import LoadedModel, checkpoint_parser, inference_form, open_model, parse_with_keys
+from jaxlm.session.load_model import (
+    LoadedModel,
+    checkpoint_parser,
+    inference_form,
+    open_model,
+    parse_with_keys,
+    to_stderr,
+)
 from jaxlm.session.verification.gates import add_gate_option, evaluate_gates
 
 _DATA = "data."
@@ -82,9 +89,7 @@ def main(arguments: Sequence[str]) -> int:
     max_batches = _max_batches(opened.plan, options.max_batches)
     if opened.step is None and _SEQ_LEN not in others:
         length = opened.model.seq_len
-        _to_stderr(
-            f"note: sequences of {length} tokens, the model's longest. Compare losses with the same --{_SEQ_LEN}"
-        )
+        to_stderr(f"note: sequences of {length} tokens, the model's longest. Compare losses with the same --{_SEQ_LEN}")
     if options.gates is not None:
         _check_batch_size(opened, options.batch_size)
         evaluate_gates(opened, data, options, max_batches)
@@ -104,11 +109,10 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--batch_size",
         type=int,
-        default=None,
         help=f"sequences per batch (default: as in training; with --tasks {HarnessEvalConfig.batch_size})",
     )
     parser.add_argument(
-        "--max_batches", default=None, help="maximum number of batches per source, or `all` (default: as in training)"
+        "--max_batches", help="maximum number of batches per source, or `all` (default: as in training)"
     )
     add_gate_option(parser)
     add_task_options(parser)
@@ -163,13 +167,11 @@ def evaluate(
     differs = dataclasses.replace(data, **places) != opened.data
     sums: dict[str, EvalLoss] = {}
     with plan.layout.use():
-        token_bytes = opened.tokenizer.known_token_bytes(_to_stderr)
+        token_bytes = opened.tokenizer.known_token_bytes(to_stderr)
         model = opened.load()
         dummy_prefix = opened.tokenizer.dummy_prefix()
         model = model if quantize is None else inference_form(model, opened.surgeries, plan, quantize)
-        for data_set in data.open_validation(
-            opened.tokenizer, opened.model.seq_len, _to_stderr, separate_cache=differs
-        ):
+        for data_set in data.open_validation(opened.tokenizer, opened.model.seq_len, to_stderr, separate_cache=differs):
             groups = _groups(data_set)
             options = {"batch_size": size, "layout": plan.layout, "max_batches": max_batches}
             meter = LossMeter(plan.precision, score_batch, token_bytes, len(groups.urls), dummy_prefix=dummy_prefix)
@@ -188,10 +190,6 @@ def _check_batch_size(opened: LoadedModel, batch_size: int | None) -> int:
             " batch"
         )
     return size
-
-
-def _to_stderr(line: str) -> None:
-    print(line, file=sys.stderr)
 
 
 def _groups(data_set: ValidationData) -> Provenance:

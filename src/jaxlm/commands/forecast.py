@@ -256,15 +256,11 @@ def _optimizer_bytes(plan: Plan, phase: Phase) -> int:
     return sum(math.prod(shape) * itemsize for shape, itemsize in shards)
 
 
-def _compiler_hint(platform: str) -> str:
-    if platform == "tpu":
-        return "pip install libtpu installs the compiler for TPUs; no TPU is needed"
-    return f"{install_command('gpu')} installs the compiler for NVIDIA GPUs; no GPU is needed"
-
-
 def _simulated_devices(topology: Topology) -> tuple[Sequence[Any], str]:
     """CPU devices, as many as the topology has, and a description of them."""
-    hint = _compiler_hint(topology.chip.platform)
+    hint = f"{install_command('gpu')} installs the compiler for NVIDIA GPUs; no GPU is needed"
+    if topology.chip.platform == "tpu":
+        hint = "pip install libtpu installs the compiler for TPUs; no TPU is needed"
     if topology.num_chips > _MAX_SIMULATED:
         raise ConfigError(
             f"--topology {topology.name}: {topology.num_chips} chips given, but jax compiles for at most"
@@ -283,11 +279,7 @@ def _simulated_devices(topology: Topology) -> tuple[Sequence[Any], str]:
 def _analytic_seconds(
     plan: Plan, topology: Topology, step: CompiledStep, model: LanguageModel, flops: float, tokens: int
 ) -> Seconds:
-    """Time of the model's FLOPs in a step, with what remat recomputes, and of reading and writing its state.
-
-    Args:
-        flops: per token.
-    """
+    """Time of the model's FLOPs in a step, `flops` per token and what remat recomputes, and of moving its state."""
     of_weights = min(flops, 6 * num_active(model))
     recomputed = {FULL: flops / 3, ATTENTION: of_weights / 3}.get(step.remat_policy, 0.0)
     executed = (flops + recomputed) * tokens / topology.num_chips

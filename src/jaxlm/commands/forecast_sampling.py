@@ -1,6 +1,5 @@
 """Forecasts the sampling of rollouts on the chips that train: the programs for the prompts and for the new tokens."""
 
-import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
@@ -11,7 +10,7 @@ from jaxlm.engine.phases import Phase
 from jaxlm.engine.state import sharded_shapes
 from jaxlm.hardware.estimate import Estimate, estimate_kernels
 from jaxlm.hardware.hlo import with_trip_count
-from jaxlm.hardware.program_memory import planned_bytes
+from jaxlm.hardware.program_memory import bytes_per_device, planned_bytes
 from jaxlm.hardware.topologies import Topology
 from jaxlm.models.base import LanguageModel
 from jaxlm.models.inference.responses import compile_sampling
@@ -124,7 +123,7 @@ def forecast_sampling(
         rollout_seconds=rollout_seconds,
         tokens_per_second=num_rows * sampled.new_tokens / rollout_seconds,
         memory_bytes=None if None in needed else _resident_bytes(plan, phase, model) + max(n or 0 for n in needed),
-        cache_bytes=sum(map(_bytes_per_device, jax.tree.leaves(programs.cache))),
+        cache_bytes=sum(map(bytes_per_device, jax.tree.leaves(programs.cache))),
         collectives=_difference(twice.collectives, once.collectives),
     )
 
@@ -153,10 +152,5 @@ def _resident_bytes(plan: Plan, phase: Phase, model: LanguageModel) -> int:
     state = sharded_shapes(plan.state_builder.abstract_state(phase), plan.layout)
     pairs = zip(*map(jax.tree.leaves, (state.model, model)), strict=True)
     shared = [stored for stored, sampling in pairs if stored.dtype == sampling.dtype]
-    total = sum(map(_bytes_per_device, jax.tree.leaves((state, abstract_references(plan, phase)))))
-    return total - sum(map(_bytes_per_device, shared))
-
-
-def _bytes_per_device(array: jax.ShapeDtypeStruct) -> int:
-    assert array.sharding is not None, "all arrays of a plan have one"
-    return math.prod(array.sharding.shard_shape(array.shape)) * array.dtype.itemsize
+    total = sum(map(bytes_per_device, jax.tree.leaves((state, abstract_references(plan, phase)))))
+    return total - sum(map(bytes_per_device, shared))

@@ -39,7 +39,8 @@ def _write(locations: Sequence[str], output_path: Path | None, price_per_hour: f
     for run in runs:
         for sentence in run.unread:
             print(f"warning: {run.name}: {sentence}", file=sys.stderr)
-    path = output_path or _default_path(locations)
+    is_one_folder = len(locations) == 1 and not is_url(locations[0])
+    path = output_path or (local_folder(locations[0]) / REPORT_PAGE if is_one_folder else Path(REPORT_PAGE))
     try:
         write_page(runs, path, price_per_hour)
     except OSError as error:
@@ -47,11 +48,6 @@ def _write(locations: Sequence[str], output_path: Path | None, price_per_hour: f
             f"--output_path: {path} cannot be written ({error.strerror}). Give a file in a writable folder"
         ) from error
     return path
-
-
-def _default_path(locations: Sequence[str]) -> Path:
-    is_one_folder = len(locations) == 1 and not is_url(locations[0])
-    return local_folder(locations[0]) / REPORT_PAGE if is_one_folder else Path(REPORT_PAGE)
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -19,7 +19,7 @@ from jaxlm.core.redaction import write_text
 from jaxlm.engine.checkpoint.lock import locked_file
 from jaxlm.plan.load_config import load_source
 from jaxlm.session.exit_codes import EXIT_INTERRUPTED, command
-from jaxlm.session.scaling.law import ScalingLaw, fit_law, law_as_json
+from jaxlm.session.scaling.law import fit_law, law_as_json
 from jaxlm.session.scaling.members import Member, MemberResult, ScalingConfig, ScalingRunConfig, plan_study
 from jaxlm.session.scaling.plot import scaling_plot
 from jaxlm.session.scaling.start import train_here, train_on_ray
@@ -120,10 +120,15 @@ def _write(scaling: ScalingConfig, results: Sequence[MemberResult]) -> str:
     results = sorted(results, key=lambda result: (result.budget, result.depth))
     law = fit_law([result.point for result in results])
     folder = Path(scaling.output_dir)
+    content = {
+        "metric": scaling.metric,
+        "members": [asdict(result) for result in results],
+        "law": law_as_json(law),
+    }
     text = "\n\n".join([member_table(results), law_table(law)])
     try:
         with atomic_file(folder / "scaling.json") as path:
-            write_text(path, _as_json(scaling, results, law))
+            write_text(path, json.dumps(content, indent=1) + "\n")
         with atomic_file(folder / "scaling.md") as path:
             write_text(path, f"# Scaling law\n\n{text}\n\n![Losses and optima](scaling.png)\n")
         with atomic_file(folder / "scaling.png") as path:
@@ -131,15 +136,6 @@ def _write(scaling: ScalingConfig, results: Sequence[MemberResult]) -> str:
     except OSError as error:
         raise _unwritable(folder, error) from error
     return f"{text}\n\nwritten to {folder}: scaling.json, scaling.md, scaling.png"
-
-
-def _as_json(scaling: ScalingConfig, results: Sequence[MemberResult], law: ScalingLaw) -> str:
-    content = {
-        "metric": scaling.metric,
-        "members": [asdict(result) for result in results],
-        "law": law_as_json(law),
-    }
-    return json.dumps(content, indent=1) + "\n"
 
 
 if __name__ == "__main__":

@@ -169,11 +169,6 @@ def converse(
     return [row.result() for row in rows]
 
 
-def check_environment_opens(config: EnvironmentConfig) -> None:
-    """Raises `ConfigError` if the environment cannot be opened."""
-    _opened(config)
-
-
 def _add_turn(row: _Row, room: int, sampled: Turn) -> bool:
     """Adds a turn. Returns whether the environment answers it: not if a limit has cut it off. Args: room: for tokens."""
     row.add(sampled.tokens[:room], sampled.logps[:room], 1)
@@ -199,7 +194,7 @@ class _Speaker:
     """The environment of a row. Whatever it raises or answers wrongly is a `ConfigError`."""
 
     def __init__(self, config: EnvironmentConfig, prompt: Prompt):
-        self._environment, self._place = _opened(config), prompt.place
+        self._environment, self._place = opened_environment(config), prompt.place
         name = type(self._environment).__name__
         _guarded(name, prompt.place, lambda: self._environment.reset(prompt.text, prompt.columns))
 
@@ -224,7 +219,8 @@ class _Speaker:
         return reply.text, float(reply.reward), bool(reply.is_done)
 
 
-def _opened(config: EnvironmentConfig) -> Environment:
+def opened_environment(config: EnvironmentConfig) -> Environment:
+    """A new environment. Raises `ConfigError` if it cannot be opened."""
     kind = type(config).__name__
     environment = _guarded(kind, "its method open", config.open)
     if not isinstance(environment, Environment):

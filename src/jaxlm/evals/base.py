@@ -94,6 +94,11 @@ class EvalContext:
     measure: Measure | None = None
     reference: LoadReference = _no_reference
 
+    def go_on(self, _tokens: Sequence[int]) -> bool:
+        """Ends no row that is generated: only says after each piece that there is progress."""
+        self.progress()
+        return False
+
 
 @dataclass(frozen=True)
 class EvalConfig(draccus.PluginRegistry, abc.ABC, discover_packages_path="jaxlm.evals"):
@@ -201,3 +206,8 @@ def read_results(results: Iterable[Any]) -> Iterator[Any]:
         if len(queued) >= _MAX_IN_FLIGHT:
             yield jax.device_get(queued.popleft())
     yield from map(jax.device_get, queued)
+
+
+def read_sums(results: Iterable[Any], shape: int | tuple[int, ...]) -> np.ndarray:
+    """float64, the sum of what programs return. Args: results: as of `read_results`."""
+    return sum((np.asarray(one, np.float64) for one in read_results(results)), np.zeros(shape))

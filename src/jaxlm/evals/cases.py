@@ -12,6 +12,7 @@ from jaxlm.core.errors import ConfigError, listed
 from jaxlm.core.field_types import Fraction, PositiveInt
 from jaxlm.core.runtime import from_main
 from jaxlm.evals.base import Eval, EvalConfig, EvalContext
+from jaxlm.evals.continuations import num_shared
 from jaxlm.evals.gate import GateConfig, at_least, at_most
 from jaxlm.evals.limits import Limit
 from jaxlm.evals.samples import prompt_ids
@@ -137,7 +138,6 @@ class CasesEvalConfig(GateConfig):
         return CasesEval(self, cases, ctx)
 
     def _records(self) -> list[tuple[str, dict[str, Any]]]:
-        """The records of the file, each with its place."""
         return [] if self.file is None else list(_records(self.file))
 
     def _all_cases(self, records: Sequence[tuple[str, dict[str, Any]]]) -> list[Case]:
@@ -203,7 +203,6 @@ class CasesEval(Eval):
             self._ctx.progress()
 
     def _chosen(self, model: LanguageModel, cases: Sequence[Case]) -> Iterator[str]:
-        """The most likely choice of each case."""
         pairs = [self._pair(case.prompt, text) for case in cases for text in case.choices or ()]
         scored = iter(score(model, pairs, _BATCH, self._ctx.progress)) if pairs else iter(())
         for case in cases:
@@ -213,8 +212,7 @@ class CasesEval(Eval):
     def _pair(self, prompt: str, text: str) -> tuple[list[int], list[int]]:
         """The tokens of a prompt and of what follows, which may change the last tokens of the prompt."""
         before, whole = self._ids(prompt), self._ids(f"{prompt}{text}")
-        same = next((at for at, pair in enumerate(zip(before, whole, strict=False)) if pair[0] != pair[1]), len(before))
-        same = max(1, min(same, len(whole) - 1))
+        same = max(1, min(num_shared(before, whole), len(whole) - 1))
         return whole[:same], whole[same:]
 
     def _ids(self, text: str) -> list[int]:

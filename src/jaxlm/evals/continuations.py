@@ -103,7 +103,7 @@ class ContinuationsEval(Eval):
         reference = self._ctx.reference(self._config.reference)
         theirs = self._written(reference, prompts)
         nll, reference_nll = (self._nll(reference, prompts, texts) for texts in (own, theirs))
-        shared = [_num_shared(*pair) for pair in zip(own, theirs, strict=True)]
+        shared = [num_shared(*pair) for pair in zip(own, theirs, strict=True)]
         equal = [sum(a == b for a, b in zip(*pair, strict=False)) for pair in zip(own, theirs, strict=True)]
         total = sum(map(len, theirs))
         metrics = {
@@ -126,7 +126,6 @@ class ContinuationsEval(Eval):
                         yield row.tolist()
 
     def _written(self, model: LanguageModel, prompts: Sequence[list[int]]) -> list[list[int]]:
-        """The continuations of the prompts."""
         generator, texts = Generator.of(model), []
         for start in range(0, len(prompts), _BATCH):
             texts += generate_tokens(generator, prompts[start : start + _BATCH], self._generation)
@@ -149,7 +148,7 @@ def token_columns(batch) -> tuple[jax.Array, jax.Array]:
     return of(batch.tokens), of(batch.segment_ids)
 
 
-def _num_shared(one: Sequence[int], other: Sequence[int]) -> int:
+def num_shared(one: Sequence[int], other: Sequence[int]) -> int:
     """The number of tokens that both begin with."""
     return next(
         (at for at, pair in enumerate(zip(one, other, strict=False)) if pair[0] != pair[1]), min(len(one), len(other))

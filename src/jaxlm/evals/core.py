@@ -23,8 +23,8 @@ from jaxlm.evals.core_bundle import (
     MULTIPLE_CHOICE,
     SCHEMA,
     CoreTask,
-    check_bundle,
     read_bundle,
+    task_entries,
 )
 from jaxlm.evals.scoring import Scored, score
 from jaxlm.models.base import LanguageModel
@@ -66,7 +66,7 @@ class CoreEvalConfig(EvalConfig):
         return (*([CORE] if set(measured) == set(CORE_TASKS) else []), *names)
 
     def check(self) -> None:
-        check_bundle(self.bundle, self.tasks or CORE_TASKS)
+        task_entries(self.bundle, self.tasks or CORE_TASKS)
 
     def open(self, ctx: EvalContext) -> Eval:
         """Raises `ConfigError` if the bundle lacks a task, or the tokenizer has no token to begin a prompt with."""
@@ -147,7 +147,6 @@ def prompts(task: CoreTask, number: int) -> list[str]:
 
 
 def _solved(kind: str, question: Mapping[str, Any]) -> tuple[str, str]:
-    """A question and its answer."""
     if kind == MULTIPLE_CHOICE:
         return question["query"], question["choices"][question["gold"]]
     if kind == SCHEMA:

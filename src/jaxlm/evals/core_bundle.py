@@ -87,23 +87,19 @@ class TaskEntry:
     baseline: float
 
 
-def check_bundle(folder: str, names: Sequence[str] = CORE_TASKS) -> None:
-    """Raises `ConfigError` if the folder is not a bundle, or lacks one of the tasks. Reads no questions."""
-    _entries(folder, names)
-
-
 def read_bundle(folder: str, names: Sequence[str] = CORE_TASKS, max_per_task: int | None = None) -> list[CoreTask]:
     """Reads tasks of a bundle, in the order of `names`.
 
     Raises:
         ConfigError: the folder is not a bundle, one of the tasks is missing or has too few questions, or a file is damaged.
     """
-    entries = _entries(folder, names)
+    entries = task_entries(folder, names)
     with _readable():
         return [read_task(name, entries[name], max_per_task) for name in names]
 
 
-def _entries(folder: str, names: Sequence[str]) -> dict[str, TaskEntry]:
+def task_entries(folder: str, names: Sequence[str]) -> dict[str, TaskEntry]:
+    """The tasks. Raises `ConfigError` if the folder is not a bundle, or lacks one of them. Reads no questions."""
     root = _local(folder, _WHERE)
     if unknown := [name for name in names if name not in CORE_TASKS]:
         raise ConfigError(f"evals: core: tasks: '{unknown[0]}' given, but CORE has: {', '.join(CORE_TASKS)}")

@@ -1,6 +1,5 @@
 """Measures how uncertain a model is: the entropy of its predictions (Shannon 1948)."""
 
-from collections.abc import Iterable
 from typing import Any, ClassVar
 
 import haliax as hax
@@ -8,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxlm.evals.base import Eval, EvalConfig, EvalContext, read_results
+from jaxlm.evals.base import Eval, EvalConfig, EvalContext, read_sums
 from jaxlm.models.base import Inputs, LanguageModel
 from jaxlm.models.loss import ChunkLogits, token_numbers
 from jaxlm.reading.choices import choice
@@ -41,17 +40,13 @@ class EntropyEval(Eval):
 
     def run(self, model: LanguageModel) -> dict[str, float]:
         model = self._cast(model)
-        sums = {data_set.name: self._measure(model, data_set.batches()) for data_set in self._sets}
+        # Of the entropies, and the number of targets.
+        sums = {one.name: read_sums((self._totals(model, batch) for batch in one.batches()), 2) for one in self._sets}
         total, weight = sum(sums.values(), np.zeros(2))
         if not weight:
             return {}
         by_source = {f"{name}/entropy": float(one[0] / one[1]) for name, one in sums.items() if name and one[1]}
         return {"entropy": float(total / weight), **by_source}
-
-    def _measure(self, model: LanguageModel, batches: Iterable[Any]) -> np.ndarray:
-        """float64 [2]: the sum of the entropies, and the number of targets."""
-        results = read_results(self._totals(model, batch) for batch in batches)
-        return sum((np.asarray(totals, np.float64) for totals in results), np.zeros(2))
 
 
 def _batch_totals(model: LanguageModel, batch: Any) -> jax.Array:

@@ -4,10 +4,9 @@ import math
 from collections.abc import Mapping
 
 import jax
-import numpy as np
 
 from jaxlm.core.field_types import AboveOne, NonNegativeFloat
-from jaxlm.evals.base import Eval, EvalConfig, EvalContext, read_results
+from jaxlm.evals.base import Eval, EvalConfig, EvalContext, read_sums
 from jaxlm.evals.gate import PairGateConfig, at_most
 from jaxlm.evals.limits import Limit
 from jaxlm.evals.loss import perplexity
@@ -63,7 +62,5 @@ class FidelityEval(Eval):
 
     def _mean_loss(self, model: LanguageModel) -> tuple[float, float]:
         """The mean loss, and the number of targets; NaN without targets."""
-        sums = np.zeros(2)
-        for part in read_results(self._sums(model, batch) for batch in self._config.first_batches(self._ctx)):
-            sums += np.asarray(part, np.float64)
+        sums = read_sums((self._sums(model, batch) for batch in self._config.first_batches(self._ctx)), 2)
         return (float(sums[0] / sums[1]), float(sums[1])) if sums[1] else (math.nan, math.nan)

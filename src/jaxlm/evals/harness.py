@@ -149,21 +149,17 @@ def open_tasks(config: HarnessEvalConfig, seq_len: int) -> OpenTasks:
     except (OSError, ValueError, KeyError) as error:
         raise ConfigError(f"{_NAME} cannot load the tasks: {type(error).__name__}: {error}") from error
     for name, task in loaded.items():
-        _check_supported(name, task, seq_len)
+        for attribute, reason in _UNSUPPORTED.items():
+            if getattr(task, attribute, False):
+                raise ConfigError(f"tasks: {name} is not supported: it {reason}. Remove it")
+        if task.get_config("output_type") == "generate_until":
+            _GenerationRequest.of(task.get_config("generation_kwargs") or {}, seq_len, name)
     return OpenTasks(config, evaluate, manager)
 
 
 def _check_tasks(config: HarnessEvalConfig) -> None:
     if not config.tasks:
         raise ConfigError(f"{_NAME} needs at least one task. Set tasks, for example [arc_easy, lambada_openai]")
-
-
-def _check_supported(name: str, task: Any, seq_len: int) -> None:
-    for attribute, reason in _UNSUPPORTED.items():
-        if getattr(task, attribute, False):
-            raise ConfigError(f"tasks: {name} is not supported: it {reason}. Remove it")
-    if task.get_config("output_type") == "generate_until":
-        _GenerationRequest.of(task.get_config("generation_kwargs") or {}, seq_len, name)
 
 
 def _harness() -> tuple[Any, Any]:

@@ -13,7 +13,7 @@ import numpy as np
 from jaxlm.core.precision import Precision
 from jaxlm.core.values.text_order import in_row_order
 from jaxlm.core.values.token_scores import DummyPrefix
-from jaxlm.evals.base import Eval, EvalConfig, EvalContext, Score, read_results
+from jaxlm.evals.base import Eval, EvalConfig, EvalContext, Score, read_sums
 from jaxlm.models.base import LanguageModel
 from jaxlm.reading.choices import choice
 
@@ -102,27 +102,24 @@ def macro(sums: Iterable[EvalLoss]) -> dict[str, float]:
     }
 
 
+@dataclass(eq=False)
 class LossMeter:
     """Sums losses over batches in float64 on the host, with at most a few batches queued.
 
     With groups, each target is added to the sums of its group.
+
+    Attributes:
+        score, token_bytes, dummy_prefix: as in `EvalContext`.
     """
 
-    def __init__(
-        self,
-        precision: Precision,
-        score: Score,
-        token_bytes: np.ndarray | None,
-        num_groups: int = 1,
-        *,
-        dummy_prefix: DummyPrefix | None = None,
-    ):
-        """Args: score, token_bytes, dummy_prefix: as in `EvalContext`."""
-        self._score = score
-        self._token_bytes = token_bytes
-        self._dummy_prefix = dummy_prefix
-        self._num_groups = num_groups
-        self._cast = jax.jit(precision.cast_to_compute)
+    precision: Precision
+    score: Score
+    token_bytes: np.ndarray | None
+    num_groups: int = 1
+    dummy_prefix: DummyPrefix | None = None
+
+    def __post_init__(self):
+        self._cast = jax.jit(self.precision.cast_to_compute)
         self._totals = jax.jit(self._batch_totals)
 
     def measure(self, model: LanguageModel, batches: Iterable[tuple[Any, jax.Array | None]]) -> tuple[EvalLoss, ...]:
@@ -133,26 +130,25 @@ class LossMeter:
                 means that all targets are in the first group.
         """
         model = self._cast(model)
-        sums = np.zeros((4, self._num_groups))
-        for totals in read_results(self._totals(model, batch, groups) for batch, groups in batches):
-            sums += np.array(totals, np.float64)
+        results = (self._totals(model, batch, groups) for batch, groups in batches)
+        sums = read_sums(results, (4, self.num_groups))
         return tuple(EvalLoss(*map(float, column)) for column in sums.T)
 
     def _batch_totals(self, model: LanguageModel, batch: Any, groups: jax.Array | None) -> tuple[jax.Array, ...]:
         """The fields of `EvalLoss`, each as float32 [group]."""
-        scores = self._score(model, batch)
+        scores = self.score(model, batch)
         nats = scores.nats * scores.mask
         targets = scores.targets
         if groups is not None:
             groups = in_row_order(hax.named(groups, targets.axes), batch.supervised().order).array
-        if self._token_bytes is None:
+        if self.token_bytes is None:
             num_bytes = is_text = 0 * scores.mask
         else:
-            num_bytes = hax.named(jnp.asarray(self._token_bytes)[targets.array], targets.axes) * scores.mask
+            num_bytes = hax.named(jnp.asarray(self.token_bytes)[targets.array], targets.axes) * scores.mask
             is_text = num_bytes > 0
-        if self._dummy_prefix is not None and self._token_bytes is not None:
-            spaces = hax.named(jnp.asarray(self._dummy_prefix.tokens)[targets.array], targets.axes)
-            num_bytes = num_bytes - (spaces & (scores.inputs == self._dummy_prefix.bos_id)) * scores.mask
+        if self.dummy_prefix is not None and self.token_bytes is not None:
+            spaces = hax.named(jnp.asarray(self.dummy_prefix.tokens)[targets.array], targets.axes)
+            num_bytes = num_bytes - (spaces & (scores.inputs == self.dummy_prefix.bos_id)) * scores.mask
 
         def add(x: hax.NamedArray) -> jax.Array:
             x = x.astype(jnp.float32)
@@ -160,7 +156,7 @@ class LossMeter:
                 return hax.sum(x).scalar()[None]
             values = x.rearrange(targets.axes).array
             # XLA fuses the reduction, so the [batch, position, group] array is never materialized.
-            in_group = groups[..., None] == jnp.arange(self._num_groups)
+            in_group = groups[..., None] == jnp.arange(self.num_groups)
             return jnp.sum(jnp.where(in_group, values[..., None], 0.0), axis=(0, 1))
 
         return add(nats), add(scores.mask), add(nats * is_text), add(num_bytes)

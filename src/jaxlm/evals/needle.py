@@ -19,7 +19,7 @@ from jaxlm.core.errors import ConfigError
 from jaxlm.core.field_types import Fraction, NumDigits, PositiveInt, Seed
 from jaxlm.core.values.pass_key import NEEDLE, PLACE, QUESTION
 from jaxlm.evals.base import Eval, EvalConfig, EvalContext
-from jaxlm.evals.continuations import token_columns
+from jaxlm.evals.continuations import num_shared, token_columns
 from jaxlm.evals.gate import GateConfig, at_least
 from jaxlm.evals.limits import Limit
 from jaxlm.evals.scoring import score
@@ -115,10 +115,7 @@ class NeedleEvalConfig(GateConfig):
 
     def _hidden(self, key: str, tokenizer: Any) -> "HiddenKey":
         asked, answered = (tokenizer.encode(f"{self.question}{end}") for end in ("", f" {key}"))
-        same = next(
-            (at for at, pair in enumerate(zip(asked, answered, strict=False)) if pair[0] != pair[1]), len(asked)
-        )
-        same = min(same, len(answered) - 1)
+        same = min(num_shared(asked, answered), len(answered) - 1)
         return HiddenKey(tokenizer.encode(self.needle.replace(PLACE, key)), answered[:same], answered[same:])
 
     def _check_lengths(self, tokenizer: Any, before: Any, seq_len: int) -> None:

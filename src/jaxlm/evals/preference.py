@@ -10,12 +10,11 @@ from typing import ClassVar
 import haliax as hax
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from jaxlm.core.axes import POSITION
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.values.batch_types import PairBatch
-from jaxlm.evals.base import Eval, EvalConfig, EvalContext, read_results
+from jaxlm.evals.base import Eval, EvalConfig, EvalContext, read_sums
 from jaxlm.models.base import LanguageModel
 from jaxlm.reading.choices import choice
 
@@ -48,10 +47,8 @@ class PreferenceEval(Eval):
         self._totals = jax.jit(self._batch_totals)
 
     def run(self, model: LanguageModel) -> dict[str, float]:
-        model, sums = self._cast(model), np.zeros(4)
-        for totals in read_results(self._totals(model, batch) for batch in self._batches()):
-            sums += np.asarray(totals, np.float64)
-        num_pairs, *totals = sums.tolist()
+        model = self._cast(model)
+        num_pairs, *totals = read_sums((self._totals(model, batch) for batch in self._batches()), 4).tolist()
         if not num_pairs:
             return {}
         accuracy, chosen, rejected = (total / num_pairs for total in totals)

@@ -244,17 +244,14 @@ class RolloutsEval(Eval):
     def _generate(self, generator: Generator) -> list[list[int]]:
         """The tokens of each answer, with the one that ended it."""
         config, answers = self._config, []
-        sampling = (config.max_new_tokens, config.temperature, config.top_k, config.top_p, config.seed)
-        others: Any = {"min_p": config.min_p, "repetition_penalty": config.repetition_penalty}
-        others |= {"cache_dtype": config.cache_dtype}
-        generation = GenerationConfig(*sampling, stop_ids=self._stop_ids, with_stop=True, **others)
+        generation = GenerationConfig.of(config, stop_ids=self._stop_ids, with_stop=True)
         # All answers to a prompt are in one batch, which gives each of them a key of its own.
         size = config.batch_size // config.num_samples * config.num_samples
         size = min(size, len(self._prompts))
         for start in range(0, len(self._prompts), size):
             batch = [prompt.ids for prompt in self._prompts[start : start + size]]
             padding = [batch[-1]] * (size - len(batch))  # the same shape for all batches: one program
-            answers += generate_tokens(generator, batch + padding, generation, self._go_on)[: len(batch)]
+            answers += generate_tokens(generator, batch + padding, generation, self._ctx.go_on)[: len(batch)]
         return answers
 
     def _score(self, rows: ScoredRows) -> dict[str, np.ndarray]:
@@ -268,11 +265,6 @@ class RolloutsEval(Eval):
         names = [*reward_names(self._config.rewards), TOTAL]
         table = np.zeros((len(names), len(rows))) if result is None else np.stack([result[name] for name in names])
         return dict(zip(names, broadcast_from_main(table), strict=True))
-
-    def _go_on(self, _tokens: Sequence[int]) -> bool:
-        """Ends no row: only says after each piece that there is progress."""
-        self._ctx.progress()
-        return False
 
 
 def _records(path: str) -> Iterator[tuple[str, dict[str, Any]]]:

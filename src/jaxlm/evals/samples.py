@@ -2,7 +2,7 @@
 
 import contextlib
 import textwrap
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import field
 from typing import Any
 
@@ -135,13 +135,10 @@ class SamplesEval(Eval):
     def run(self, model: LanguageModel) -> dict[str, float]:
         config, tokenizer = self._config, self._ctx.tokenizer
         prompts = [prompt_ids(tokenizer, prompt, bos=self._ctx.enforce_bos) for prompt in config.prompts]
-        sampling = (config.max_new_tokens, config.temperature, config.top_k, config.top_p, config.seed)
-        others: Any = {"min_p": config.min_p, "repetition_penalty": config.repetition_penalty}
-        others |= {"cache_dtype": config.cache_dtype}
-        generation = GenerationConfig(*sampling, stop_ids=tokenizer.stop_ids, **others)
+        generation = GenerationConfig.of(config, stop_ids=tokenizer.stop_ids)
         model = self._cast(model)
         if model.is_causal:
-            continuations = generate_tokens(Generator.of(model), prompts, generation, self._go_on, self._calls)
+            continuations = generate_tokens(Generator.of(model), prompts, generation, self._ctx.go_on, self._calls)
         else:
             continuations = denoised(model, prompts, generation, tokenizer.mask_id, config.denoising)
         for prompt, ids in zip(config.prompts, continuations, strict=True):
@@ -149,11 +146,6 @@ class SamplesEval(Eval):
             self._ctx.log(textwrap.indent(prompt + text, "  | ", lambda _line: True))
             self._ctx.log_sample(prompt, text)
         return {}
-
-    def _go_on(self, _tokens: Sequence[int]) -> bool:
-        """Ends no row: only says after each piece that there is progress."""
-        self._ctx.progress()
-        return False
 
 
 @contextlib.contextmanager

@@ -1,6 +1,14 @@
 """The memory that a compiled program needs."""
 
+import math
+
 import jax
+
+
+def bytes_per_device(array: jax.Array | jax.ShapeDtypeStruct) -> int:
+    """Bytes of an array on one device."""
+    assert array.sharding is not None, "all arrays of a plan have one"
+    return math.prod(array.sharding.shard_shape(array.shape)) * array.dtype.itemsize
 
 
 def planned_bytes(call: jax.stages.Compiled) -> int | None:

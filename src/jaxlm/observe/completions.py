@@ -74,18 +74,15 @@ class CompletionLog:
         completions = [_completion(name, rows, scores, advantages, number) for number in range(num_logged)]
         files, *others = self._trackers
         files.log_completions(step, completions)
-        if name == ROLLOUT and not self._is_time_to_show(step):
-            return
+        if name == ROLLOUT:
+            every, before = self._config.show_every, self._shown
+            self._shown = step // every if every else before
+            if self._shown == before:  # it is not the first rollout of `show_every` steps: not every step has one
+                return
         if shown := completions[: self._config.num_shown]:
             for tracker in others:
                 tracker.log_completions(step, shown)
             self._console.log("\n".join([f"step {step}: completions ({name})", *map(_described, shown)]))
-
-    def _is_time_to_show(self, step: int) -> bool:
-        """Whether a rollout is the first one of `show_every` steps. Not every step has one."""
-        every, before = self._config.show_every, self._shown
-        self._shown = step // every if every else before
-        return self._shown != before
 
 
 def _completion(

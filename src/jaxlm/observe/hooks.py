@@ -3,6 +3,7 @@
 import math
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import numpy as np
@@ -57,34 +58,27 @@ class _StepTime(NamedTuple):
     peak_seconds: float  # at the devices' peak FLOP/s; nan if that is unknown
 
 
+@dataclass(eq=False)
 class ProgressListener:
-    """Shows a progress line on the console, and logs skipped steps."""
+    """Shows a progress line on the console, and logs skipped steps.
 
-    def __init__(
-        self,
-        console: Console,
-        phase: Phase,
-        records: Callable[[int], str],
-        *,
-        skipped: int,
-        guards: Sequence[StepGuard] = (),
-        can_show_batches: bool = True,
-        tells_end: bool = False,
-    ):
-        """Args:
+    Attributes:
         records: describes the contents of a batch, given its step counted from 0; called for skipped steps.
-        skipped: number of steps skipped before this process started or resumed the phase.
+        skipped: number of steps skipped so far; at first, before this process started or resumed the phase.
         guards: the guards of the phase, which say why they skip updates.
         can_show_batches: whether the batch of each step follows from the configuration.
         tells_end: log how the loss changed when the phase ends.
-        """
-        self._console = console
-        self._phase = phase
-        self._records = records
-        self._skipped = skipped
-        self._guards = guards
-        self._can_show_batches = can_show_batches
-        self._tells_end = tells_end
+    """
+
+    console: Console
+    phase: Phase
+    records: Callable[[int], str]
+    skipped: int = field(kw_only=True)
+    guards: Sequence[StepGuard] = ()
+    can_show_batches: bool = True
+    tells_end: bool = False
+
+    def __post_init__(self):
         self._first: tuple[int, float] | None = None
         self._recent: deque[_StepTime] = deque(maxlen=_RECENT_STEPS)
         self._warming_up = True
@@ -98,22 +92,24 @@ class ProgressListener:
         tokens = info.metrics[TOKENS_PER_SECOND] * seconds
         at_peak = info.metrics.get(MFU, math.nan) * seconds
         self._recent.append(_StepTime(tokens, seconds, info.metrics[HOOK_TIME], at_peak))
-        self._console.progress("  ".join(self._parts(info)), last=info.step == self._phase.end)
+        self.console.progress("  ".join(self._parts(info)), last=info.step == self.phase.end)
         loss = info.metrics.get(TRAIN_LOSS, info.metrics[OBJECTIVE])
         self._first = self._first or (info.step, loss)
-        if self._tells_end and info.step == self._phase.end:
+        if self.tells_end and info.step == self.phase.end:
             step, first = self._first
-            self._console.log(
-                f"phase '{self._phase.name}' ends: loss {first:.4f} at step {step}, {loss:.4f} at step {info.step}"
+            self.console.log(
+                f"phase '{self.phase.name}' ends: loss {first:.4f} at step {step}, {loss:.4f} at step {info.step}"
             )
 
     def _parts(self, info: StepInfo) -> list[str]:
         metrics = info.metrics
         # Average over several steps, because reports may arrive in groups, well after their steps.
         seconds = sum(step.seconds for step in self._recent)
-        parts = [
-            f"step {info.step}/{self._phase.end}",
-            *_of_rollout(metrics),
+        parts = [f"step {info.step}/{self.phase.end}"]
+        if _CLIPPED in metrics:  # the step samples its responses: the loss hardly moves, and need not fall
+            length, clipped = metrics["train/completions/mean_length"], metrics[_CLIPPED]
+            parts += [f"reward {metrics['train/reward']:.3f}", f"length {length:.0f} ({clipped:.0%} cut off)"]
+        parts += [
             f"loss {metrics.get(TRAIN_LOSS, metrics[OBJECTIVE]):.4f}",
             f"lr {metrics[LEARNING_RATE]:.2e}",
             f"{sum(step.tokens for step in self._recent) / seconds:,.0f} tokens/s",
@@ -124,31 +120,23 @@ class ProgressListener:
         if MFU in metrics:
             parts.append(f"MFU {sum(step.peak_seconds for step in self._recent) / seconds:.1%}")
         pace = (seconds + sum(step.hook_seconds for step in self._recent)) / len(self._recent)
-        parts.append(f"ETA {duration(pace * (self._phase.end - info.step))}")
+        parts.append(f"ETA {duration(pace * (self.phase.end - info.step))}")
         return parts
 
     def _warn_of_skip(self, info: StepInfo) -> None:
         skipped = int(info.metrics[SKIPPED])
-        if skipped > self._skipped:
-            self._skipped = skipped
-            reason = skip_reason(self._guards, info.metrics)
+        if skipped > self.skipped:
+            self.skipped = skipped
+            reason = skip_reason(self.guards, info.metrics)
             command = (
                 f" (to print it, run jaxlm prepare with this configuration and --show_batch {info.step - 1})"
-                if self._can_show_batches
+                if self.can_show_batches
                 else ""
             )
-            self._console.log(
+            self.console.log(
                 f"step {info.step}: {reason}; update skipped ({skipped} skipped so far). Batch:"
-                f" {self._records(info.step - 1)}{command}"
+                f" {self.records(info.step - 1)}{command}"
             )
-
-
-def _of_rollout(metrics: Mapping[str, float]) -> list[str]:
-    """What a step that samples its responses is about: the loss hardly moves, and need not fall."""
-    if _CLIPPED not in metrics:
-        return []
-    length, clipped = metrics["train/completions/mean_length"], metrics[_CLIPPED]
-    return [f"reward {metrics['train/reward']:.3f}", f"length {length:.0f} ({clipped:.0%} cut off)"]
 
 
 class Generated:
@@ -186,58 +174,50 @@ class ScheduledEval(NamedTuple):
     limits: Limits = Limits()
 
 
+@dataclass(eq=False)
 class EvalHook:
-    """Runs the evaluations every `every_steps` steps and after the last step of the phase."""
+    """Runs the evaluations every `every_steps` steps and after the last step of the phase.
 
-    activity = Activity.EVAL
-
-    def __init__(
-        self,
-        evals: Sequence[ScheduledEval],
-        every_steps: int,
-        phase: Phase,
-        trackers: Sequence[Tracker],
-        console: Console,
-        generated: Generated,
-        run_metrics: Callable[[int, Mapping[str, float]], dict[str, float]] = lambda step, metrics: {},
-        before: Callable[[RunState], None] = lambda state: None,
-        completions: CompletionLog | None = None,
-    ):
-        """Args:
+    Attributes:
         generated: where the evaluations put what the model has written.
         run_metrics: returns metrics of the whole run, given a step and the metrics of its evaluations.
         before: called with the state that is evaluated next.
         completions: logs completions with their rewards; None logs none.
-        """
-        self._evals = evals
-        self._generated = generated
-        self._every_steps = every_steps
-        self._phase = phase
-        self._trackers = trackers
-        self._console = console
-        self._run_metrics = run_metrics
-        self._before = before
-        self._completions = completions
+    """
+
+    activity = Activity.EVAL
+
+    evals: Sequence[ScheduledEval]
+    every_steps: int
+    phase: Phase
+    trackers: Sequence[Tracker]
+    console: Console
+    generated: Generated
+    run_metrics: Callable[[int, Mapping[str, float]], dict[str, float]] = lambda step, metrics: {}
+    before: Callable[[RunState], None] = lambda state: None
+    completions: CompletionLog | None = None
+
+    def __post_init__(self):
         self._violations: list[str] = []
         self._ran_at: int | None = None
         self.latest: dict[str, float] = {}
 
     def due(self, step: int) -> bool:
-        return bool(self._due(step)) or step == self._phase.end
+        return bool(self._due(step)) or step == self.phase.end
 
     def all_due(self, step: int) -> bool:
-        return len(self._due(step)) == len(self._evals)
+        return len(self._due(step)) == len(self.evals)
 
     def _due(self, step: int) -> list[ScheduledEval]:
-        number, between = divmod(step, self._every_steps)
-        is_last = step == self._phase.end
+        number, between = divmod(step, self.every_steps)
+        is_last = step == self.phase.end
         is_due = lambda every: every is not None and not between and number % every == 0  # noqa: E731
-        return [one for one in self._evals if is_last or is_due(one.every)]
+        return [one for one in self.evals if is_last or is_due(one.every)]
 
     def run(self, step: int, state: RunState) -> None:
         """Raises: GateError: a limit with `fail_fast` is violated in the middle of the phase."""
         self._ran_at, self._violations = step, []
-        self._run(self._due(step), step, state, is_end=step == self._phase.end)
+        self._run(self._due(step), step, state, is_end=step == self.phase.end)
 
     def run_at_early_end(self, step: int, state: RunState) -> None:
         self._ran_at, self._violations = step, []
@@ -247,8 +227,8 @@ class EvalHook:
         """Runs what belongs to the end of the phase, which ends early: what runs only there, and what has limits and has not
         run at this step."""
         done = self._due(step) if step == self._ran_at else []
-        at_end = [one for one in self._evals if one.every is None or (one.limits.by_metric and one not in done)]
-        if at_end and step != self._phase.end:
+        at_end = [one for one in self.evals if one.every is None or (one.limits.by_metric and one not in done)]
+        if at_end and step != self.phase.end:
             before = self.latest
             self._run(at_end, step, state, is_end=True)
             self.latest = before | self.latest
@@ -256,21 +236,21 @@ class EvalHook:
     def check_passed(self) -> None:
         """Called when the end of the phase is saved. Raises `GateError` if a limit with `fail_fast` was violated there."""
         if self._violations:
-            raise failed(self._violations, f"the end of phase '{self._phase.name}'")
+            raise failed(self._violations, f"the end of phase '{self.phase.name}'")
 
     def _run(self, evals: Sequence[ScheduledEval], step: int, state: RunState, *, is_end: bool) -> None:
-        self._before(state)
+        self.before(state)
         metrics, samples = self._measure(evals, step, state)
-        self.latest = metrics | self._run_metrics(step, metrics)
+        self.latest = metrics | self.run_metrics(step, metrics)
         if samples:
-            for tracker in self._trackers:
+            for tracker in self.trackers:
                 tracker.log_samples(step, samples)
         if self.latest:
-            for tracker in self._trackers:
+            for tracker in self.trackers:
                 tracker.log(step, self.latest)
             shown = [f"{name} {value:.4f}" for name, value in self.latest.items()]
             more = [f"and {len(shown) - _MAX_SHOWN} more in {METRICS}"] if len(shown) > _MAX_SHOWN else []
-            self._console.log(f"step {step}: {'  '.join([*shown[:_MAX_SHOWN], *more])}")
+            self.console.log(f"step {step}: {'  '.join([*shown[:_MAX_SHOWN], *more])}")
         self._judge(evals, step, state, is_end=is_end)
 
     def _judge(self, evals: Sequence[ScheduledEval], step: int, state: RunState, *, is_end: bool) -> None:
@@ -282,7 +262,7 @@ class EvalHook:
                 lines = one.limits.violations(prefix, measured)
                 fatal += lines if one.limits.fail_fast else ()
                 for line in lines:
-                    self._console.log(f"warning: step {step}: {line}")
+                    self.console.log(f"warning: step {step}: {line}")
         if is_end:
             self._violations += fatal
         elif fatal:
@@ -295,16 +275,17 @@ class EvalHook:
         metrics: dict[str, float] = {}
         samples: list[Sample] = []
         for prefix, model in {"eval": state.model, **self._averages(state)}.items():
-            self._generated.clear()
-            metrics |= _evaluate([one.evaluation for one in evals], prefix, model)
-            samples += [Sample(prefix, prompt, text) for prompt, text in self._generated.samples]
-            if self._completions is not None:
-                for name, rows, scores in self._generated.completions:
-                    self._completions.log(step, rows, scores, name=f"{prefix}/{name}")
+            self.generated.clear()
+            for one in evals:
+                metrics |= {f"{prefix}/{name}": value for name, value in one.evaluation.run(model).items()}
+            samples += [Sample(prefix, prompt, text) for prompt, text in self.generated.samples]
+            if self.completions is not None:
+                for name, rows, scores in self.generated.completions:
+                    self.completions.log(step, rows, scores, name=f"{prefix}/{name}")
         return metrics, samples
 
     def _averages(self, state: RunState) -> dict[str, LanguageModel]:
-        return {f"eval/{name}": model for name, model in self._phase.averaged(state).items()}
+        return {f"eval/{name}": model for name, model in self.phase.averaged(state).items()}
 
 
 class AtEarlyEnd:
@@ -321,8 +302,3 @@ class AtEarlyEnd:
 
     def run(self, step: int, state: RunState) -> None:
         self._evaluations.run_rest(step, state)
-
-
-def _evaluate(evals: Sequence[Eval], prefix: str, model: LanguageModel) -> dict[str, float]:
-    results = (evaluation.run(model) for evaluation in evals)
-    return {f"{prefix}/{name}": value for metrics in results for name, value in metrics.items()}

@@ -81,7 +81,6 @@ class Ledger:
         self._began_unix_s, self._kept_before_s = self._totals_before()
 
     def __call__(self, info: "StepInfo") -> None:
-        """Receives a step's metrics."""
         self._step = info.step
         if time.monotonic() - self._written >= _INTERVAL_S:
             self.write()

@@ -152,8 +152,8 @@ def _read(name: str, location: str, read: Callable[[str], bytes]) -> LoggedRun:
     except FileNotFoundError:
         raise ConfigError(_no_run(location)) from None
     ends = attempt_ends(records)
-    samples, num_damaged_samples = _samples(optional(SAMPLES))
-    completions, num_damaged_completions = _completions(optional(COMPLETIONS))
+    samples, num_damaged_samples = _valid(optional(SAMPLES), _is_sample)
+    completions, num_damaged_completions = _valid(optional(COMPLETIONS), _is_completion)
     decisions, num_damaged_decisions = parse_decisions(optional(DECISIONS), ends)
     unread = [
         *_left_out(METRICS, len(records), num_damaged),
@@ -182,32 +182,24 @@ def _read(name: str, location: str, read: Callable[[str], bytes]) -> LoggedRun:
     )
 
 
-def _samples(content: bytes) -> tuple[list[dict[str, Any]], int]:
-    """The samples of a file, and the number of its other lines."""
+def _valid(content: bytes, is_valid: Callable[[dict[str, Any]], bool]) -> tuple[list[dict[str, Any]], int]:
+    """The records of a file that are valid, and the number of its other lines."""
     records, num_others = parse_jsonl(content)
-    samples = [one for one in records if all(isinstance(one.get(key), str) for key in ("name", "prompt", "text"))]
-    return samples, num_others + len(records) - len(samples)
-
-
-def _completions(content: bytes) -> tuple[list[dict[str, Any]], int]:
-    """The completions of a file, and the number of its other lines."""
-    records, num_others = parse_jsonl(content)
-
-    def is_valid(one: Mapping[str, Any]) -> bool:
-        numbers = (one.get("reward"), one.get("advantage"), *rewards.values()) if (rewards := _rewards(one)) else ()
-        texts = [one.get(key) for key in ("name", "prompt", "completion")]
-        return bool(numbers) and all(isinstance(text, str) for text in texts) and all(map(_is_number_or_null, numbers))
-
-    valid = [one for one in records if is_valid(one)]
+    valid = list(filter(is_valid, records))
     return valid, num_others + len(records) - len(valid)
 
 
-def _rewards(record: Mapping[str, Any]) -> dict[str, Any]:
-    return rewards if isinstance(rewards := record.get("rewards"), dict) else {}
+def _is_sample(record: Mapping[str, Any]) -> bool:
+    return all(isinstance(record.get(key), str) for key in ("name", "prompt", "text"))
 
 
-def _is_number_or_null(value: Any) -> bool:
-    return value is None or (type(value) in (int, float) and abs(value) < _LARGEST)
+def _is_completion(record: Mapping[str, Any]) -> bool:
+    rewards = record.get("rewards")
+    if not (isinstance(rewards, dict) and rewards):
+        return False
+    numbers = [one for one in (record.get("reward"), record.get("advantage"), *rewards.values()) if one is not None]
+    are_numbers = all(type(one) in (int, float) and abs(one) < _LARGEST for one in numbers)
+    return are_numbers and all(isinstance(record.get(key), str) for key in ("name", "prompt", "completion"))
 
 
 def _left_out(file: str, num_read: int, num_damaged: int) -> list[str]:

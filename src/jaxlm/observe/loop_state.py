@@ -31,7 +31,6 @@ class LoopState:
         self._sum()
 
     def __call__(self, info: "StepInfo") -> None:
-        """Receives a step's metrics."""
         self._add(info.step, info.metrics)
         self._follow(info.metrics.get(TRAIN_LOSS, math.nan))
         self._training_time_s += info.metrics.get(DURATION, 0.0)

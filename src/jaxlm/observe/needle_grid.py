@@ -1,7 +1,6 @@
 """The grids of the evaluation `needle`: how many pass keys were found, by the length of the text and their depth in it."""
 
 import re
-from collections.abc import Iterator
 from typing import NamedTuple
 
 import numpy as np
@@ -44,10 +43,7 @@ def is_cell(metric: str) -> bool:
 
 def needle_grids(run: LoggedRun) -> list[NeedleGrid]:
     """The grids at the end of each phase, or as far as it is."""
-    return list(_grids(run))
-
-
-def _grids(run: LoggedRun) -> Iterator[NeedleGrid]:
+    grids: list[NeedleGrid] = []
     cells: dict[str, dict[tuple[float, int], str]] = {}
     for metric in run.series:
         if match := _CELL.fullmatch(metric):
@@ -66,4 +62,5 @@ def _grids(run: LoggedRun) -> Iterator[NeedleGrid]:
                 at = np.flatnonzero(run[metric].steps == steps.max())
                 if len(at):
                     found[depths.index(depth), lengths.index(length)] = run[metric].values[at[-1]]
-            yield NeedleGrid(name, phase, int(steps.max()), lengths, depths, found)
+            grids.append(NeedleGrid(name, phase, int(steps.max()), lengths, depths, found))
+    return grids

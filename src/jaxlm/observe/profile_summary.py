@@ -66,12 +66,6 @@ class Profile:
         return dict(sorted(sums.items(), key=lambda pair: -pair[1]))
 
 
-def newest_trace(folder: Path) -> Path | None:
-    """The newest trace file that JAX wrote below a profile's folder."""
-    traces = sorted(folder.glob("plugins/profile/*/*.xplane.pb"), key=lambda path: path.stat().st_mtime_ns)
-    return traces[-1] if traces else None
-
-
 def read_profile(trace: Path, program: str, operations: Mapping[str, Operation], num_steps: int) -> Profile | None:
     """Summarizes a trace; None if it contains no operations of the compiled program with the name `program`."""
     from jax.profiler import ProfileData
@@ -106,7 +100,8 @@ def summarize(
     if not busy:
         return None
     paused = [
-        sum(end - start for start, end in _gaps(parts) if _overlaps(start, end, pauses)) for parts in busy.values()
+        sum(end - start for start, end in _gaps(parts) if any(begin < end and start < stop for begin, stop in pauses))
+        for parts in busy.values()
     ]
     spans = [
         max(end for _, end in parts) - min(start for start, _ in parts) - excluded
@@ -208,16 +203,11 @@ def _self_times(line: list[ProfileEvent]) -> Iterator[tuple[ProfileEvent, float]
 
 
 def _gaps(parts: list[tuple[float, float]]) -> Iterator[tuple[float, float]]:
-    """The gaps between the intervals."""
     (_, reached), *rest = sorted(parts)
     for start, end in rest:
         if start > reached:
             yield reached, start
         reached = max(end, reached)
-
-
-def _overlaps(start: float, end: float, pauses: Sequence[tuple[float, float]]) -> bool:
-    return any(pause_start < end and start < pause_end for pause_start, pause_end in pauses)
 
 
 def _covered(parts: list[tuple[float, float]]) -> float:

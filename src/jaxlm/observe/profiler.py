@@ -13,7 +13,7 @@ from jaxlm.core.values.activity import Activity
 from jaxlm.engine.phases import Phase
 from jaxlm.engine.state import RunState
 from jaxlm.hardware.hlo import operations
-from jaxlm.observe.profile_summary import describe_profile, newest_trace, read_profile
+from jaxlm.observe.profile_summary import describe_profile, read_profile
 
 SUMMARY = "profile.md"
 
@@ -31,44 +31,39 @@ class ProfilerConfig:
     num_steps: PositiveInt = 10
 
 
+@dataclass(eq=False)
 class ProfileHook:
     """Starts and stops the JAX profiler between steps, on process 0, and writes a one-page summary.
 
     If profiling fails, the failure is logged and the run continues.
+
+    Attributes:
+        first_step: steps done when this process starts or resumes the phase.
+        until: steps done when the compiled program changes or the phase ends.
+        program: returns the HLO text of the compiled step.
     """
 
     activity = Activity.SAVE
 
-    def __init__(
-        self,
-        config: ProfilerConfig,
-        folder: Path,
-        phase: Phase,
-        *,
-        first_step: int,
-        until: int,
-        program: Callable[[], str],
-        log: Callable[[str], None],
-    ):
-        """Args:
-        first_step: steps done when this process starts or resumes the phase.
-        until: steps done when the compiled program changes or the phase ends.
-        program: returns the HLO text of the compiled step.
-        """
-        self._folder = folder
-        self._phase = phase
-        self._begin = first_step + config.start_step
-        self._end = min(self._begin + config.num_steps, until)
-        self._program = program
-        self._log = log
+    config: ProfilerConfig
+    folder: Path
+    phase: Phase
+    first_step: int
+    until: int
+    program: Callable[[], str]
+    log: Callable[[str], None]
+
+    def __post_init__(self):
+        self._begin = self.first_step + self.config.start_step
+        self._end = min(self._begin + self.config.num_steps, self.until)
         self._recording = False
-        if self._begin >= phase.end:
-            log(
-                f"profiler: nothing to record: phase '{phase.name}' ends at step {phase.end}, before recording starts"
-                " (trainer.profiler.start_step)"
+        if self._begin >= self.phase.end:
+            self.log(
+                f"profiler: nothing to record: phase '{self.phase.name}' ends at step {self.phase.end}, before recording"
+                " starts (trainer.profiler.start_step)"
             )
-        elif self._end < min(self._begin + config.num_steps, phase.end):
-            log(
+        elif self._end < min(self._begin + self.config.num_steps, self.phase.end):
+            self.log(
                 f"profiler: recording only steps {self._begin + 1} to {self._end}, because the batch size changes after them"
             )
 
@@ -87,7 +82,7 @@ class ProfileHook:
                 self._stop()
         # A profiler failure of any kind must not stop the run.
         except Exception as failure:
-            self._log(f"profiler: failed ({type(failure).__name__}: {failure}); the run continues without a profile")
+            self.log(f"profiler: failed ({type(failure).__name__}: {failure}); the run continues without a profile")
 
     def close(self) -> None:
         """Stops a recording that is still active when the run ends."""
@@ -96,31 +91,29 @@ class ProfileHook:
             try:
                 jax.profiler.stop_trace()
             except (RuntimeError, OSError) as failure:
-                self._log(f"profiler: failed ({type(failure).__name__}: {failure})")
+                self.log(f"profiler: failed ({type(failure).__name__}: {failure})")
 
     def _start(self) -> None:
         options = jax.profiler.ProfileOptions()
         options.python_tracer_level = 0  # otherwise Python calls make up most of the file
-        self._folder.mkdir(parents=True, exist_ok=True)
-        jax.profiler.start_trace(str(self._folder), profiler_options=options)
+        self.folder.mkdir(parents=True, exist_ok=True)
+        jax.profiler.start_trace(str(self.folder), profiler_options=options)
         self._recording = True
 
     def _stop(self) -> None:
         self._recording = False
         jax.profiler.stop_trace()
-        trace = newest_trace(self._folder)
-        text = self._program()
+        traces = sorted(self.folder.glob("plugins/profile/*/*.xplane.pb"), key=lambda path: path.stat().st_mtime_ns)
+        text = self.program()
         name = text.partition(",")[0].removeprefix("HloModule ").strip()
         num_steps = self._end - self._begin
-        profile = trace and read_profile(trace, name, operations(text), num_steps)
-        if not profile:
-            self._log(
-                f"profiler: the trace in {self._folder} has no operation of the training step; no summary written"
-            )
+        profile = read_profile(traces[-1], name, operations(text), num_steps) if traces else None
+        if profile is None:
+            self.log(f"profiler: the trace in {self.folder} has no operation of the training step; no summary written")
             return
-        title = f"Profile of phase '{self._phase.name}', steps {self._begin + 1} to {self._end}"
-        write_text(self._folder / SUMMARY, describe_profile(profile, title))
+        title = f"Profile of phase '{self.phase.name}', steps {self._begin + 1} to {self._end}"
+        write_text(self.folder / SUMMARY, describe_profile(profile, title))
         most = next(iter(profile.by_kind()))
-        self._log(
-            f"profile of {num_steps} steps: {self._folder / SUMMARY} (most time in: {most}, idle: {profile.idle:.1%})"
+        self.log(
+            f"profile of {num_steps} steps: {self.folder / SUMMARY} (most time in: {most}, idle: {profile.idle:.1%})"
         )

@@ -71,7 +71,11 @@ def read_jsonl(path: Path) -> list[dict[str, Any]]:
 def read_metrics(path: Path) -> list[dict[str, Any]]:
     """The records of a metrics file, without values that are neither null nor a number that a metric may have."""
     return [
-        {name: value for name, value in record.items() if value is None or _is_metric(value)}
+        {
+            name: value
+            for name, value in record.items()
+            if value is None or (type(value) in (int, float) and abs(value) <= _MAX_METRIC)  # false for nan
+        }
         for record in read_jsonl(path)
     ]
 
@@ -143,7 +147,3 @@ def drop_after(path: Path, place: tuple[int, int], warn: Callable[[str], None]) 
 def is_count(value: Any) -> TypeGuard[int]:
     """Whether a value is a number of steps, as a record may have it."""
     return type(value) is int and 0 <= value <= _MAX_STEP
-
-
-def _is_metric(value: Any) -> bool:
-    return type(value) in (int, float) and abs(value) <= _MAX_METRIC  # false for nan

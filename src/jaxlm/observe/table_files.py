@@ -20,20 +20,16 @@ _TEX = {
 
 def write_table(table: Table, folder: Path) -> list[str]:
     """Writes the files of a table, and returns their names."""
-    _write_csv(table, folder / f"{table.name}.csv")
+    with (folder / f"{table.name}.csv").open("w", newline="", encoding="utf-8") as file:
+        writer = csv.DictWriter(file, [column.name for column in table.columns], lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(table.rows)
     write_text(folder / f"{table.name}.tex", latex(table))
     names = [f"{table.name}.csv", f"{table.name}.tex"]
     if table.picture is not None:
         names.append(f"{table.name}{table.picture.suffix}.png")
         _draw(table, table.picture, folder / names[-1])
     return names
-
-
-def _write_csv(table: Table, path: Path) -> None:
-    with path.open("w", newline="", encoding="utf-8") as file:
-        writer = csv.DictWriter(file, [column.name for column in table.columns], lineterminator="\n")
-        writer.writeheader()
-        writer.writerows(table.rows)
 
 
 def latex(table: Table) -> str:

@@ -10,7 +10,7 @@ import inspect
 import re
 import types
 import typing
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -51,6 +51,15 @@ def encode(value: Any) -> Any:
     if isinstance(value, Mapping):
         return {key: encode(item) for key, item in value.items()}
     return [encode(item) for item in value] if isinstance(value, (list, tuple)) else value
+
+
+def flattened(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
+    """The values in nested mappings, by dotted path."""
+    if isinstance(value, Mapping) and value:
+        for key, item in value.items():
+            yield from flattened(item, f"{path}.{key}" if path else str(key))
+    else:
+        yield path, value
 
 
 def _inherits(field: dataclasses.Field) -> bool:

@@ -178,10 +178,6 @@ class Rewards:
             raise
 
     @property
-    def names(self) -> tuple[str, ...]:
-        return tuple(self._weights)
-
-    @property
     def columns(self) -> frozenset[str]:
         """The columns that some reward reads."""
         return frozenset().union(*self._columns.values())

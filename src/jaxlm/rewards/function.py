@@ -79,7 +79,7 @@ class FunctionReward(Reward):
     def score(self, rows: ScoredRows) -> list[float | None]:
         if self._per == "batch":
             result = self._function(**self._arguments(_OF_BATCH, rows))
-            return asyncio.run(_awaited(result)) if inspect.isawaitable(result) else result
+            return asyncio.run(_gathered([result]))[0] if inspect.isawaitable(result) else result
         results = [self._function(**self._of_row(rows, number)) for number in range(len(rows))]
         return asyncio.run(_gathered(results)) if inspect.isawaitable(results[0]) else results
 
@@ -92,10 +92,6 @@ class FunctionReward(Reward):
         known = {**rows.columns, **dict(zip(names, lists, strict=True))}
         known = {name: list(values) for name, values in known.items()}
         return known if self._takes_all else {name: known[name] for name in self._parameters if name in known}
-
-
-async def _awaited(result: Any) -> Any:
-    return await result
 
 
 async def _gathered(results: list[Any]) -> list[Any]:

@@ -74,18 +74,15 @@ def _answer(reward: "Reward", rows: "ScoredRows", begin: Callable[[int], None]) 
         try:
             scores += _scores(reward.score(part), len(part), number or 0)
         except _WrongScoreError as error:
-            return FAILED, (str(error), number if error.place is None else error.place)
+            message, place = error.args
+            return FAILED, (message, number if place is None else place)
         except BaseException as error:  # a reward and what it returns can raise anything, SystemExit too
             return FAILED, (_description(error), number)
     return SCORED, scores
 
 
 class _WrongScoreError(Exception):
-    """What a reward returned is not what was expected. Attributes: place: the number of the row; None for all."""
-
-    def __init__(self, message: str, place: int | None):
-        super().__init__(message)
-        self.place = place
+    """What a reward returned is not what was expected. Args: a message, and the number of the row; None for all."""
 
 
 def _scores(result: Any, expected: int, first: int) -> list[float]:
@@ -97,18 +94,14 @@ def _scores(result: Any, expected: int, first: int) -> list[float]:
         raise _WrongScoreError(f"it returned {what}, but a list of {expected} numbers was expected", None)
     scores: list[float] = []
     for place, value in enumerate(result, start=first):
-        item = _item(value)
+        is_scalar = hasattr(value, "item") and getattr(value, "ndim", None) == 0  # of numpy or torch
+        item = value.item() if is_scalar else value
         try:
             scores.append(_number(item))
         except ValueError:
             what = f"{what_float32_needs(item)} expected, or None where the reward does not apply"
             raise _WrongScoreError(f"it returned {shown(value)}, {what}", place) from None
     return scores
-
-
-def _item(value: Any) -> Any:
-    """The number in a scalar of numpy or torch; other values are unchanged."""
-    return value.item() if hasattr(value, "item") and getattr(value, "ndim", None) == 0 else value
 
 
 def _number(item: Any) -> float:

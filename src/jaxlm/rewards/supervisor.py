@@ -81,7 +81,6 @@ def _reaped(worker: int) -> int | None:
 
 
 def _end_all(worker: int) -> None:
-    """Ends all descendants."""
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(worker, signal.SIGKILL)  # where there is no /proc, these are the ones that can be found
     with contextlib.suppress(ChildProcessError):

@@ -52,7 +52,12 @@ class RewardWorker:
     def __init__(self, name: str, config: "RewardConfig", context: "RewardContext", timeout_s: float):
         """Args: timeout_s: how long it may take to score the rows of one `score`."""
         self._label = f"reward '{name}' (type: {choice_name(type(config))})"
-        self._setup = _pickled_setup(self._label, config, context)
+        if type(config).__module__ == "__main__":
+            raise ConfigError(
+                f"{self._label}: its class is in the program itself, which the reward's process does not import. Move it to a"
+                " module"
+            )
+        self._setup = pickle.dumps((config, dataclasses.replace(context, decode=_Decode(context.decode))))
         self._timeout_s = timeout_s
         self._start()
 
@@ -212,14 +217,6 @@ def _where(rows: "ScoredRows", number: int | None) -> str:
     if number is None:
         return f"the {len(rows.places)} completions of {rows.places[0]} to {rows.places[-1]}"
     return f"{rows.places[number]} (completion {json.dumps(rows.completions[number][:80], ensure_ascii=False)})"
-
-
-def _pickled_setup(label: str, config: "RewardConfig", context: "RewardContext") -> bytes:
-    if type(config).__module__ == "__main__":
-        raise ConfigError(
-            f"{label}: its class is in the program itself, which the reward's process does not import. Move it to a module"
-        )
-    return pickle.dumps((config, dataclasses.replace(context, decode=_Decode(context.decode))))
 
 
 class _Decode:

@@ -205,7 +205,6 @@ def _store_missing(
         return {path: np.asarray(tree.raw(leaf))[: len(indices)] for path, leaf in columns}
 
     def write(folder: AnnotationFolder, indices: np.ndarray) -> None:
-        """Annotates a block of examples."""
         check_stop()
         with clock.during(Activity.ANNOTATION):
             parts = [
@@ -268,11 +267,7 @@ def _build(
     example_bytes: int,
     log: Log,
 ) -> None:
-    """Annotates those of the drawn examples that have no annotations. All processes compute; process 0 writes.
-
-    Args:
-        write: annotates a block of examples.
-    """
+    """Annotates those of the drawn examples that have no annotations. All processes compute; process 0 writes."""
     with ExitStack() as locked:
         main_only(lambda: locked.enter_context(folder.locked(log)))
         missing, started = drawn[_missing(folder, drawn)], time.perf_counter()

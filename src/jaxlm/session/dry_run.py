@@ -110,7 +110,8 @@ def dry_run(plan: Plan, console: Console) -> None:
         plan = with_past_references(plan)
     rows = [*describe(plan), ("vocabulary", assumed_vocabulary(plan.config)[1]), *_caches(plan)]
     previews: list[MaskPreview] = []
-    answers = [*_answers([*_checks(plan), *_previews(plan, previews)]), *_answers_of_all(list(_agreed_checks(plan)))]
+    together = _answers if jax.process_count() == 1 else _answers_in_turn  # threads have no order that processes share
+    answers = [*_answers([*_checks(plan), *_previews(plan, previews)]), *together(list(_agreed_checks(plan)))]
     answers += _answers_in_turn(list(_openings(plan))) if is_main_process() else []
     refusals = list(dict.fromkeys(answers))
     console.log(table("plan (dry run: nothing is tokenized, no training)", [*rows, *refusals]))
@@ -214,7 +215,8 @@ def _agreed_checks(plan: Plan) -> Iterator[_Question]:
     if plan.refs and bpe_config(plan.data[0].tokenizer) is not None:
         yield _unchecked("references", "whether they have the run's tokens, because a start trains its tokenizer")
     elif plan.refs:
-        yield _Question("references", functools.partial(_check_references, plan), "the disk")
+        tokenizer = functools.partial(plan.data[0].load_tokenizer, log=lambda _: None)
+        yield _Question("references", lambda: check_references(plan, tokenizer(), lambda _: None), "the disk")
     starts = (trainer.load_checkpoint_path, trainer.initialize_from, trainer.initialize_from_state)
     urls = [path for path in (trainer.checkpointer.base_path, *starts) if path is not None and is_url(path)]
     if urls:
@@ -270,10 +272,6 @@ def _unchecked(name: str, what: str) -> _Question:
     return _Question(name, lambda: f"{_UNCHECKED}{what}", "")
 
 
-def _check_references(plan: Plan) -> None:
-    check_references(plan, plan.data[0].load_tokenizer(log=lambda _: None), lambda _: None)
-
-
 def _answers(questions: Sequence[_Question]) -> Iterator[tuple[str, str]]:
     """The rows with the answers to questions that are asked at the same time."""
     answers: dict[int, str | None] = {}
@@ -293,14 +291,6 @@ def _answers(questions: Sequence[_Question]) -> Iterator[tuple[str, str]]:
         answer = answers.get(number, f"{_UNCHECKED}{question.whom} has not answered for {_ANSWER_S:g} s")
         if answer is not None:
             yield question.name, answer
-
-
-def _answers_of_all(questions: Sequence[_Question]) -> Iterator[tuple[str, str]]:
-    """The same for questions that all processes ask together: in an order that threads do not have."""
-    if jax.process_count() == 1:
-        yield from _answers(questions)
-    else:
-        yield from _answers_in_turn(questions)
 
 
 def _answers_in_turn(questions: Sequence[_Question]) -> Iterator[tuple[str, str]]:

@@ -62,16 +62,7 @@ def export_model(
         card = replace(card, task="text-classification")
     files[README] = card.text().encode()
     files |= merged_file(merged)
-    save_folder(
-        folder,
-        model,
-        config,
-        plan.layout,
-        dtype=dtype,
-        files=files,
-        special_ids=tokenizer.special_ids,
-        source=source_config(plan, tokenizer),
-    )
+    _save(folder, model, config, plan, tokenizer, dtype, files)
 
 
 def weights_exporter(plan: Plan, phase: Phase, tokenizer: Tokenizer) -> Callable[[LanguageModel, Path], None]:
@@ -79,20 +70,23 @@ def weights_exporter(plan: Plan, phase: Phase, tokenizer: Tokenizer) -> Callable
     surgeries = plan.state_builder.surgeries_until(phase)
 
     def export(model: LanguageModel, folder: Path) -> None:
-        exported, config = export_form(model, surgeries), phase.model
-        files = tokenizer.files(max_length=config.seq_len)
-        save_folder(
-            folder,
-            exported,
-            config,
-            plan.layout,
-            dtype=plan.precision.params,
-            files=files,
-            special_ids=tokenizer.special_ids,
-            source=source_config(plan, tokenizer),
-        )
+        files = tokenizer.files(max_length=phase.model.seq_len)
+        _save(folder, export_form(model, surgeries), phase.model, plan, tokenizer, plan.precision.params, files)
 
     return export
+
+
+def _save(
+    folder: Location,
+    model: LanguageModel,
+    config: ModelConfig,
+    plan: Plan,
+    tokenizer: Tokenizer,
+    dtype: Any,
+    files: Mapping[str, bytes],
+) -> None:
+    others = {"files": files, "special_ids": tokenizer.special_ids, "source": source_config(plan, tokenizer)}
+    save_folder(folder, model, config, plan.layout, dtype=dtype, **others)
 
 
 @dataclass(frozen=True)
@@ -228,7 +222,6 @@ def _training(plan: Plan, step: int) -> Iterator[tuple[str, str]]:
 
 
 def _sources(data: DataConfig) -> Iterator[str]:
-    """The training sources as they are configured."""
     for source in data.sources():
         urls = source.config.train_urls
         others = f" and {len(urls) - _MAX_URLS} more" if len(urls) > _MAX_URLS else ""

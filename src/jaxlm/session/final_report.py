@@ -39,6 +39,7 @@ def final_report(plan: Plan, console: Console, *, has_template: bool) -> None:
     run = read_run(str(plan.log_folder))
     checkpoint = retried(plan.checkpoints.checkpoints, AT_START_S)[-1].location
     num_done = max((int(series.steps[-1]) for series in run.series.values()), default=plan.num_steps)
+    goodput = account(read_lines(plan.log_folder))
     rows = [
         ("steps", f"{num_done} of {plan.num_steps}"),
         ("training loss", newest(run[TRAIN_LOSS])),
@@ -46,13 +47,15 @@ def final_report(plan: Plan, console: Console, *, has_template: bool) -> None:
         *decisions(run, plan.log_folder),
     ]
     if EVAL_LOSS in run.series:
-        rows += [("validation loss", newest(run[EVAL_LOSS])), ("bits per byte", _bits_per_byte(run))]
+        best, last = run.latest(BEST_BPB), run.latest(EVAL_BPB)
+        better = "" if best in (None, last) else f" (best {best:.4f})"
+        rows += [("validation loss", newest(run[EVAL_LOSS])), ("bits per byte", newest(run[EVAL_BPB]) + better)]
         rows += compressors(plan.data[-1].validation_documents())
     if EVAL_CORE in run.series:
         rows.append(("CORE", newest(run[EVAL_CORE])))
     rows += [
         ("checkpoint", str(checkpoint)),
-        *time_spent(plan.log_folder),
+        *([] if goodput is None else goodput.rows()),
         *write_plots(plan, run),
         ("report page", report_page(run, plan.log_folder)),
         *outputs(plan),
@@ -97,12 +100,6 @@ def how_to_use(plan: Plan, *, chats: bool) -> tuple[str, str]:
     )
 
 
-def time_spent(log_folder: Path) -> list[tuple[str, str]]:
-    """A row with what the wall time of the run was spent on, over all of its starts."""
-    goodput = account(read_lines(log_folder))
-    return [] if goodput is None else goodput.rows()
-
-
 def outputs(plan: Plan) -> list[tuple[str, str]]:
     """Where the numbers and texts of the run are, and how to open those that went to trackers."""
     rows = [("metrics", str(plan.log_folder / METRICS))]
@@ -114,35 +111,29 @@ def outputs(plan: Plan) -> list[tuple[str, str]]:
 
 def write_plots(plan: Plan, run: LoggedRun) -> list[tuple[str, str]]:
     """Writes `loss.png`, `schedule.png`, `step_time.png` and what surgeries say of layers (`layers_0.png`), and the grids of
-    `needle` (`needle.png`), to the log folder.
-
-    Returns report rows for them.
+    `needle` (`needle.png`), to the log folder. Returns report rows for them.
     """
-    try:
-        return _write_plots(plan, run)
-    except OSError as error:
-        return [("plots", f"not written: {error}")]
-
-
-def _write_plots(plan: Plan, run: LoggedRun) -> list[tuple[str, str]]:
     title = f"{plan.run_id}: {plan.num_steps} steps"
     loss, schedule, times = (plan.log_folder / f"{name}.png" for name in ("loss", "schedule", "step_time"))
-    loss_curve(run, loss, title)
-    schedule_curve(plan.phases, run, schedule, title)
-    rows = [("loss curve", str(loss)), ("schedule", str(schedule))]
-    measured = step_times(run, exclude={phase.start + 1 for phase in plan.phases})
-    if measured is not None:
-        step_time_histogram(measured, times, title)
-        durations = f"median {measured.median_ms:.1f} ms, 99th percentile {measured.p99_ms:.1f} ms"
-        rows.append(("step time", f"{durations}: {times}"))
-    for number, numbers in enumerate(tables_in(run.log)):
-        path = plan.log_folder / f"layers_{number}.png"
-        layer_bars(numbers, path, title)
-        rows.append((numbers.source, str(path)))
-    if grids := needle_grids(run):
-        needle_maps(grids, path := plan.log_folder / "needle.png", title)
-        rows.append(("needles", str(path)))
-    return rows
+    try:
+        loss_curve(run, loss, title)
+        schedule_curve(plan.phases, run, schedule, title)
+        rows = [("loss curve", str(loss)), ("schedule", str(schedule))]
+        measured = step_times(run, exclude={phase.start + 1 for phase in plan.phases})
+        if measured is not None:
+            step_time_histogram(measured, times, title)
+            durations = f"median {measured.median_ms:.1f} ms, 99th percentile {measured.p99_ms:.1f} ms"
+            rows.append(("step time", f"{durations}: {times}"))
+        for number, numbers in enumerate(tables_in(run.log)):
+            path = plan.log_folder / f"layers_{number}.png"
+            layer_bars(numbers, path, title)
+            rows.append((numbers.source, str(path)))
+        if grids := needle_grids(run):
+            needle_maps(grids, path := plan.log_folder / "needle.png", title)
+            rows.append(("needles", str(path)))
+        return rows
+    except OSError as error:
+        return [("plots", f"not written: {error}")]
 
 
 def report_page(run: LoggedRun, folder: Path) -> str:
@@ -194,8 +185,3 @@ def decisions(run: LoggedRun, folder: Path) -> list[tuple[str, str]]:
     counts = Counter(shorten(decision.note["event"], _MAX_EVENT) for decision in run.decisions)
     listed = ", ".join(f"{event} {count}" for event, count in counts.most_common(_MAX_EVENTS))
     return [("decisions", f"{listed}: {folder / DECISIONS}")] if counts else []
-
-
-def _bits_per_byte(run: LoggedRun) -> str:
-    best, last = run.latest(BEST_BPB), run.latest(EVAL_BPB)
-    return newest(run[EVAL_BPB]) + ("" if best in (None, last) else f" (best {best:.4f})")

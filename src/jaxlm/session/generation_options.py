@@ -33,19 +33,15 @@ def add_generation_options(parser: argparse.ArgumentParser, *, max_new_tokens: i
         default=temperature,
         help=f"sampling temperature; 0 decodes greedily (default {temperature:g})",
     )
-    parser.add_argument(
-        "--top_k", type=int, default=None, help="sample only from the TOP_K most likely tokens (default: all)"
-    )
+    parser.add_argument("--top_k", type=int, help="sample only from the TOP_K most likely tokens (default: all)")
     parser.add_argument(
         "--top_p",
         type=float,
-        default=None,
         help="sample only from the most likely tokens whose probabilities add up to TOP_P (default: all)",
     )
     parser.add_argument(
         "--min_p",
         type=float,
-        default=None,
         help="sample only from tokens with at least MIN_P times the most likely token's probability (default: all)",
     )
     parser.add_argument(
@@ -60,12 +56,10 @@ def add_generation_options(parser: argparse.ArgumentParser, *, max_new_tokens: i
     parser.add_argument(
         "--cache_dtype",
         choices=CACHE_DTYPES,
-        default=None,
         help="dtype of the KV cache; int8 uses the least memory (default: that of the activations)",
     )
     parser.add_argument(
         "--tool",
-        default=None,
         help=f"tool that answers what the model writes between {TOOL_TOKENS[0]} and {TOOL_TOKENS[1]}:"
         f" {_DEFAULT_TOOL}, none, or a class of your own, package.module:Class; or with keys, as in"
         f" '{{type: {_DEFAULT_TOOL}, max_exponent: 9}}' (default: {_DEFAULT_TOOL}, if the tokenizer has these tokens)",
@@ -79,14 +73,13 @@ def add_quantize_option(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--quantize",
         choices=FORMATS,
-        default=None,
         help="store the weights of linear layers and experts as int8, with a scale per output channel (default: no)",
     )
 
 
 def add_adapter_option(parser: argparse.ArgumentParser) -> None:
     """Adds `--adapter`, the value for `open_model`."""
-    parser.add_argument("--adapter", default=None, help="PEFT folder with LoRA adapters to merge into the model")
+    parser.add_argument("--adapter", help="PEFT folder with LoRA adapters to merge into the model")
 
 
 def add_denoising_options(parser: argparse.ArgumentParser) -> None:
@@ -94,25 +87,21 @@ def add_denoising_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--num_steps",
         type=int,
-        default=None,
         help="passes in which a masked-diffusion model fills in the new tokens (default: as many as new tokens)",
     )
     parser.add_argument(
         "--block_length",
         type=int,
-        default=None,
         help="new tokens that it fills in before it goes on to those after them (default: all)",
     )
     parser.add_argument(
         "--remasking",
         choices=get_args(Remasking),
-        default=None,
         help="which of its predictions it keeps in each pass (default: low_confidence, the most likely ones)",
     )
     parser.add_argument(
         "--schedule",
         choices=get_args(PassSchedule),
-        default=None,
         help="how many tokens each pass fills in: equal numbers, or depth, with a pass for each part of the model that has a"
         " noise of its own (default: equal)",
     )
@@ -139,17 +128,7 @@ def generation_config_of(options: argparse.Namespace, stop_ids: tuple[int, ...])
         ConfigError: `--max_new_tokens` is below 1.
     """
     check_at_least("--max_new_tokens", options.max_new_tokens, 1)
-    return GenerationConfig(
-        max_new_tokens=options.max_new_tokens,
-        temperature=options.temperature,
-        top_k=options.top_k,
-        top_p=options.top_p,
-        seed=options.seed,
-        stop_ids=stop_ids,
-        cache_dtype=options.cache_dtype,
-        min_p=options.min_p,
-        repetition_penalty=options.repetition_penalty,
-    )
+    return GenerationConfig.of(options, stop_ids=stop_ids)
 
 
 def tool_calls_of(options: argparse.Namespace, tokenizer: Tokenizer) -> ToolCalls | None:

@@ -25,35 +25,29 @@ def add_task_options(parser: argparse.ArgumentParser) -> None:
     """Adds `--tasks` and its options."""
     parser.add_argument(
         "--tasks",
-        default=None,
         help="evaluate on tasks instead of text: `core`, `core/TASK,...` for some of its tasks, or comma-separated names of"
         " tasks of lm-evaluation-harness (extra `eval`)",
     )
-    parser.add_argument(FETCH_OPTION, default=None, help="with --tasks core: the folder with its tasks")
-    parser.add_argument("--task_folder", default=None, help="folder with your own task definitions")
-    parser.add_argument(
-        "--num_fewshot", type=int, default=None, help="number of few-shot examples per prompt (default: the task's)"
-    )
-    parser.add_argument("--limit", type=int, default=None, help="maximum number of documents per task (default: all)")
+    parser.add_argument(FETCH_OPTION, help="with --tasks core: the folder with its tasks")
+    parser.add_argument("--task_folder", help="folder with your own task definitions")
+    parser.add_argument("--num_fewshot", type=int, help="number of few-shot examples per prompt (default: the task's)")
+    parser.add_argument("--limit", type=int, help="maximum number of documents per task (default: all)")
     add_adapter_option(parser)
 
 
 def check_task_options(options: argparse.Namespace) -> None:
     """Raises `ConfigError` for options that have no effect with, or without, `--tasks`."""
     core = _core_tasks(options.tasks)
-    without = [*(_ONLY_WITH_TASKS if options.tasks is None else ()), *(_ONLY_WITH_CORE if core is None else ())]
-    for name in without:
-        if getattr(options, name) is not None:
-            tasks = f"--tasks{f' {CORE}' if name in _ONLY_WITH_CORE else ''}"
-            raise ConfigError(f"--{name} has no effect without {tasks}. Remove it")
-    for name in () if options.tasks is None else _ONLY_WITHOUT:
-        if getattr(options, name) is not None:
-            raise ConfigError(f"--{name} has no effect with --tasks. Remove it")
+    for are_useless, names, how in (
+        (options.tasks is None, _ONLY_WITH_TASKS, "without --tasks"),
+        (core is None, _ONLY_WITH_CORE, f"without --tasks {CORE}"),
+        (options.tasks is not None, _ONLY_WITHOUT, "with --tasks"),
+        (core is not None, _NOT_WITH_CORE, f"with --tasks {CORE}"),
+    ):
+        if given := [name for name in names if are_useless and getattr(options, name) is not None]:
+            raise ConfigError(f"--{given[0]} has no effect {how}. Remove it")
     if core is None:
         return
-    for name in _NOT_WITH_CORE:
-        if getattr(options, name) is not None:
-            raise ConfigError(f"--{name} has no effect with --tasks {CORE}. Remove it")
     if options.core_bundle is None:
         raise ConfigError(
             f"--tasks {CORE} needs {FETCH_OPTION} FOLDER. To download the folder, run jaxlm prepare {FETCH_OPTION} FOLDER"

@@ -216,7 +216,8 @@ class _ChangeOnRead:
 
     def __call__(self, layers: Iterator[NamedArray]) -> Any:
         first = next(layers)
-        placed = jax.jit(self._checked, out_shardings=self._placement(first))
+        placement = shardings(jax.eval_shape(self.change, first), self.layout)
+        placed = jax.jit(self._checked, out_shardings=(placement, self.layout.replicated()))
         found = [placed(first)]
         del first
         found += map(placed, layers)
@@ -240,9 +241,6 @@ class _ChangeOnRead:
         changed = self.change(layer)
         numbers = [layer.array, *filter(eqx.is_inexact_array, jax.tree.leaves(changed))]
         return changed, jnp.all(jnp.stack([jnp.all(jnp.isfinite(array)) for array in numbers]))
-
-    def _placement(self, layer: NamedArray) -> tuple[Any, Any]:
-        return shardings(jax.eval_shape(self.change, layer), self.layout), self.layout.replicated()
 
 
 def import_notes(plan: Plan) -> list[str]:

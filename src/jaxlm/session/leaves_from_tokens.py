@@ -84,11 +84,7 @@ class _Sample:
 
 
 def _samples(data: Data, train: Mapping[str, Examples], num_tokens: int) -> Iterator[_Sample]:
-    """Training sequences at equal distances: of each source as many as suit its weight, averaged over the stages.
-
-    Args:
-        train: source name -> the examples that are trained on.
-    """
+    """Training sequences at equal distances: of each source as many as suit its weight, averaged over the stages."""
     shares = dict.fromkeys(train, 0.0)
     for stage in data.weights:
         for name in shares:

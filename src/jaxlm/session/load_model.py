@@ -340,7 +340,7 @@ def with_adapter(opened: LoadedModel, adapter: str, spelling: Spelling = OPTIONS
         raise twice
     if opened.merged:
         sources = ", ".join(one.source for one in opened.merged)
-        _to_stderr(f"note: {opened.location} contains the adapters of {sources}. Those of {adapter} are added to them")
+        to_stderr(f"note: {opened.location} contains the adapters of {sources}. Those of {adapter} are added to them")
 
     def load() -> LanguageModel:
         trained = opened.load()
@@ -397,7 +397,7 @@ def _open_hf_model(
     folder = main_first(lambda: local_folder(name, spelling.name, weights=True))
     dtype, note = parameter_dtype(folder)
     if note is not None and "trainer.mp" not in keys:
-        _to_stderr(f"note: {note}. Set trainer.mp to bf16 to need half of the memory")
+        to_stderr(f"note: {note}. Set trainer.mp to bf16 to need half of the memory")
     defaults: dict[str, Any] = {
         "initialize_from_hf": str(folder),
         "use_hf_model_config": True,
@@ -406,7 +406,7 @@ def _open_hf_model(
     }
     check_effective(keys, also=(*_TOP_LEVEL, *also), spelling=spelling)
     config = decode_run(override(ConfigSource(defaults), dict(keys), spelling.key), None)
-    options = ReadOptions(skip_keys=config.hf_skip_keys, log=_to_stderr)
+    options = ReadOptions(skip_keys=config.hf_skip_keys, log=to_stderr)
     opened = open_folder(folder, options)
     if not opened.config.is_causal:  # such a model predicts hidden tokens, and is evaluated on them
         defaults |= {"objective": {"type": "mlm"}, "data": {**defaults["data"], "masking": {}}}
@@ -443,5 +443,6 @@ def _open_hf_model(
     )
 
 
-def _to_stderr(line: str) -> None:
+def to_stderr(line: str) -> None:
+    """Prints a line beside the command's results."""
     print(line, file=sys.stderr)

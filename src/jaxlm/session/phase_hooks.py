@@ -164,7 +164,6 @@ def _context(
 
 
 def _open_exports(run: Run, phase: Phase, evaluations: EvalHook) -> list[ExportHook]:
-    """The hook that exports models for transformers, if configured."""
     config, dtype = run.plan.config, run.plan.precision.params
     if config.hf_save_path is None:
         return []
@@ -176,7 +175,6 @@ def _open_exports(run: Run, phase: Phase, evaluations: EvalHook) -> list[ExportH
 
 
 def _open_profiler(run: Run, phase: Phase, data: PhaseData, steps: StepPrograms) -> list[ProfileHook]:
-    """The profiler hook, if configured."""
     config, sizes = run.plan.config.trainer.profiler, run.plan.batches.of(phase)
     if config is None:
         return []
@@ -188,7 +186,7 @@ def _open_profiler(run: Run, phase: Phase, data: PhaseData, steps: StepPrograms)
             phase,
             first_step=data.first_step,
             until=sizes.next_shape_change(begin, phase.end),
-            program=lambda: steps.of(sizes.at(begin)).call.as_text() or "",
+            program=lambda: steps.by_shape[sizes.at(begin).shape].call.as_text() or "",
             log=run.console.log,
         )
     ]

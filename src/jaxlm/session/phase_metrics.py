@@ -3,11 +3,9 @@
 import jax
 
 from jaxlm.core.devices import peak_flops
-from jaxlm.data.base import Batches
-from jaxlm.data.data import Data
 from jaxlm.engine.checkpoint.manifest import History
 from jaxlm.engine.control import Control
-from jaxlm.engine.metrics import AsyncMetrics, CrashListener, Listener, Workload
+from jaxlm.engine.metrics import AsyncMetrics, CrashListener, Workload
 from jaxlm.engine.phases import Phase
 from jaxlm.observe.callbacks import CallbackListener
 from jaxlm.observe.hooks import ProgressListener, TrackerListener
@@ -21,13 +19,6 @@ def open_metrics(
     run: Run, phase: Phase, data: PhaseData, control: Control, history: History, skipped: int
 ) -> AsyncMetrics:
     """The queue of the phase's steps. Args: skipped: number of updates skipped in the run so far."""
-    listeners = _listeners(run, phase, data.data, data.batches, history, skipped)
-    return AsyncMetrics(phase.name, _workload(run, phase), listeners, run.plan.config.trainer.watch, control.after_step)
-
-
-def _listeners(
-    run: Run, phase: Phase, data: Data, batches: Batches, history: History, skipped: int
-) -> tuple[Listener, ...]:
     trainer, records = run.plan.config.trainer, run.records
     whole_run = [
         run.writer.health.metrics,
@@ -37,20 +28,20 @@ def _listeners(
     follow = CallbackListener(
         records.callbacks,
         whole_run,
-        epoch_of=epoch_of(phase, data, run.plan.batches.of(phase)),
+        epoch_of=epoch_of(phase, data.data, run.plan.batches.of(phase)),
         last_step=phase.end,
         skipped=skipped,
     )
     progress = ProgressListener(
         run.console,
         phase,
-        batches.records,
+        data.batches.records,
         skipped=skipped,
         guards=phase.guards(run.plan.precision),
-        can_show_batches=not history.attempt and data.has_examples_per_step,
+        can_show_batches=not history.attempt and data.data.has_examples_per_step,
         tells_end=len(run.plan.phases) > 1,
     )
-    return (
+    listeners = (
         *records.ledgers,
         records.loop_state,
         TrackerListener(records.trackers, whole_run),
@@ -58,6 +49,7 @@ def _listeners(
         progress,
         CrashListener(on_nan=trainer.crash_on_nan, on_inf=trainer.crash_on_inf),
     )
+    return AsyncMetrics(phase.name, _workload(run, phase), listeners, trainer.watch, control.after_step)
 
 
 def _workload(run: Run, phase: Phase) -> Workload:

@@ -118,7 +118,8 @@ def open_records(
             for tracker in _open_trackers(plan, console, init_from):
                 opened.trackers.append(tracker)
                 closing.callback(tracker.close)
-            decisions = _open_decisions(plan, opened.trackers, console, init_from)
+            again = {"resume_step": begin, "attempt": init_from.history.attempt}
+            decisions = DecisionLog(plan.log_folder / records.DECISIONS, opened.trackers, console, **again)
             opened.decision_logs.append(decisions)
             closing.callback(decisions.close)
             describe_start(plan.log_folder, dump(as_run_config(plan.config)))
@@ -152,11 +153,6 @@ def _open_trackers(plan: Plan, console: Console, init_from: InitFrom) -> tuple[T
         return BackgroundTracker(choice_name(type(config)), lambda: config.open(info), console.log)
 
     return (jsonl, *map(in_background, trainer.trackers))
-
-
-def _open_decisions(plan: Plan, trackers: list[Tracker], console: Console, init_from: InitFrom) -> DecisionLog:
-    begin = {"resume_step": init_from.resume_step or 0, "attempt": init_from.history.attempt}
-    return DecisionLog(plan.log_folder / records.DECISIONS, trackers, console, **begin)
 
 
 def _open_callbacks(plan: Plan, console: Console, init_from: InitFrom) -> Callbacks | None:

@@ -58,7 +58,7 @@ from jaxlm.plan.num_steps import describe_data
 from jaxlm.plan.plan import Plan
 from jaxlm.plan.presets.base import preset_rows
 from jaxlm.plan.run_config import RunConfig
-from jaxlm.reading.decode import choice_name, dump, encode
+from jaxlm.reading.decode import choice_name, dump, encode, flattened
 from jaxlm.reading.effects import HARMLESS
 from jaxlm.reading.plugins import own_modules
 from jaxlm.session.compilation.options import describe_options, describe_sizes, step_options
@@ -79,6 +79,9 @@ def describe(plan: Plan, start: str | None = None) -> list[tuple[str, str]]:
     devices = plan.layout.mesh.devices.ravel()
     model, batches, trainer = plan.phases[0].model, plan.batches, plan.config.trainer
     flops = flops_per_token(plan, plan.phases[0]).causal
+    references = asked_in(plan, plan.phases[0])
+    passes = "forward and backward" + (f", and the forward pass of {' and '.join(references)}" if references else "")
+    chunk = step_options(plan).sizes.loss_chunk_tokens or default_chunk_tokens(plan.layout.platform)
     return [
         ("run", f"{plan.run_id} (seed {trainer.seed})"),
         (
@@ -96,12 +99,12 @@ def describe(plan: Plan, start: str | None = None) -> list[tuple[str, str]]:
         ("evaluation", f"{_evals(plan)} every {counted(trainer.steps_per_eval, 'step')}"),
         (
             "FLOPs per token",
-            f"{flops:.4g} ({_counted(plan)}, {'causal' if model.is_causal else 'bidirectional'} attention)",
+            f"{flops:.4g} ({passes}, {'causal' if model.is_causal else 'bidirectional'} attention)",
         ),
         ("attention", "; ".join(f"{c.name}: {c.reason}" for c in attention_choices(plan)) or "chosen by the model"),
         *[("context", plan.context.describe()) for _ in [plan.context] if plan.context is not None],
         *[("positions", text) for text in _positions(plan)],
-        ("loss", f"chunks of {_chunk_tokens(plan)} tokens, {_logits(plan)}"),
+        ("loss", f"chunks of {chunk} tokens, {_logits(plan)}"),
         ("remat", _remat(plan)),
         *[("block sizes", text) for text in [describe_sizes(plan)] if text is not None],
         *[("step options", text) for text in [describe_options(plan)] if text is not None],
@@ -121,11 +124,6 @@ def describe(plan: Plan, start: str | None = None) -> list[tuple[str, str]]:
         ("logs", str(plan.log_folder)),
         *preset_rows(plan.config.preset, encode(plan.config)),
     ]
-
-
-def _counted(plan: Plan) -> str:
-    references = asked_in(plan, plan.phases[0])
-    return "forward and backward" + (f", and the forward pass of {' and '.join(references)}" if references else "")
 
 
 def repeatability(platform: str, xla_flags: str) -> list[tuple[str, str]]:
@@ -164,10 +162,6 @@ def _sizes(plan: Plan) -> str:
     abstract = plan.state_builder.abstract_state(plan.phases[0]).model
     kind = type(plan.phases[0].model).__name__.removesuffix("Config")
     return f"{kind}, {parameters(abstract)}, vocabulary {plan.state_builder.Vocab.size:,}"
-
-
-def _chunk_tokens(plan: Plan) -> int:
-    return step_options(plan).sizes.loss_chunk_tokens or default_chunk_tokens(plan.layout.platform)
 
 
 def _logits(plan: Plan) -> str:
@@ -363,7 +357,7 @@ _LOCAL_KEYS = re.compile(
 
 def _start_facts(config: RunConfig, run_id: str) -> dict[str, str]:
     """Everything that shapes the program and the order of the data, as name -> text."""
-    flat = dict(_flat("config", encode(config)))
+    flat = {key: json.dumps(value, default=str) for key, value in flattened(encode(config), "config")}
     return {
         **{key.removeprefix("config."): value for key, value in flat.items() if not _LOCAL_KEYS.fullmatch(key)},
         "trainer.id": run_id,
@@ -386,14 +380,6 @@ def _device_facts(config: RunConfig) -> dict[str, str]:
         },
         "devices of the process": f"{len(devices)} x {devices[0].device_kind}",
     }
-
-
-def _flat(path: str, value: Any) -> Iterator[tuple[str, str]]:
-    if isinstance(value, Mapping) and value:
-        for key, item in value.items():
-            yield from _flat(f"{path}.{key}", item)
-    else:
-        yield path, json.dumps(value, default=str)
 
 
 def check_opens(plan: Plan, tokenizer: Tokenizer, cursor: Cursor | None) -> None:
@@ -462,6 +448,7 @@ def phase_rows(plan: Plan, phase: Phase, model: LanguageModel, opt_state: Any) -
     trainable, frozen = map(tree.num_parameters, phase.split(model))
     sizes, noise = [stack.Layers.size for stack in _stacks(model)], plan.data[phase.index].noise
     parts = f" ({' + '.join(map(str, sizes))})" if len(sizes) > 1 else ""
+    where = "" if plan.layout.optimizer_memory is None else ", in the host's memory between steps"
     return [
         (STEPS_ROW, f"{phase.start} to {phase.end}"),
         *([(LAYERS_ROW, f"{sum(sizes)}{parts}")] if sizes else []),
@@ -469,12 +456,8 @@ def phase_rows(plan: Plan, phase: Phase, model: LanguageModel, opt_state: Any) -
         (TRAINS_ROW, f"{trainable:,} of {trainable + frozen:,} parameters"),
         *((group.name, _group_row(phase.optimizer, group)) for group in phase.groups(model)),
         ("frozen", f"{frozen:,}"),
-        ("optimizer state", describe_state(opt_state, trainable) + _where(plan)),
+        ("optimizer state", describe_state(opt_state, trainable) + where),
     ]
-
-
-def _where(plan: Plan) -> str:
-    return "" if plan.layout.optimizer_memory is None else ", in the host's memory between steps"
 
 
 def _group_row(optimizer: OptimizerConfig, group: ParameterGroup) -> str:

@@ -4,6 +4,7 @@ import json
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,6 @@ from jaxlm.core.publish import Location, PublishError, child_of, location_of
 from jaxlm.core.redaction import write_text
 from jaxlm.core.runtime import all_processes, from_main, main_first, main_only
 from jaxlm.core.stores import open_store, put_folder, storage_errors
-from jaxlm.data.data import ValidationData
 from jaxlm.data.tokenizer.tokenizer import Tokenizer
 from jaxlm.engine.state import RunState
 from jaxlm.evals.base import ValidationSet
@@ -226,15 +226,13 @@ def _are_written(models: TableModels, tables: Sequence[TableConfig], folder: Pat
 
 def _validation(trained: LoadedModel, log: Log) -> Callable[[int], list[ValidationSet]]:
     """Opens the validation data as sequences of a length."""
-    plan, tokenizer = trained.plan, trained.tokenizer
-
-    def as_set(source: ValidationData) -> ValidationSet:
-        options: dict[str, Any] = {"batch_size": trained.eval_batch, "layout": plan.layout, "max_batches": None}
-        return ValidationSet(source.source.name, tuple(source.source.config.tags), lambda: source.batches(**options))
+    tokenizer = trained.tokenizer
+    options: dict[str, Any] = {"batch_size": trained.eval_batch, "layout": trained.plan.layout, "max_batches": None}
 
     def opened(seq_len: int) -> list[ValidationSet]:
-        sources = main_first(lambda: trained.data.open_validation(tokenizer, seq_len, log))
-        return list(map(as_set, sources))
+        opened = main_first(lambda: trained.data.open_validation(tokenizer, seq_len, log))
+        parts = [(one.source.name, tuple(one.source.config.tags), partial(one.batches, **options)) for one in opened]
+        return [ValidationSet(*part) for part in parts]
 
     return opened
 

@@ -39,7 +39,7 @@ from jaxlm.data.rollouts.prompts import PromptRecords, Prompts, check_first_reco
 from jaxlm.data.rollouts.sampler import SamplerConfig, SamplerContext
 from jaxlm.data.tokenizer.tokenizer import Tokenizer
 from jaxlm.environments.base import EnvironmentConfig
-from jaxlm.environments.converse import check_environment_opens
+from jaxlm.environments.converse import opened_environment
 from jaxlm.models.inference.sampling import Sampling
 from jaxlm.reading.choices import choice
 from jaxlm.reading.effects import Harmless, Order, Rounding, Updates
@@ -206,7 +206,7 @@ class RolloutsConfig(DataConfig):
         self.sampler.check_tokens(tokenizer(), dry=dry)
         if self.environment is not None:
             dialect_of(self.environment, tokenizer())
-            check_environment_opens(self.environment)
+            opened_environment(self.environment)
         # Prompts that are left out need no number, and which they are is known once they are tokenized.
         numbers = () if self.curriculum is None or self.long_prompts == "leave_out" else self.curriculum.columns
         with self._open_rewards(tokenizer(), tokenizer().stop_ids, dry=dry) as rewards:

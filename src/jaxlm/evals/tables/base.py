@@ -190,8 +190,3 @@ def check_tables(tables: Sequence[TableConfig], seq_lens: Mapping[str, int], *, 
 def file_name(table: TableConfig) -> str:
     """The name of a table's files, without suffix."""
     return choice_name(type(table)) if table.name is None else table.name
-
-
-def dtype_of(subject: Subject) -> str:
-    """The dtype that a model computes in."""
-    return str(subject.precision.compute)

@@ -19,7 +19,6 @@ from jaxlm.evals.tables.base import (
     Subject,
     TableConfig,
     check_distinct,
-    dtype_of,
     lengths_that_fit,
 )
 from jaxlm.models.inference.generate import CacheDtype, GenerationConfig, num_programs, stream_tokens
@@ -134,16 +133,16 @@ class LatencyTableConfig(TableConfig):
         rates = self.batch_size * (new - 1) / seconds[:, 1]
         return {
             "model": subject.name,
-            "dtype": dtype_of(subject),
-            "cache": dtype or dtype_of(subject),
+            "dtype": str(subject.precision.compute),
+            "cache": dtype or str(subject.precision.compute),
             "batch": self.batch_size,
             "prompt_tokens": prompt,
             "new_tokens": new,
             "samples": len(seconds),
             "prefill_ms": float(np.median(prefill_ms)),
-            "prefill_ms_iqr": _quartile_distance(prefill_ms),
+            "prefill_ms_iqr": float(np.ptp(np.percentile(prefill_ms, (25, 75)))),
             "decode_tokens_per_s": float(np.median(rates)),
-            "decode_tokens_per_s_iqr": _quartile_distance(rates),
+            "decode_tokens_per_s_iqr": float(np.ptp(np.percentile(rates, (25, 75)))),
         }
 
 
@@ -158,8 +157,3 @@ def timed_generation(
     for _ in pieces:
         pass
     return first - begin, time.perf_counter() - first
-
-
-def _quartile_distance(values: np.ndarray) -> float:
-    low, high = np.percentile(values, (25, 75))
-    return float(high - low)

@@ -4,7 +4,6 @@ from dataclasses import field
 from typing import ClassVar
 
 import jax
-import numpy as np
 from haliax import Axis
 
 from jaxlm.core.axes import BATCH
@@ -23,10 +22,9 @@ from jaxlm.evals.tables.base import (
     Subject,
     TableConfig,
     check_distinct,
-    dtype_of,
     lengths_that_fit,
 )
-from jaxlm.hardware.program_memory import planned_bytes
+from jaxlm.hardware.program_memory import bytes_per_device, planned_bytes
 from jaxlm.models.base import KVCache, LanguageModel
 from jaxlm.models.inference.generate import (
     CACHE_DTYPES,
@@ -123,13 +121,13 @@ class MemoryTableConfig(TableConfig):
         assert num_bytes == per_token * num_rows * context, "all tokens have as many bytes"
         return {
             "model": subject.name,
-            "dtype": dtype_of(subject),
+            "dtype": str(subject.precision.compute),
             "cache": dtype,
             "batch": num_rows,
             "context": context,
             "kv_bytes_per_token": per_token,
             "kv_bytes": num_bytes,
-            "kv_bytes_per_device": sum(map(_bytes_per_device, arrays)),
+            "kv_bytes_per_device": sum(map(bytes_per_device, arrays)),
             "slot_bytes": sum(array.nbytes for array in jax.tree.leaves(cache)) - num_bytes,
         }
 
@@ -158,7 +156,3 @@ def _allocated(model: LanguageModel, num_rows: int, context: int, dtype: str) ->
             f"tables: type memory: a model of type {type(model).__name__} has no KV cache. Remove the table, or the model"
         )
     return cache
-
-
-def _bytes_per_device(array: jax.Array) -> int:
-    return int(np.prod(array.sharding.shard_shape(array.shape))) * array.dtype.itemsize

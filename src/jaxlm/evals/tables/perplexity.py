@@ -6,7 +6,7 @@ from typing import ClassVar
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.field_types import PositiveInt
 from jaxlm.evals.loss import NOTHING, EvalLoss, LossMeter, perplexity
-from jaxlm.evals.tables.base import DTYPE, MODEL, Column, Picture, Row, Subject, TableConfig, dtype_of, lengths_that_fit
+from jaxlm.evals.tables.base import DTYPE, MODEL, Column, Picture, Row, Subject, TableConfig, lengths_that_fit
 from jaxlm.reading.choices import choice
 
 
@@ -58,7 +58,7 @@ class PerplexityTableConfig(TableConfig):
         losses = [part.loss for part in parts]
         return {
             "model": subject.name,
-            "dtype": dtype_of(subject),
+            "dtype": str(subject.precision.compute),
             "seq_len": seq_len,
             "tokens": round(total.tokens),
             "loss": total.loss,

@@ -167,10 +167,6 @@ def _rms_norm(section: Section) -> Node:
     return Node("rms_norm", width, keys, section)
 
 
-def _layer_norm(section: Section) -> Node:
-    return Node("layer_norm", section.take("d_model"), {"epsilon": section.take("eps", 1e-5)}, section)
-
-
 def _linear(section: Section) -> Node:
     keys = {
         "output_dim": section.take("d_out"),
@@ -206,10 +202,6 @@ def _moe(section: Section) -> Node:
     for key in ("gate_requires_grad", "up_requires_grad", "down_requires_grad"):
         section.refuse(key, "freeze parameters with `trainable` of a phase", True)
     return Node("moe", section.take("d_model"), {**keys, "router_aux_loss_coef": weight if balanced else 0.0}, section)
-
-
-def _dropout(section: Section) -> Node:
-    return Node("dropout", None, {"probability": section.take("p", 0.0)}, section)
 
 
 def _attention(section: Section) -> Node:
@@ -285,13 +277,13 @@ def _decoupled(section: Section, keys: dict[str, Any]) -> None:
 
 _LAYERS: dict[str, Any] = {
     "RMSNormLayer": _rms_norm,
-    "LayerNormLayer": _layer_norm,
+    "LayerNormLayer": lambda one: Node("layer_norm", one.take("d_model"), {"epsilon": one.take("eps", 1e-5)}, one),
     "LinearLayer": _linear,
     "AttentionLayer": _attention,
     "SwiGLULayer": lambda section: _mlp("swiglu", section),
     "GLULayer": lambda section: _mlp("glu", section),
     "MoELayer": _moe,
-    "DropoutLayer": _dropout,
+    "DropoutLayer": lambda one: Node("dropout", None, {"probability": one.take("p", 0.0)}, one),
 }
 
 

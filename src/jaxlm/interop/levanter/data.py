@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from jaxlm.core.errors import ConfigError
+from jaxlm.interop.levanter.evals import Refuse
 
 _CACHE_OPTIONS = "cache_options"
 _SOURCE_KEYS = ("validation_urls", "cache_dir", "tags")
@@ -31,14 +31,8 @@ def data_section(section: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]
     return data, notes
 
 
-def supervised_sources(
-    section: Mapping[str, Any], refuse: Callable[[str, str], ConfigError]
-) -> dict[str, dict[str, Any]]:
-    """Translates `supervised_data`, prompts with completions to evaluate on, to data sources.
-
-    Args:
-        refuse: (path, problem) -> the error to raise.
-    """
+def supervised_sources(section: Mapping[str, Any], refuse: Refuse) -> dict[str, dict[str, Any]]:
+    """Translates `supervised_data`, prompts with completions to evaluate on, to data sources."""
     sources = {}
     for name, source in section.items():
         if not isinstance(source, Mapping) or not source.get("validation_urls"):
@@ -79,9 +73,7 @@ def _name_sources(data: dict[str, Any], note: Callable[[str], None]) -> None:
     data["configs"] = {names[name]: _with_group_tag(name, source) for name, source in configs.items()}
     if names.keys() != data["configs"].keys():
         note("data.configs: in names with a slash, the slash becomes a dot and the part before it a tag")
-    trained = {
-        names[name] for name, source in configs.items() if not isinstance(source, Mapping) or _is_trained(source)
-    }
+    trained = {names[name] for name, source in configs.items() if _is_trained(source)}
 
     def weights(value: Any) -> Any:
         if not isinstance(value, Mapping):
@@ -100,8 +92,8 @@ def _name_sources(data: dict[str, Any], note: Callable[[str], None]) -> None:
         data["train_weights"] = weights(stages)
 
 
-def _is_trained(source: Mapping[str, Any]) -> bool:
-    return any(source.get(key) for key in ("train_urls", "id", "source"))
+def _is_trained(source: Any) -> bool:
+    return not isinstance(source, Mapping) or any(source.get(key) for key in ("train_urls", "id", "source"))
 
 
 def _with_group_tag(name: str, source: Any) -> Any:

@@ -1,13 +1,10 @@
 """Translates Levanter's `lora` and `adapter` sections to a phase with a surgery of type `lora`."""
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
-from jaxlm.core.errors import ConfigError
-
-Refuse = Callable[[str, str], ConfigError]
-"""(path, problem) -> the error to raise."""
+from jaxlm.interop.levanter.evals import Refuse
 
 # Key in Levanter -> key of the surgery and Levanter's default.
 _KEYS = {"r": ("rank", 8), "alpha": ("alpha", 8.0), "dropout": ("dropout", 0.0)}

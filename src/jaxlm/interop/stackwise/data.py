@@ -40,7 +40,10 @@ def put_data(model: Section, data: Section, training: Section, objective: Object
         out.put("data.shuffle", shuffles, data, "shuffle")
     if (folder := training.take("cache_dir")) is not None:
         out.put("data.cache_dir", folder, training, "cache_dir")
-    return _num_sequences(path, seq_len)
+    if isinstance(path, str) and path.endswith(TOKENS) and isinstance(seq_len, int):
+        with contextlib.suppress(OSError, ValueError):
+            return map_array(path).size // seq_len
+    return None
 
 
 def _length(data: Section, training: Section, out: Translated) -> Any:
@@ -77,10 +80,3 @@ def _tokenizer(model: Section, data: Section, objective: Objective, out: Transla
         embedding.note("family", "no effect beside data.tokenizer_path, which is the tokenizer")
     elif family is not None and out.has("data.vocab_size"):
         embedding.note("family", "no effect beside vocab_size: a tokenizer of that size is trained on the text")
-
-
-def _num_sequences(path: Any, seq_len: Any) -> int | None:
-    if isinstance(path, str) and path.endswith(TOKENS) and isinstance(seq_len, int):
-        with contextlib.suppress(OSError, ValueError):
-            return map_array(path).size // seq_len
-    return None

@@ -39,6 +39,9 @@ _CHECK_EVERY = 16  # tokens between calls of a stop function on the host
 T = TypeVar("T")
 
 
+_OF_KEYS = ("max_new_tokens", "temperature", "top_k", "top_p", "min_p", "repetition_penalty", "seed", "cache_dtype")
+
+
 @dataclass(frozen=True)
 class GenerationConfig:
     """Options of generation.
@@ -64,6 +67,11 @@ class GenerationConfig:
     with_stop: bool = False
     min_p: float | None = None
     repetition_penalty: float = 1.0
+
+    @staticmethod
+    def of(keys: Any, **others: Any) -> "GenerationConfig":
+        """The options of a section of the configuration or of a command line, which have the same names."""
+        return GenerationConfig(**{name: getattr(keys, name) for name in _OF_KEYS}, **others)
 
     @property
     def sampling(self) -> Sampling:

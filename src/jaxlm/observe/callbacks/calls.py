@@ -2,7 +2,7 @@
 
 import traceback
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Self
@@ -64,44 +64,37 @@ class Callbacks:
             self.call("on_epoch_end", f" of epoch {epoch}", epoch)
 
 
+@dataclass(eq=False)
 class CallbackListener:
-    """Passes the steps of a phase to the callbacks."""
+    """Passes the steps of a phase to the callbacks.
 
-    def __init__(
-        self,
-        callbacks: Callbacks,
-        run_metrics: Sequence[Callable[[], dict[str, float]]],
-        *,
-        epoch_of: Callable[[int], int | None],
-        last_step: int,
-        skipped: int,
-    ):
-        """Args:
+    Attributes:
         run_metrics: called at each step; each returns metrics of the whole run.
         epoch_of: returns the epoch of a step (counted from 0), if the phase has epochs.
         last_step: the step with which the phase ends.
-        skipped: number of steps skipped before this process started or resumed the phase.
-        """
-        self._callbacks = callbacks
-        self._run_metrics = run_metrics
-        self._epoch_of = epoch_of
-        self._last_step = last_step
-        self._skipped = skipped
+        skipped: number of steps skipped so far; at first, before this process started or resumed the phase.
+    """
+
+    callbacks: Callbacks
+    run_metrics: Sequence[Callable[[], dict[str, float]]]
+    epoch_of: Callable[[int], int | None]
+    last_step: int
+    skipped: int
 
     def __call__(self, info: StepInfo) -> None:
         metrics = dict(info.metrics)
-        for measure in self._run_metrics:
+        for measure in self.run_metrics:
             metrics |= measure()
         shown = replace(info, metrics=MappingProxyType(metrics), histograms=MappingProxyType(dict(info.histograms)))
-        callbacks, when = self._callbacks, f" at step {info.step}"
-        if (epoch := self._epoch_of(info.step - 1)) is not None:
+        callbacks, when = self.callbacks, f" at step {info.step}"
+        if (epoch := self.epoch_of(info.step - 1)) is not None:
             callbacks.begin_epoch(epoch)
         callbacks.call("on_batch_begin", when, info.step)
         callbacks.call("on_batch_end", when, shown)
-        skipped, self._skipped = self._skipped, int(info.metrics[SKIPPED])
-        if self._skipped <= skipped:
+        skipped, self.skipped = self.skipped, int(info.metrics[SKIPPED])
+        if self.skipped <= skipped:
             callbacks.call("on_optimizer_step", when, shown)
-        if info.step == self._last_step or self._epoch_of(info.step) != epoch:
+        if info.step == self.last_step or self.epoch_of(info.step) != epoch:
             callbacks.end_epoch()
 
 

@@ -114,7 +114,11 @@ class Charts(NamedTuple):
 
 def charts(runs: Sequence[LoggedRun]) -> Charts:
     """All charts of some runs, each with the curves of all of them."""
-    metrics = _with_batch_sizes(runs)
+    sizes = [batch_sizes(run) for run in runs]
+    metrics: _Metrics = [run.series for run in runs]
+    if len(np.unique(np.concatenate([one.values for one in sizes]))) > 1:  # otherwise one number says it for all
+        shown_sizes = [{_BATCH: one} if len(one.steps) else {} for one in sizes]
+        metrics = [{**series, **own} for series, own in zip(metrics, shown_sizes, strict=True)]
     names = sorted({name for one in metrics for name in one if not is_cell(name)} - _NO_CURVES)
     rest = [name for name in names if not any(re.fullmatch(kind.metrics, name) for kind in _KINDS)]
     evals = [name for name in rest if name.startswith(EVAL_PREFIX)]
@@ -195,11 +199,3 @@ def _points(series: Series, kept: np.ndarray) -> dict[str, list[Any]]:
     shown = np.isin(series.steps, kept)
     values = [float(f"{y:.{_DIGITS}g}") if np.isfinite(y) else None for y in series.values[shown].tolist()]
     return {"x": series.steps[shown].tolist(), "y": values}
-
-
-def _with_batch_sizes(runs: Sequence[LoggedRun]) -> _Metrics:
-    """The metrics of each run, with the batch size by step unless it is one number for all."""
-    sizes = [batch_sizes(run) for run in runs]
-    if len(np.unique(np.concatenate([one.values for one in sizes]))) <= 1:
-        return [run.series for run in runs]
-    return [{**run.series, _BATCH: one} if len(one.steps) else run.series for run, one in zip(runs, sizes, strict=True)]

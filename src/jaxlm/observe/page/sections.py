@@ -160,7 +160,7 @@ def report_card(runs: Sequence[LoggedRun], price_per_hour: float | None = None) 
     Args:
         price_per_hour: of the machines of each run together; None shows no cost.
     """
-    columns = [dict((*_results(run), *_cost(run, price_per_hour))) for run in runs]
+    columns = [dict(_results(run, price_per_hour)) for run in runs]
     names = list(dict.fromkeys(name for one in columns for name in one))
     return Table([run.name for run in runs], [[name, *(one.get(name, ABSENT) for one in columns)] for name in names])
 
@@ -184,13 +184,7 @@ def _number(value: float | None) -> str:
     return ABSENT if value is None else f"{value:.4f}"
 
 
-def _cost(run: LoggedRun, price_per_hour: float | None) -> Iterator[tuple[str, str]]:
-    if price_per_hour is not None and run.goodput:
-        hours = sum(seconds for activity, seconds in run.goodput.items() if activity != IDLE) / 3600
-        yield "cost", f"{hours * price_per_hour:,.2f} ({hours:,.2f} hours at {price_per_hour:g} per hour)"
-
-
-def _results(run: LoggedRun) -> Iterator[tuple[str, str]]:
+def _results(run: LoggedRun, price_per_hour: float | None) -> Iterator[tuple[str, str]]:
     for name, value in run.start_table():
         if name in _PLAN or name.startswith("phase "):
             yield name, value
@@ -230,6 +224,9 @@ def _results(run: LoggedRun) -> Iterator[tuple[str, str]]:
     if steps := resumes(run):
         earlier = f" ({len(steps) - _MAX_RESUMED:,} earlier ones are left out)" if len(steps) > _MAX_RESUMED else ""
         yield "resumed from step", ", ".join(f"{step:,.0f}" for step in steps[-_MAX_RESUMED:]) + earlier
+    if price_per_hour is not None and run.goodput:
+        hours = sum(seconds for activity, seconds in run.goodput.items() if activity != IDLE) / 3600
+        yield "cost", f"{hours * price_per_hour:,.2f} ({hours:,.2f} hours at {price_per_hour:g} per hour)"
 
 
 def newest(series: Series) -> str:

@@ -4,17 +4,18 @@ import json
 import os
 import re
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.install import install_command
 from jaxlm.core.redaction import redacted
-from jaxlm.core.values.logged import Completion, Histogram, Sample
+from jaxlm.core.values.logged import Completion, Sample
 from jaxlm.observe.trackers import environment
 from jaxlm.observe.trackers.base import ForwardLog, MissingLibraryError, RunInfo, Tracker, TrackerConfig
 from jaxlm.reading.choices import choice
+from jaxlm.reading.decode import flattened
 
 _LOCAL = "sqlite:///mlflow.db"
 _RUN_ID, _NEXT_STEP = "jaxlm.run_id", "jaxlm.next_step"  # tags of an MLflow run
@@ -75,8 +76,8 @@ class MlflowConfig(TrackerConfig):
         return tracker
 
 
-class MlflowTracker:
-    """Passes metrics to MLflow, those of some seconds in one request."""
+class MlflowTracker(Tracker):
+    """Passes metrics to MLflow, those of some seconds in one request. It has no histograms: `histograms.jsonl` has them."""
 
     def __init__(self, client: Any, handle: Any, abandoned_steps: int = 0):
         """Args: handle: an MLflow run. abandoned_steps: steps lost by going back, which MLflow cannot remove."""
@@ -88,16 +89,13 @@ class MlflowTracker:
         """Logs facts as parameters. Args: known: those that the run has, which MLflow does not change."""
         from mlflow.entities import Param  # pyright: ignore[reportMissingImports]
 
-        named = ((_FORBIDDEN.sub("_", key), str(value)[:_MAX_CHARACTERS]) for key, value in _flat(facts))
+        named = ((_FORBIDDEN.sub("_", key), str(value)[:_MAX_CHARACTERS]) for key, value in flattened(facts))
         params = [Param(key, value) for key, value in named if key not in known]
         for first in range(0, len(params), _MAX_PARAMS):
             self._client.log_batch(self._id, params=params[first : first + _MAX_PARAMS])
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         self._forward.log(step, dict(metrics))
-
-    def log_histograms(self, step: int, histograms: Mapping[str, Histogram]) -> None:
-        """Does nothing, because MLflow has no histograms. They are in `histograms.jsonl`."""
 
     def log_samples(self, step: int, samples: Sequence[Sample]) -> None:
         """Stores a file for each step."""
@@ -148,12 +146,3 @@ class _Requests:
             last = first + _MAX_METRICS >= len(metrics)
             tags = [RunTag(_NEXT_STEP, str(self._next_step))] if last else []
             self._client.log_batch(self._id, metrics=metrics[first : first + _MAX_METRICS], tags=tags)
-
-
-def _flat(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
-    """The values in nested dictionaries, by dotted path."""
-    if not isinstance(value, Mapping) or not value:
-        yield path, value
-        return
-    for key, item in value.items():
-        yield from _flat(item, f"{path}.{key}" if path else str(key))

@@ -1,11 +1,10 @@
 """Trackio: metrics in a local database, with a dashboard (`trackio show`)."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.install import install_command
-from jaxlm.core.values.logged import Completion, Histogram, Sample
 from jaxlm.observe.trackers import environment
 from jaxlm.observe.trackers.base import ForwardLog, MissingLibraryError, RunInfo, Tracker, TrackerConfig
 from jaxlm.reading.choices import choice
@@ -55,8 +54,11 @@ class TrackioConfig(TrackerConfig):
         return TrackioTracker(handle, run.abandoned_steps)
 
 
-class TrackioTracker:
-    """Passes metrics to Trackio, which writes them in a thread of its own."""
+class TrackioTracker(Tracker):
+    """Passes metrics to Trackio, which writes them in a thread of its own, and flushes by itself twice a second.
+
+    It has no histograms, and its tables need pandas: histograms, samples and completions are in jaxlm's own files alone.
+    """
 
     def __init__(self, handle: Any, abandoned_steps: int = 0):
         """Args: handle: an open run. abandoned_steps: steps lost by going back, which Trackio cannot remove."""
@@ -66,20 +68,8 @@ class TrackioTracker:
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         self._forward.log(step, dict(metrics))
 
-    def log_histograms(self, step: int, histograms: Mapping[str, Histogram]) -> None:
-        """Does nothing, because Trackio has no histograms. They are in `histograms.jsonl`."""
-
-    def log_samples(self, step: int, samples: Sequence[Sample]) -> None:
-        """Does nothing, because Trackio's tables need pandas. They are in `samples.jsonl`."""
-
-    def log_completions(self, step: int, completions: Sequence[Completion]) -> None:
-        """Does nothing, because Trackio's tables need pandas. They are in `completions.jsonl`."""
-
     def begin_attempt(self, attempt: int, step: int, abandoned_steps: int) -> None:
         self._forward.abandoned_steps = abandoned_steps
-
-    def flush(self) -> None:
-        """Does nothing, because Trackio flushes by itself twice a second."""
 
     def close(self) -> None:
         self._handle.finish()

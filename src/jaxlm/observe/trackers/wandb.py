@@ -142,12 +142,8 @@ class WandbConfig(TrackerConfig):
                 file.write(text)
         handle.log_artifact(artifact)
         if self.save_code:
-            _log_code(handle, self._code_folder())
-
-    def _code_folder(self) -> Path:
-        if isinstance(self.save_code, str):
-            return Path(self.save_code)
-        return environment.repository() or environment.program_folder()
+            folder = Path(self.save_code) if isinstance(self.save_code, str) else environment.repository()
+            _log_code(handle, folder or environment.program_folder())
 
 
 def _log_code(handle: Any, folder: Path) -> None:
@@ -188,8 +184,8 @@ class FilesThread:
             self._failure = failure
 
 
-class WandbTracker:
-    """Passes metrics to wandb, which sends them from a process of its own."""
+class WandbTracker(Tracker):
+    """Passes metrics to wandb, which sends them from a process of its own. That has every record, so nothing is flushed."""
 
     def __init__(self, handle: Any, xla_dumps: Path | None, abandoned_steps: int = 0, files: FilesThread | None = None):
         """Args:
@@ -237,9 +233,6 @@ class WandbTracker:
 
     def begin_attempt(self, attempt: int, step: int, abandoned_steps: int) -> None:
         self._forward.abandoned_steps = abandoned_steps
-
-    def flush(self) -> None:
-        """Does nothing, because wandb's process already has every record."""
 
     def close(self) -> None:
         """Uploads the XLA dumps if configured, and waits until everything is sent or written.

@@ -1,6 +1,5 @@
 """Traces and compiles the training step before its first batch."""
 
-import math
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -23,7 +22,7 @@ from jaxlm.engine.state import RunState, sharded_shapes
 from jaxlm.engine.step import StepReport, make_train_step
 from jaxlm.engine.sync import FlagSync
 from jaxlm.hardware.hlo import has_compiler_remat
-from jaxlm.hardware.program_memory import host_bytes, planned_bytes
+from jaxlm.hardware.program_memory import bytes_per_device, host_bytes, planned_bytes
 from jaxlm.models.remat import AUTO, CANDIDATES, CHEAP, FULL, NONE, RematPolicy, offloads, parse_remat, remat_name
 from jaxlm.plan.plan import Plan
 from jaxlm.plan.trainer_config import TrainerConfig
@@ -104,9 +103,6 @@ class StepPrograms:
     def check_fits_memory(self) -> None:
         for step in self.by_shape.values():
             step.check_fits_memory()
-
-    def of(self, stage: BatchStage) -> CompiledStep:
-        return self.by_shape[stage.shape]
 
     def write(self, config: TrainerConfig, folder: Path, name: str) -> None:
         """Writes the jaxprs and the HLO of the programs of phase `name` into a folder, if configured."""
@@ -199,7 +195,7 @@ def check_state_fits(plan: Plan, phase: Phase, limit: int | None) -> None:
     """Raises `ConfigError` if the state of a phase is larger than a device's memory, which compiling would find out later."""
     state = sharded_shapes(plan.state_builder.abstract_state(phase), plan.layout)
     on_device = [leaf for leaf in jax.tree.leaves(state) if leaf.sharding.memory_kind != HOST_MEMORY]
-    needed = sum(math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize for leaf in on_device)
+    needed = sum(map(bytes_per_device, on_device))
     if not all_processes(limit is None or needed <= limit):
         shard = " Or shard the parameters: trainer.fsdp_axis: embed" if plan.config.trainer.fsdp_axis is None else ""
         raise ConfigError(
@@ -263,7 +259,6 @@ def _advice(plan: Plan, phase: Phase, stage: BatchStage) -> str:
 
 
 def _less_saved(plan: Plan, policy: RematPolicy) -> str:
-    """How layers would save less on the device."""
     if policy not in (AUTO, FULL) and not offloads(policy):
         return "set model.gradient_checkpointing: full"
     on_host = plan.layout.platform != "cpu" and not offloads(policy)
@@ -271,7 +266,6 @@ def _less_saved(plan: Plan, policy: RematPolicy) -> str:
 
 
 def _fewer_at_once(plan: Plan, phase: Phase, stage: BatchStage) -> str:
-    """How a device would compute less at once."""
     trainer = plan.config.trainer
     at_once = -(-stage.microbatch // plan.layout.num_shards(BATCH))
     if at_once == 1:

@@ -35,9 +35,8 @@ MIN_ROUNDS = 6
 
 # The low end of the interval must be above this, because a tuned step is a different program and rounds differently.
 _GAIN = 1.01
-_TOLERANCE = (
-    1e-3  # relative difference of the losses of two steps; reordered sums stay far below, wrong products do not
-)
+# Relative difference of the losses of two steps: reordered sums stay far below, wrong products do not.
+_TOLERANCE = 1e-3
 _OBJECTIVE = "train/objective"
 
 Step = Callable[[RunState, Any], tuple[RunState, Any]]

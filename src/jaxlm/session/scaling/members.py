@@ -175,7 +175,7 @@ class Member:
 
     def measure(self) -> MemberResult:
         """Reads the last value of the metric from the logs of a run that has finished, and saves the result."""
-        log, size = Path(self.config.trainer.log_dir) / self.name / METRICS, self.size
+        log = Path(self.config.trainer.log_dir) / self.name / METRICS
         records = read_metrics(log) if log.exists() else []
         values = [record[self.metric] for record in records if record.get(self.metric) is not None]
         if not values:
@@ -183,17 +183,8 @@ class Member:
             raise ConfigError(
                 f"scaling.metric: '{self.metric}' given, but {log} does not have it. It has {', '.join(names) or 'no eval'}"
             )
-        result = MemberResult(
-            self.name,
-            self.depth,
-            self.budget,
-            size.num_parameters,
-            size.num_tokens,
-            size.num_steps,
-            size.flops_per_token,
-            self.metric,
-            float(values[-1]),
-        )
+        measured = {"metric": self.metric, "value": float(values[-1])}
+        result = MemberResult(self.name, self.depth, self.budget, **asdict(self.size), **measured)
         self._write_file(self.result_path, json.dumps(asdict(result), indent=1) + "\n")
         return result
 

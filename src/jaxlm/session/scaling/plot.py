@@ -49,7 +49,6 @@ def _draw_optima(axes: Any, law: ScalingLaw) -> None:
         if power is not None:
             budgets = np.array([at for at, _ in optima])
             axes.plot(budgets, power.at(budgets), color=f"C{number}", linewidth=0.8)
-    scale = (
-        "log" if any(p.num_parameters for p in law.parabolas) else "linear"
-    )  # without points, a log scale is an error
+    # Without points, a log scale is an error.
+    scale = "log" if any(p.num_parameters for p in law.parabolas) else "linear"
     axes.set(title="Optima", xscale=scale, yscale=scale, xlabel="FLOPs C", ylabel="parameters, tokens")

@@ -2,7 +2,6 @@
 
 import argparse
 import json
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -18,7 +17,7 @@ from jaxlm.observe.records import finite
 from jaxlm.plan.refs.base import Ref, RefConfig
 from jaxlm.reading.decode import decode
 from jaxlm.reading.yaml import load_yaml
-from jaxlm.session.load_model import LoadedModel
+from jaxlm.session.load_model import LoadedModel, to_stderr
 from jaxlm.session.references import check_reference
 
 _OPTION = "--gates"
@@ -43,7 +42,6 @@ def add_gate_option(parser: argparse.ArgumentParser) -> None:
         _OPTION,
         nargs="?",
         const="",
-        default=None,
         metavar="FILE",
         help="compare with references instead: run the evaluations of the run's section `evals` that compare, ask or have"
         " limits, or those of a YAML file with the sections `refs` and `evals`. A violated limit with `fail_fast` ends the"
@@ -64,7 +62,7 @@ def evaluate_gates(opened: LoadedModel, data: DataConfig, options: argparse.Name
     abstract = {name: ref.abstract(plan.state_builder.Vocab) for name, ref in refs.items()}
     for name, ref in refs.items():
         check_reference(
-            f"refs.{name}", ref, abstract[name], opened.tokenizer, plan.layout, opened.model.seq_len, _to_stderr
+            f"refs.{name}", ref, abstract[name], opened.tokenizer, plan.layout, opened.model.seq_len, to_stderr
         )
     with plan.layout.use():
         model = opened.for_inference(options.quantize)
@@ -74,18 +72,18 @@ def evaluate_gates(opened: LoadedModel, data: DataConfig, options: argparse.Name
         def validation_set(one: ValidationData) -> ValidationSet:
             return ValidationSet(one.source.name, tuple(one.source.config.tags), partial(one.batches, **arguments))
 
-        sets = data.open_validation(opened.tokenizer, opened.model.seq_len, _to_stderr, separate_cache=True)
+        sets = data.open_validation(opened.tokenizer, opened.model.seq_len, to_stderr, separate_cache=True)
         context = EvalContext(
             plan.layout,
             plan.precision,
             opened.tokenizer,
             None,
             tuple(map(validation_set, sets)),
-            _to_stderr,
+            to_stderr,
             opened.model.seq_len,
             score_batch,
             enforce_bos=opened.adds_bos,
-            reference=lambda name: refs[name].load(plan.state_builder.Vocab, plan.layout, _to_stderr),
+            reference=lambda name: refs[name].load(plan.state_builder.Vocab, plan.layout, to_stderr),
         )
         metrics: dict[str, float] = {}
         for evaluation in evals:
@@ -101,10 +99,8 @@ def _gates(opened: LoadedModel, file: str) -> Gates:
     if file:
         gates, where = decode(Gates, load_yaml(file)), file
     else:
-        gates, where = (
-            Gates(opened.plan.config.evals, opened.plan.config.refs),
-            f"the configuration of {opened.location}",
-        )
+        gates = Gates(opened.plan.config.evals, opened.plan.config.refs)
+        where = f"the configuration of {opened.location}"
     if not any(map(_compares, gates.evals)):
         raise ConfigError(
             f"{_OPTION}: {where} has no evaluation that compares with a reference, asks the model or has limits. Give"
@@ -136,13 +132,9 @@ def _print(opened: LoadedModel, metrics: Mapping[str, float], evals: Sequence[Ev
         print(f"{name:<{width}}  {value:>10.4g}  {limits.get(name, '')}".rstrip())
     violations = [(one, line) for one in evals for line in one.limits.violations("eval", metrics)]
     for _, line in violations:
-        _to_stderr(f"warning: {line}")
+        to_stderr(f"warning: {line}")
     numbers = {name: finite(value) for name, value in metrics.items()}
     lines = [line for _, line in violations]
     print(json.dumps({"model": str(opened.location), "metrics": numbers, "violations": lines}))
     if fatal := [line for one, line in violations if one.limits.fail_fast]:
         raise failed(fatal, str(opened.location))
-
-
-def _to_stderr(line: str) -> None:
-    print(line, file=sys.stderr)

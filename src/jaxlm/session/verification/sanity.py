@@ -3,7 +3,7 @@
 import contextlib
 import itertools
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 
 import haliax as hax
 import jax
@@ -89,13 +89,9 @@ def _problem(plan: Plan, phase: Phase, model: LanguageModel) -> str | None:
 def mean_loss(model: LanguageModel, batches: Iterable, plan: Plan) -> float:
     """Mean next-token loss in nats on training batches {microbatch, batch, ...}, in the dtype of the model."""
     program = jax.jit(_sums, out_shardings=plan.layout.replicated())
-    total = sum((part.astype(np.float64) for part in _read(program, model, batches)), np.zeros(2))
+    # One at a time: simulated devices deadlock if many are in flight.
+    total = sum((np.asarray(program(model, batch), np.float64) for batch in batches), np.zeros(2))
     return float(total[0] / total[1]) if total[1] else math.nan
-
-
-def _read(program: Callable, model: LanguageModel, batches: Iterable) -> Iterator[np.ndarray]:
-    for batch in batches:
-        yield np.asarray(program(model, batch))  # one at a time: simulated devices deadlock if many are in flight
 
 
 def _sums(model: LanguageModel, batch) -> jax.Array:
