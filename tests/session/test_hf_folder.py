@@ -74,7 +74,7 @@ def test_a_float16_folder_is_sampled_from_and_its_notes_are_printed(folder, caps
     shown = capsys.readouterr()
     assert shown.out.startswith("The")
     assert "the weights are float16, in which parameters cannot be stored, so they are read as float32" in shown.err
-    assert "ignored: keys that do not change what the model computes: use_mrope: False" in shown.err
+    assert "ignored: keys that jaxlm does not know for this family: use_mrope: False" in shown.err
 
 
 def test_float16_weights_are_computed_as_in_transformers_in_float32(folder):
