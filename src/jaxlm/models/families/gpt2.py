@@ -17,12 +17,11 @@ from haliax import Axis, NamedArray
 from jaxlm.core.axes import HEAD_SIZE, MLP
 from jaxlm.core.errors import ConfigError, check_choice, check_divides
 from jaxlm.core.field_types import BelowOne, NonNegativeFloat, NumLayers, PositiveInt, check_fields
-from jaxlm.core.products.stored_weights import Weight
-from jaxlm.core.sharding import for_compute, for_lookup
+from jaxlm.core.sharding import for_lookup
 from jaxlm.models.activations import ACTIVATIONS
-from jaxlm.models.base import Hidden, Inputs, KVCache, LanguageModel, ModelConfig
-from jaxlm.models.decoder import TransformerConfig
-from jaxlm.models.growth import StartsAsIdentity, grown_body, without_output
+from jaxlm.models.base import Hidden, Inputs, KVCache, ModelConfig
+from jaxlm.models.decoder import TransformerConfig, TransformerModel
+from jaxlm.models.growth import StartsAsIdentity, without_output
 from jaxlm.models.inference.kv_cache import empty_cache
 from jaxlm.models.layers import (
     Embedding,
@@ -116,7 +115,8 @@ class Gpt2Config(TransformerConfig):
         # A key of its own, so that the other parameters are those of a model with a tied head.
         k_head, Embed, tied = jax.random.fold_in(key, 1), self.Embed, self.tie_word_embeddings
         head = None if tied else Linear.init(Embed, Vocab, std=std, key=k_head)
-        return Gpt2(tokens, positions, body, head, self, vocab_multiple=self.vocab_multiple, adds_noise=True)
+        options = {"vocab_multiple": self.vocab_multiple, "adds_noise": True}
+        return Gpt2(tokens=tokens, positions=positions, body=body, head=head, config=self, **options)
 
 
 class Gpt2Block(StartsAsIdentity):
@@ -177,22 +177,14 @@ class Gpt2Block(StartsAsIdentity):
         return dataclasses.replace(self, attn=attn, mlp=mlp)
 
 
-class Gpt2(LanguageModel):
-    """Token and position embeddings, a stack of blocks, and a head (None if it is tied to the token embedding)."""
+class Gpt2(TransformerModel):
+    """A transformer with an embedding of positions."""
 
     tokens: Embedding
     positions: Embedding
     body: Body
     head: Linear | None
     config: Gpt2Config = eqx.field(static=True)
-
-    @property
-    def Vocab(self) -> Axis:
-        return self.tokens.Vocab
-
-    @property
-    def Pos(self) -> Axis:
-        return self.config.Pos
 
     def hidden(
         self, inputs: Inputs, *, cache: KVCache | None = None, taps: Sequence[str] = (), key: jax.Array | None = None
@@ -219,16 +211,6 @@ class Gpt2(LanguageModel):
         tokens, positions = for_lookup((self.tokens, self.positions))
         x = token_embeddings(tokens, inputs) + positions(inputs.positions)
         return dropout(x, self.config.embed_pdrop, key)
-
-    def with_layers(self, kept: Sequence[int]) -> "Gpt2":
-        return dataclasses.replace(self, config=self.config.with_layers(kept), body=self.body.with_layers(kept))
-
-    def grown(self, sources: Sequence[int], added: range, *, key: jax.Array | None) -> "Gpt2":
-        config = self.config.with_layers(sources)
-        return dataclasses.replace(self, config=config, body=grown_body(self.body, config, self.Vocab, added, key))
-
-    def lm_head(self) -> Weight:
-        return for_compute(self.tokens if self.head is None else self.head).weight
 
     def init_cache(self, Batch: Axis, capacity: int, dtype) -> KVCache:
         layers = [stack.Layers for stack in self.body.stacks]

@@ -81,7 +81,7 @@ from jaxlm.models.linear import Linear
 from jaxlm.models.norms import UnweightedRMSNorm
 from jaxlm.models.remat import RematModules, parse_remat
 from jaxlm.models.rope import DefaultRotary, RotaryConfig, check_rope
-from jaxlm.models.stacks import LayerKind, switch_lengths
+from jaxlm.models.stacks import LayerKind, stacked, switch_lengths
 from jaxlm.reading.choices import choice
 
 _SMEAR_GATE_MAX = 0.02
@@ -250,7 +250,7 @@ class NanoConfig(ModelConfig):
         gate_axes = (self.ValueLayers, self.KVHeads, Channels)
         gates = hax.random.uniform(k_gates, gate_axes, minval=0.0, maxval=self.gate_init_max)
         body = NanoBody(
-            layers=hnn.Stacked.init(self.Layers, _BlockInit)(self, key=jax.random.split(k_layers, self.num_layers)),
+            layers=stacked(functools.partial(_block, self), self.Layers, jax.random.split(k_layers, self.num_layers)),
             resid_lambdas=self._between_layers(self.first_resid_lambda, self.last_resid_lambda),
             x0_lambdas=self._between_layers(self.first_x0_lambda, self.last_x0_lambda),
             value_embedding=hax.random.uniform(
@@ -332,30 +332,26 @@ class NanoConfig(ModelConfig):
         return NamedArray(jnp.linspace(first, last, self.num_layers), (self.Layers,))
 
 
-class _BlockInit:
-    """Initializes the blocks, for `hnn.Stacked`."""
-
-    @staticmethod
-    def init(config: NanoConfig, *, key: jax.Array) -> NanoBlock:
-        k_q, k_k, k_v, k_up = jax.random.split(key, 4)
-        Embed, Heads, KVHeads, HeadSize = config.Embed, config.Heads, config.KVHeads, config.HeadSize
-        std, eps = config.hidden_dim**-0.5, config.layer_norm_epsilon
-        attn = SelfAttention(
-            q_proj=uniform_linear(Embed, (Heads, HeadSize), std=std, key=k_q),
-            k_proj=uniform_linear(Embed, (KVHeads, HeadSize), std=std, key=k_k),
-            v_proj=uniform_linear(Embed, (KVHeads, HeadSize), std=std, key=k_v),
-            o_proj=zero_linear((Heads, HeadSize), Embed),
-            q_norm=UnweightedRMSNorm(HeadSize, eps),
-            k_norm=UnweightedRMSNorm(HeadSize, eps),
-            norms_follow_rotation=True,
-            scale=config.qk_scale**2 * HeadSize.size**-0.5,
-        )
-        mlp = Mlp(
-            up_proj=uniform_linear(Embed, config.Mlp, std=config.mlp_init_scale * std, key=k_up),
-            down_proj=zero_linear(config.Mlp, Embed),
-            activation="relu2",
-        )
-        return NanoBlock(attn, mlp, UnweightedRMSNorm(Embed, eps))
+def _block(config: NanoConfig, *, key: jax.Array) -> NanoBlock:
+    k_q, k_k, k_v, k_up = jax.random.split(key, 4)
+    Embed, Heads, KVHeads, HeadSize = config.Embed, config.Heads, config.KVHeads, config.HeadSize
+    std, eps = config.hidden_dim**-0.5, config.layer_norm_epsilon
+    attn = SelfAttention(
+        q_proj=uniform_linear(Embed, (Heads, HeadSize), std=std, key=k_q),
+        k_proj=uniform_linear(Embed, (KVHeads, HeadSize), std=std, key=k_k),
+        v_proj=uniform_linear(Embed, (KVHeads, HeadSize), std=std, key=k_v),
+        o_proj=zero_linear((Heads, HeadSize), Embed),
+        q_norm=UnweightedRMSNorm(HeadSize, eps),
+        k_norm=UnweightedRMSNorm(HeadSize, eps),
+        norms_follow_rotation=True,
+        scale=config.qk_scale**2 * HeadSize.size**-0.5,
+    )
+    mlp = Mlp(
+        up_proj=uniform_linear(Embed, config.Mlp, std=config.mlp_init_scale * std, key=k_up),
+        down_proj=zero_linear(config.Mlp, Embed),
+        activation="relu2",
+    )
+    return NanoBlock(attn, mlp, UnweightedRMSNorm(Embed, eps))
 
 
 class Nano(LanguageModel):
