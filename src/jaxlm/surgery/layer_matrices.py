@@ -1,6 +1,5 @@
 """Named parameters as matrices of plain arrays, layer by layer, for decompositions."""
 
-import math
 from collections.abc import Callable
 from typing import Any
 
@@ -27,7 +26,7 @@ def by_layer(compute: Callable[..., Any], *arrays: jax.Array) -> Any:
 def flat(array: NamedArray, *groups: tuple[hax.Axis, ...]) -> jax.Array:
     """The float32 array with one dimension for each group of axes."""
     ordered = array.rearrange(tuple(axis for group in groups for axis in group)).array.astype(jnp.float32)
-    return ordered.reshape([math.prod(axis.size for axis in group) for group in groups])
+    return ordered.reshape([hax.axis_size(group) for group in groups])
 
 
 def named(array: jax.Array, like: NamedArray) -> NamedArray:
