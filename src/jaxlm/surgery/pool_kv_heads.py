@@ -215,8 +215,8 @@ class PoolKvHeadsConfig(SurgeryConfig):
             attention = replace(attention, v_proj=_turned(attention.v_proj, of_values))
             out = replace(attention.o_proj, weight=_turned_array(attention.o_proj.weight, of_values))
             attention = replace(attention, o_proj=out)
-            if not _turns_keys(attention):
-                return attention
+            if isinstance(attention.k_norm, RMSNorm) or isinstance(attention.q_norm, RMSNorm):
+                return attention  # the weights of a norm after the projection fix the directions of keys
             return replace(
                 attention, q_proj=_turned(attention.q_proj, of_keys), k_proj=_turned(attention.k_proj, of_keys)
             )
@@ -231,7 +231,8 @@ def _problem(config: ModelConfig, model: LanguageModel) -> str | None:
         return "its config has no number of key/value heads that can change alone. Remove the surgery"
     if other := next((a for a in attentions if not isinstance(a, SelfAttention)), None):
         return f"its attention is {type(other).__name__}. Put pool_kv_heads before the surgery that makes it"
-    if any(_names_heads(attention.k_norm) for attention in attentions):  # pyright: ignore[reportAttributeAccessIssue]
+    norms = [attention.k_norm for attention in attentions]  # pyright: ignore[reportAttributeAccessIssue]
+    if any(isinstance(norm, RMSNorm) and norm.weight.has_axis(KV_HEADS) for norm in norms):
         return "a norm over all key heads together has a weight for each of them. Remove the surgery"
     return None
 
@@ -249,15 +250,6 @@ def _alignment_problem(model: LanguageModel) -> str | None:
     if len(forms) > 1:
         return "its layers rotate different features. Remove align"
     return None
-
-
-def _names_heads(norm: Any) -> bool:
-    return isinstance(norm, RMSNorm) and KV_HEADS in (axis.name for axis in norm.weight.axes)
-
-
-def _turns_keys(attention: SelfAttention) -> bool:
-    """A norm with weights between projection and rotation fixes the directions of keys."""
-    return not isinstance(attention.k_norm, RMSNorm) and not isinstance(attention.q_norm, RMSNorm)
 
 
 def _features(model: LanguageModel) -> HeadFeatures:

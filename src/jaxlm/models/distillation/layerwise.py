@@ -190,14 +190,10 @@ def _run(
     """The stream after a layer, and what of the layer is compared; both in the order of the axes of tokens, then features."""
     recorded: list[NamedArray] = []
     if target != "residual":
-        block = _with_recorder(block, recorded, target)
+        block = tree.map_modules(block, Attention, ".*", lambda attention: _Recorder(attention, recorded, target))
     after = block(x, context, None, index=index, key=key)[0].rearrange(x.axes)
     compared = after if target == "residual" else recorded[0]
     return after, compared.rearrange((*(axis for axis in x.axes if axis.name != EMBED), ...))
-
-
-def _with_recorder(block: Block, recorded: list[NamedArray], target: Target) -> Block:
-    return tree.map_modules(block, Attention, ".*", lambda attention: _Recorder(attention, recorded, target))
 
 
 class _Recorder(Attention):
