@@ -22,7 +22,7 @@ import jax
 import jax.numpy as jnp
 from haliax import Axis, NamedArray
 
-from jaxlm.core.sharding import current_layout
+from jaxlm.core.sharding import replicated
 from jaxlm.optim.matrices import square_axes
 
 _EXACT = 1e-4  # eigenvectors of eigenvalues below this part of the largest are found without those above it
@@ -83,10 +83,7 @@ def _flat(square: NamedArray, like: jax.Array) -> jax.Array:
 
 def _map_each(change: Callable[..., Any], *matrices: jax.Array) -> Any:
     """Maps over the first axis, on every device; see the module's description."""
-    layout = current_layout()
-    if layout is not None:
-        matrices = jax.lax.with_sharding_constraint(matrices, layout.replicated())
-    return jax.lax.map(lambda slices: change(*slices), matrices)
+    return jax.lax.map(lambda slices: change(*slices), replicated(matrices))
 
 
 def _eigenvectors(gradient: jax.Array) -> jax.Array:
