@@ -100,13 +100,35 @@ def _apply_norm(norm: Norm | None, x: NamedArray) -> NamedArray:
     return x if norm is None else norm(x)
 
 
-class TransformerConfig(ModelConfig):
-    """The axes, layers and FLOPs of a decoder. Families declare these values as config keys, or keep those here."""
+class SizedConfig(ModelConfig):
+    """The axes of a stream, its layers and their heads, by the config keys that a family declares."""
 
     hidden_dim: int
     num_layers: int
     num_heads: int
     num_kv_heads: PositiveInt | None = None
+
+    @property
+    def Embed(self) -> Axis:
+        return Axis(EMBED, self.hidden_dim)
+
+    @property
+    def Layers(self) -> Axis:
+        """The axis that stacks the parameters of all blocks."""
+        return Axis(LAYERS, self.num_layers)
+
+    @property
+    def Heads(self) -> Axis:
+        return Axis(HEADS, self.num_heads)
+
+    @property
+    def KVHeads(self) -> Axis:
+        return Axis(KV_HEADS, self.num_heads if self.num_kv_heads is None else self.num_kv_heads)
+
+
+class TransformerConfig(SizedConfig):
+    """The axes, layers and FLOPs of a decoder. Families declare these values as config keys, or keep those here."""
+
     head_dim: PositiveInt | None = None
     mlp_matrices: ClassVar[int] = 3
     """Weight matrices of an MLP: 3 with a gate, 2 without."""
@@ -132,23 +154,6 @@ class TransformerConfig(ModelConfig):
     @property
     def is_causal(self) -> bool:
         return not self.use_bidirectional_attention
-
-    @property
-    def Embed(self) -> Axis:
-        return Axis(EMBED, self.hidden_dim)
-
-    @property
-    def Layers(self) -> Axis:
-        """The axis that stacks the parameters of all blocks."""
-        return Axis(LAYERS, self.num_layers)
-
-    @property
-    def Heads(self) -> Axis:
-        return Axis(HEADS, self.num_heads)
-
-    @property
-    def KVHeads(self) -> Axis:
-        return Axis(KV_HEADS, self.num_heads if self.num_kv_heads is None else self.num_kv_heads)
 
     @property
     def HeadSize(self) -> Axis:
@@ -410,7 +415,6 @@ class Decoder(TransformerModel):
         return dataclasses.replace(self, denoisers=denoisers)
 
     def _embedded(self, inputs: Inputs) -> NamedArray:
-        """The input of the first layer."""
         x = token_embeddings(for_lookup(self.tokens), inputs)
         if self.embed_scale is not None:
             x = x * jax.numpy.asarray(self.embed_scale, x.dtype)
@@ -426,9 +430,10 @@ class Decoder(TransformerModel):
     def with_context(self, seq_len: int, rope: RotaryConfig | None) -> "Decoder":
         config = self.config.with_context(seq_len, rope)
         assert isinstance(config, DecoderConfig)
-        kinds = config.kinds
-        lengths = switch_lengths(kinds)
-        return dataclasses.replace(self, config=config, body=_with_kinds(self.body, kinds), switch_lengths=lengths)
+        kinds = iter([[config.kinds[layer] for layer in layers] for layers in self.body.layer_numbers])
+        change = lambda stack: dataclasses.replace(stack, kinds=shortest_period(next(kinds)))  # noqa: E731
+        body = jax.tree.map(change, self.body, is_leaf=lambda node: isinstance(node, Stack))
+        return dataclasses.replace(self, config=config, body=body, switch_lengths=switch_lengths(config.kinds))
 
     def init_cache(self, Batch: Axis, capacity: int, dtype) -> KVCache:
         layers = [stack.Layers for stack in self.body.stacks]
@@ -436,13 +441,6 @@ class Decoder(TransformerModel):
         keys = {"KeyHeads": config.KeyHeads, "KeySize": config.KeySize}
         sizes = (config.KVHeads, config.HeadSize)
         return empty_cache(layers, Batch, capacity, *sizes, dtype, **keys, with_tokens=with_tokens)
-
-
-def _with_kinds(body: Body, kinds: Sequence[LayerKind]) -> Body:
-    """The same layers, of other kinds: one for each, from first to last. Leaves may be missing (None)."""
-    parts = iter([[kinds[layer] for layer in layers] for layers in body.layer_numbers])
-    change = lambda stack: dataclasses.replace(stack, kinds=shortest_period(next(parts)))  # noqa: E731
-    return jax.tree.map(change, body, is_leaf=lambda node: isinstance(node, Stack))
 
 
 def renumbered(layers: Collection[int], kept: Sequence[int]) -> tuple[int, ...]:

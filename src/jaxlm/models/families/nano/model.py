@@ -44,12 +44,8 @@ import numpy as np
 from haliax import Axis, NamedArray
 
 from jaxlm.core.axes import (
-    EMBED,
     GATE_CHANNELS,
     HEAD_SIZE,
-    HEADS,
-    KV_HEADS,
-    LAYERS,
     MLP,
     SMEAR_CHANNELS,
     VALUE_EMBED,
@@ -69,6 +65,7 @@ from jaxlm.core.products.stored_weights import Weight
 from jaxlm.core.products.wide_sums import scaled
 from jaxlm.core.sharding import for_compute, for_lookup
 from jaxlm.models.base import FINAL, Hidden, Inputs, KVCache, LanguageModel, LeavesFromTokens, ModelConfig
+from jaxlm.models.decoder import SizedConfig
 from jaxlm.models.families.nano.body import NanoBody
 from jaxlm.models.families.nano.counts import num_lookup_entries, parameter_counts
 from jaxlm.models.families.nano.layers import NanoBlock, first_channels, uniform_linear, zero_linear
@@ -89,7 +86,7 @@ _LOOKUPS = 1  # folded into the key, so that the other parameters are the same w
 
 
 @choice(ModelConfig, "nano")
-class NanoConfig(ModelConfig):
+class NanoConfig(SizedConfig):
     """nanochat's model. The defaults are its 12 layers of February 2026.
 
     Attributes:
@@ -156,26 +153,9 @@ class NanoConfig(ModelConfig):
     lookup: LookupConfig | None = None
 
     @property
-    def Embed(self) -> Axis:
-        return Axis(EMBED, self.hidden_dim)
-
-    @property
-    def Layers(self) -> Axis:
-        """The axis that stacks the parameters of all blocks."""
-        return Axis(LAYERS, self.num_layers)
-
-    @property
     def ValueLayers(self) -> Axis:
         """The axis that stacks the value embeddings: every other layer has one, and the last layer does."""
         return Axis(VALUE_LAYERS, (self.num_layers + 1) // 2)
-
-    @property
-    def Heads(self) -> Axis:
-        return Axis(HEADS, self.num_heads)
-
-    @property
-    def KVHeads(self) -> Axis:
-        return Axis(KV_HEADS, self.num_heads if self.num_kv_heads is None else self.num_kv_heads)
 
     @property
     def HeadSize(self) -> Axis:

@@ -192,7 +192,6 @@ class TopologyModel(TransformerModel):
         return self.body(x, inputs, None, key, taps, first, stop)
 
     def _embedded(self, inputs: Inputs) -> NamedArray:
-        """The input of the first layer."""
         return token_embeddings(for_lookup(self.tokens), inputs)
 
     def init_cache(self, Batch: Axis, capacity: int, dtype) -> KVCache:
