@@ -87,4 +87,7 @@ class ClipUpdateNorm:
             scale = jnp.where(ready & (norm > limit), limit / norm, 1.0)
             return jax.tree.map(lambda u: (u * scale).astype(u.dtype), updates), state.push(norm)
 
-        return optax.GradientTransformation(lambda _: RollingWindow.empty(self.rolling_interval_length), update_fn)
+        def init_fn(params: Any) -> Any:
+            return RollingWindow.empty(self.rolling_interval_length)
+
+        return optax.GradientTransformation(init_fn, update_fn)

@@ -297,7 +297,6 @@ def _decays_by_default(path: str) -> bool:
 
 
 def _check(config: OptimizerConfig) -> None:
-    """Raises `ConfigError` for values that `groups` and `match` cannot have."""
     if config.match is not None:
         raise ConfigError(
             f"optimizer.match: '{config.match}' given, but only the entries of optimizer.groups have this key. Write"
