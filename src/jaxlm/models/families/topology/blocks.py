@@ -1,6 +1,5 @@
 """One layer of a body: what a topology has from one attention to the next."""
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Union
 
@@ -90,8 +89,3 @@ class _Run:
         """A key for each part that has dropout."""
         self.num_keys += 1
         return None if self.key is None else jax.random.fold_in(self.key, self.num_keys)
-
-
-def named_parts(parts: Mapping[str, Part]) -> dict[str, Any]:
-    """The fields of a `Residual` or a block."""
-    return {"parts": dict(parts), "order": tuple(parts)}
