@@ -68,15 +68,8 @@ class DecoderBlock(StartsAsIdentity):
     residual_scale: float = eqx.field(static=True, default=1.0)
 
     def __call__(
-        self,
-        x: NamedArray,
-        context: LayerContext,
-        layer_cache: LayerCache | None,
-        *,
-        index: NamedArray,
-        key: jax.Array | None,
+        self, x: NamedArray, context: LayerContext, layer_cache: LayerCache | None, *, key: jax.Array | None, **_: Any
     ) -> tuple[NamedArray, ForCache, None]:
-        del index  # layers differ only in their context
         attended, new = self.attn(_apply_norm(self.attn_norm, x), context, layer_cache, key=key)
         attended = self._scaled(_apply_norm(self.attn_post_norm, attended))
         if self.parallel:

@@ -4,7 +4,7 @@ Source: `jaxlm.surgery.bottleneck`, and for keys that heads share `jaxlm.surgery
 are: a head's values are those of its key/value head.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import fields, replace
 from typing import Any, Literal, NamedTuple
 
@@ -149,15 +149,7 @@ class DecoupleConfig(SurgeryConfig):
             return _with_attention(new, o_proj={"weight": before.o_proj.weight * _FRESH_OUTPUT})
         return self._filled(new, before, _teacher(config), None)
 
-    def fill(
-        self,
-        model: LanguageModel,
-        before: LanguageModel,
-        *,
-        refs: Mapping[str, LanguageModel],
-        sums: Any,
-        key: jax.Array,
-    ) -> LanguageModel:
+    def fill(self, model: LanguageModel, before: LanguageModel, *, sums: Any, **_: Any) -> LanguageModel:
         return self._filled(model, _attention_before(before), _teacher(_config_of(before)), sums)
 
     def describe(self, model: LanguageModel, sums: InputMoments) -> str:

@@ -173,13 +173,7 @@ class LoraConfig(SurgeryConfig):
             raise ConfigError(f"surgery lora: init: eva: target: {error}") from error
 
     def fill(
-        self,
-        model: LanguageModel,
-        before: LanguageModel,
-        *,
-        refs: Mapping[str, LanguageModel],
-        sums: Mapping[str, InputMoments],
-        key: jax.Array,
+        self, model: LanguageModel, before: LanguageModel, *, sums: Mapping[str, InputMoments], **_: Any
     ) -> LanguageModel:
         def filled(path: str, layer: LoraLinear) -> LoraLinear:
             return dataclasses.replace(layer, a=eva(layer.change, sums[path]).a) if path in sums else layer

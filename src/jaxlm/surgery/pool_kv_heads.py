@@ -108,13 +108,7 @@ class PoolKvHeadsConfig(SurgeryConfig):
         return self._pooled(self._aligned(model, {}), key)
 
     def fill(
-        self,
-        model: LanguageModel,
-        before: LanguageModel,
-        *,
-        refs: Mapping[str, LanguageModel],
-        sums: Mapping[str, InputMoments],
-        key: jax.Array,
+        self, model: LanguageModel, before: LanguageModel, *, sums: Mapping[str, InputMoments], key: jax.Array, **_: Any
     ) -> LanguageModel:
         return self._pooled(self._aligned(before, sums), key)
 

@@ -39,15 +39,8 @@ class TopologyBlock(eqx.Module):
     order: tuple[str, ...] = eqx.field(static=True)
 
     def __call__(
-        self,
-        x: NamedArray,
-        context: LayerContext,
-        layer_cache: LayerCache | None,
-        *,
-        index: NamedArray,
-        key: jax.Array | None,
+        self, x: NamedArray, context: LayerContext, layer_cache: LayerCache | None, *, key: jax.Array | None, **_: Any
     ) -> tuple[NamedArray, ForCache, RouterStats | None]:
-        del index  # layers differ only in their context
         run = _Run(context, layer_cache, key)
         out = run.sequence(self, x).rearrange(x.axes)
         assert run.new is not None, "every block has attention"
