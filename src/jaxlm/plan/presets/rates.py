@@ -4,8 +4,8 @@ Source: karpathy/nanochat (`scripts/base_train.py`, commit b7629ef). Weight deca
 which keeps T_epoch = B / (learning rate x weight decay x D) constant.
 """
 
-from collections.abc import Mapping
-from typing import Any, Protocol
+from collections.abc import Callable, Mapping
+from typing import Any
 
 from jaxlm.models.families.nano import NanoConfig
 from jaxlm.models.families.nano.lookup import lookup_width
@@ -18,24 +18,11 @@ _ADAM_EPSILON = 1e-10
 _T_EPOCH = "arXiv:2405.13698"
 
 
-class Add(Protocol):
-    """Adds a number to those that are shown, and returns it."""
-
-    def __call__(
-        self,
-        name: str,
-        value: Any,
-        formula: str,
-        source: str = BASE_TRAIN,
-        key: str | None = None,
-        instead: str = "",
-    ) -> Any: ...
-
-
 class OptimizerKeys:
     """The section `optimizer` of a model.
 
     Args:
+        add: adds a number to those that are shown, and returns it.
         recipe: with the rates that you set in the preset in place of its own.
         rate_scale: what the batch multiplies learning rates by.
         section: the section of the configuration, whose keys win.
@@ -43,7 +30,7 @@ class OptimizerKeys:
 
     def __init__(
         self,
-        add: Add,
+        add: Callable[..., Any],
         recipe: Recipe,
         model: NanoConfig,
         rate_scale: float,
