@@ -224,7 +224,7 @@ class _Recorder(Attention):
         replaced: Callable[[Any], tuple[Any, Any]] = lambda attention: (attention.v_proj, attention.o_proj)  # noqa: E731
         v_proj, _ = replaced(self.base)
         KVHeads = next(axis for axis in axes_of(v_proj.Out) if axis.name == KV_HEADS)
-        probe = eqx.tree_at(replaced, self.base, (_WhichToken(KVHeads, context.order), _Unprojected()))
+        probe = eqx.tree_at(replaced, self.base, (_WhichToken(KVHeads, context.order), eqx.nn.Identity()))
         return probe(x, dataclasses.replace(context, attn_backend="reference"), None, **options)[0]
 
 
@@ -239,10 +239,3 @@ class _WhichToken(eqx.Module):
         one_hot = hax.nn.one_hot(text_index(x, self.order), Index, dtype=x.dtype)
         axes = (x.resolve_axis(BATCH), x.resolve_axis(POSITION), self.KVHeads, Index)
         return one_hot.broadcast_to(axes).rearrange(axes)
-
-
-class _Unprojected(eqx.Module):
-    """Returns its input."""
-
-    def __call__(self, x: NamedArray) -> NamedArray:
-        return x

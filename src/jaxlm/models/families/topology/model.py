@@ -112,9 +112,8 @@ class TopologyConfig(ModelConfig):
     def _body(self, key: jax.Array) -> Body:
         layers, order = self.layers, self.order
         keys, kinds = jax.random.split(key, len(layers)), self.kinds
-        norm: Any = (
-            NoNorm() if (item := final_norm(self.topology)) is None else item.init(self.hidden_dim, 0.0, key=key)
-        )
+        item = final_norm(self.topology)
+        norm: Any = eqx.nn.Identity() if item is None else item.init(self.hidden_dim, 0.0, key=key)
         stacks = [
             Stack(
                 stacked(
@@ -156,13 +155,6 @@ class TopologyConfig(ModelConfig):
             windows = [layer.attention.sliding_window]
             parts.append(FlopsPerToken.of(weights=0, attention_dim=dim, seq_len=self.seq_len, windows=windows))
         return FlopsPerToken(sum(part.causal for part in parts), sum(part.palm for part in parts))
-
-
-class NoNorm(eqx.Module):
-    """In place of the norm before the head, in a topology that does not end with one."""
-
-    def __call__(self, x: NamedArray) -> NamedArray:
-        return x
 
 
 class TopologyModel(TransformerModel):
