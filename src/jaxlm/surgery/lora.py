@@ -186,7 +186,8 @@ class LoraConfig(SurgeryConfig):
             model = tree.map_modules(model, LoraLinear, ".*", LoraLinear.merged)
         if self.embeddings is None:
             return model
-        change = lambda path, table: table.merged() if self._adapts_table(path) else table  # noqa: E731
+        adapts = lambda path: any(map(self._matches_table, (path, head_of(path))))  # noqa: E731
+        change = lambda path, table: table.merged() if adapts(path) else table  # noqa: E731
         return tree.map_modules_by_path(model, LoraEmbedding, ".*", change)
 
     def exported(self, model: LanguageModel, merged: LanguageModel) -> LanguageModel:
@@ -315,9 +316,6 @@ class LoraConfig(SurgeryConfig):
         if not self._matches_table(name) or not sizes[0].rank:
             return None
         return LowRank.of(table.weight, In, Out, sizes, key=key, starts=starts, use_dora=self.use_dora)
-
-    def _adapts_table(self, path: str) -> bool:
-        return any(map(self._matches_table, (path, head_of(path))))
 
     def _check_keys(self, model: LanguageModel, names: NumberedPaths, tables: Sequence[str]) -> None:
         """Raises `ConfigError` for patterns and layers that match nothing. Args: tables: names that `embeddings` matches."""
