@@ -96,7 +96,26 @@ class Gpt2Config(TransformerConfig):
         check_choice("model.activation_function", self.activation_function, ACTIVATIONS)
 
     def block(self, *, key: jax.Array) -> "Gpt2Block":
-        return Gpt2Block.init(self, key=key)
+        std, bias = self.initializer_range, self.use_bias
+        residual_std = std / math.sqrt(2 * self.num_layers)
+        Embed, Heads, KVHeads, HeadSize, Mlp_ = self.Embed, self.Heads, self.KVHeads, self.HeadSize, self.Mlp
+        k_q, k_k, k_v, k_o, k_up, k_down = jax.random.split(key, 6)
+        attn = SelfAttention(
+            q_proj=Linear.init(Embed, (Heads, HeadSize), std=std, key=k_q, use_bias=bias),
+            k_proj=Linear.init(Embed, (KVHeads, HeadSize), std=std, key=k_k, use_bias=bias),
+            v_proj=Linear.init(Embed, (KVHeads, HeadSize), std=std, key=k_v, use_bias=bias),
+            o_proj=Linear.init((Heads, HeadSize), Embed, std=residual_std, key=k_o, use_bias=bias),
+            scale=None if self.scale_attn_weights else 1.0,
+            upcast=self.upcast_attn,
+            dropout=self.attn_pdrop,
+        )
+        mlp = Mlp(
+            up_proj=Linear.init(Embed, Mlp_, std=std, key=k_up, use_bias=bias),
+            down_proj=Linear.init(Mlp_, Embed, std=residual_std, key=k_down, use_bias=bias),
+            activation=self.activation_function,
+        )
+        norms = [LayerNorm.init(Embed, self.layer_norm_epsilon, use_bias=bias) for _ in range(2)]
+        return Gpt2Block(norms[0], attn, norms[1], mlp, self.scale_attn_by_inverse_layer_idx, self.resid_pdrop)
 
     def layer_keys(self, kept: Sequence[int]) -> dict[str, Any]:
         if self.scale_attn_by_inverse_layer_idx and tuple(kept) != tuple(range(len(kept))):
@@ -128,29 +147,6 @@ class Gpt2Block(StartsAsIdentity):
     mlp: Mlp
     inverse_layer_scale: bool = eqx.field(static=True)
     resid_pdrop: float = eqx.field(static=True)
-
-    @staticmethod
-    def init(config: Gpt2Config, *, key: jax.Array) -> "Gpt2Block":
-        std, bias = config.initializer_range, config.use_bias
-        residual_std = std / math.sqrt(2 * config.num_layers)
-        Embed, Heads, KVHeads, HeadSize, Mlp_ = config.Embed, config.Heads, config.KVHeads, config.HeadSize, config.Mlp
-        k_q, k_k, k_v, k_o, k_up, k_down = jax.random.split(key, 6)
-        attn = SelfAttention(
-            q_proj=Linear.init(Embed, (Heads, HeadSize), std=std, key=k_q, use_bias=bias),
-            k_proj=Linear.init(Embed, (KVHeads, HeadSize), std=std, key=k_k, use_bias=bias),
-            v_proj=Linear.init(Embed, (KVHeads, HeadSize), std=std, key=k_v, use_bias=bias),
-            o_proj=Linear.init((Heads, HeadSize), Embed, std=residual_std, key=k_o, use_bias=bias),
-            scale=None if config.scale_attn_weights else 1.0,
-            upcast=config.upcast_attn,
-            dropout=config.attn_pdrop,
-        )
-        mlp = Mlp(
-            up_proj=Linear.init(Embed, Mlp_, std=std, key=k_up, use_bias=bias),
-            down_proj=Linear.init(Mlp_, Embed, std=residual_std, key=k_down, use_bias=bias),
-            activation=config.activation_function,
-        )
-        norms = [LayerNorm.init(Embed, config.layer_norm_epsilon, use_bias=bias) for _ in range(2)]
-        return Gpt2Block(norms[0], attn, norms[1], mlp, config.scale_attn_by_inverse_layer_idx, config.resid_pdrop)
 
     def __call__(
         self,

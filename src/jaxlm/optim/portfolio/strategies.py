@@ -225,7 +225,8 @@ class Muon(Strategy):
         beta1, beta2, epsilon: Adam's keys of the same names, for all other parameters.
     """
 
-    orthogonalizes = True
+    orthogonalizes: ClassVar[bool] = True
+    needs_matrix_squares: ClassVar[bool] = False
     momentum: BelowOne = 0.95
     nesterov: bool = True
     adam_lr_scale: PositiveFloat = 1.0
@@ -244,10 +245,6 @@ class Muon(Strategy):
     @property
     def square_decay(self) -> float:
         return self.beta2
-
-    @property
-    def needs_matrix_squares(self) -> bool:
-        return False
 
     @property
     def others_scale(self) -> float:
