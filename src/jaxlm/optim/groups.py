@@ -104,7 +104,6 @@ def _in_sum_dtypes(optimizer: optax.GradientTransformationExtraArgs) -> optax.Gr
 def _without_adagc(
     config: OptimizerConfig, groups: Sequence[ParameterGroup], num_steps: int
 ) -> optax.GradientTransformationExtraArgs:
-    """The optimizer without AdaGC."""
     if not config.groups:
         return config.state.stored(_with_controls(config.build(groups, num_steps), config, "optimizer"))
     members = {}

@@ -229,7 +229,6 @@ def _problem(config: ModelConfig, model: LanguageModel) -> str | None:
 
 
 def _alignment_problem(model: LanguageModel) -> str | None:
-    """Why heads cannot be turned."""
     attention: Any = tree.modules(model, Attention)[0]
     if attention.clip_qkv is not None:
         return "its queries, keys and values are clipped, which turned ones would not be alike. Remove align"

@@ -358,7 +358,6 @@ def _window_among(num_keys: int, window: int | None, seq_len: int) -> int | None
 
 
 def _at(stacked: Any, name: str, number: int) -> Any:
-    """One layer of stacked arrays."""
 
     def one(leaf: Any) -> Any:
         if not is_named(leaf):
