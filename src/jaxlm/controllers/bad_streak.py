@@ -28,11 +28,8 @@ class BadStreak(Controller):
     rule: RewindRule | None
     limit: int | None
 
+    name: ClassVar[str] = "bad_streak"
     survives_rewind: ClassVar[bool] = True
-
-    @property
-    def name(self) -> str:
-        return "bad_streak"
 
     @property
     def metrics(self) -> Mapping[str, str]:

@@ -108,11 +108,8 @@ class EarlyStopping(Controller):
 
     until: UntilConfig
 
+    name: ClassVar[str] = "early_stopping"
     survives_rewind: ClassVar[bool] = True
-
-    @property
-    def name(self) -> str:
-        return "early_stopping"
 
     @property
     def metrics(self) -> Mapping[str, str]:

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import ClassVar
 
 from jaxlm.controllers.base import Controller, Decision, DoneStep, Json, Next
 
@@ -16,9 +17,7 @@ class Finished(Controller):
 
     metric: str
 
-    @property
-    def name(self) -> str:
-        return "finished"
+    name: ClassVar[str] = "finished"
 
     @property
     def metrics(self) -> Mapping[str, str]:

@@ -7,6 +7,7 @@ of 4 one 7.4 times as large.
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import ClassVar
 
 from jaxlm.controllers.base import (
     Controller,
@@ -59,9 +60,7 @@ class Handover(Controller):
 
     config: HandoverConfig
 
-    @property
-    def name(self) -> str:
-        return "handover"
+    name: ClassVar[str] = "handover"
 
     @property
     def metrics(self) -> Mapping[str, str]:

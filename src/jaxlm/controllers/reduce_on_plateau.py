@@ -60,14 +60,11 @@ class ReduceOnPlateau(Controller):
     `scale` of the learning rate.
     """
 
+    name: ClassVar[str] = "reduce_on_plateau"
     follows_schedule: ClassVar[bool] = True
 
     config: ReduceOnPlateauConfig
     learning_rate: float
-
-    @property
-    def name(self) -> str:
-        return "reduce_on_plateau"
 
     @property
     def metrics(self) -> Mapping[str, str]:

@@ -207,6 +207,12 @@ def current_device() -> Any:
     return jax.devices()[0] if layout is None else layout.device
 
 
+def replicated(arrays: T) -> T:
+    """The arrays, whole on every device, so that every process can read them. Call it in traced code."""
+    layout = current_layout()
+    return arrays if layout is None else jax.lax.with_sharding_constraint(arrays, layout.replicated())
+
+
 def for_lookup(tree: T) -> T:
     """`for_compute` for embedding tables whose rows `rows_of` takes: their gradient is summed in full before it is sharded.
 

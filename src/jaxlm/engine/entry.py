@@ -260,7 +260,7 @@ class StateBuilder:
         Raises:
             ConfigError: they cannot be read, or do not fit the model.
         """
-        config = self._config_before(phase)
+        config = self.phases[phase.index - 1].model if phase.index else self.model
         brought: list[Leaves] = []
         for number, surgery in enumerate(phase.surgeries):
             model, config = self._abstract_model_after(phase, number + 1), surgery.changed(config)
@@ -305,9 +305,6 @@ class StateBuilder:
             before = self._abstract_model_after(phase, num_surgeries - 1)
             self._abstract_models[key] = jax.eval_shape(apply, before)
         return self._abstract_models[key]
-
-    def _config_before(self, phase: Phase) -> ModelConfig:
-        return self.phases[phase.index - 1].model if phase.index else self.model
 
     def initial_state(self, phase: Phase, given: Given | None = None) -> RunState:
         """The state at the start of a phase as if the previous phases had not trained. Traceable."""

@@ -78,7 +78,8 @@ class PeerWatch:
                 self._client.key_value_set(f"{_ALIVE}{self._index}", str(beat), allow_overwrite=True)
                 failures = self._client.key_value_dir_get(_FAILED)
                 failures = [failure for failure in failures if failure[0] != f"{_FAILED}{self._index}"]
-                lost = self._lost_processes() if self._index == 0 else []
+                silences = self._silences() if self._index == 0 else {}
+                lost = sorted(process for process, silence in silences.items() if silence > self._timeout_s)
                 self._num_answers += 1
             except Exception as error:  # the client's own types; process 0 hosts the service
                 if not self._ended.is_set():
@@ -114,9 +115,6 @@ class PeerWatch:
             if silent_s > self._timeout_s:
                 self._report(f"no answer of process 0 for {self._timeout_s:.0f} s: it was stopped, or is disconnected")
                 os._exit(1)
-
-    def _lost_processes(self) -> list[str]:
-        return sorted(process for process, silence in self._silences().items() if silence > self._timeout_s)
 
     def _others_remain(self) -> bool:
         """Whether a process that has not left still sends heartbeats."""

@@ -3,6 +3,7 @@
 import contextlib
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from typing import Any
 
 import jax
@@ -26,29 +27,23 @@ _POLL_S = 0.05
 _UNSAVED = "After that, the last step could not be saved"
 
 
+@dataclass(frozen=True)
 class Rescue:
     """Between two steps, the state and the position of the data belong together, so they can be saved.
 
     A process that fails alone cannot save: the others are in the next step already, and its results are not complete.
-    """
 
-    def __init__(
-        self,
-        batches: Batches,
-        metrics: AsyncMetrics,
-        saver: Saver,
-        clock: ActivityClock,
-        first_step: int,
-        *,
-        ends: bool = False,
-    ):
-        """Args:
+    Attributes:
         first_step: the step of the state with which the phase has begun or goes on, which is saved already.
         ends: whether the state is the one with which the phase ends early.
-        """
-        self._ends = ends
-        self._batches, self._metrics, self._saver, self._clock = batches, metrics, saver, clock
-        self._first_step = first_step
+    """
+
+    batches: Batches
+    metrics: AsyncMetrics
+    saver: Saver
+    clock: ActivityClock
+    first_step: int
+    ends: bool = field(default=False, kw_only=True)
 
     @contextlib.contextmanager
     def between(self, state: Callable[[], RunState], step: int, lost: str = "") -> Iterator[None]:
@@ -83,23 +78,23 @@ class Rescue:
 
     def _save(self, state: RunState, step: int, lost: str) -> str:
         """Saves the state, if that is possible. Returns what a start continues from, for messages."""
-        if not _all_have_failed(f"jaxlm/rescue/{self._saver.history.attempt}-{step}/"):
+        if not _all_have_failed(f"jaxlm/rescue/{self.saver.history.attempt}-{step}/"):
             return (
                 "Not all processes of the run have failed after this step, so it could not be saved. The same command"
                 " continues from the newest checkpoint"
             )
-        self._metrics.drain()
-        if self._metrics.rewind is not None:
+        self.metrics.drain()
+        if self.metrics.rewind is not None:
             return (
                 "The last steps were not saved, because their updates were skipped. The same command continues from the"
                 " newest checkpoint"
             )
-        if step > self._first_step:
-            with self._clock.during(Activity.SAVE):
-                if self._ends:
-                    self._saver.save_end(state, step, self._batches.state())
+        if step > self.first_step:
+            with self.clock.during(Activity.SAVE):
+                if self.ends:
+                    self.saver.save_end(state, step, self.batches.state())
                 else:
-                    self._saver.save(state, step, self._batches.state(), forced=True)
+                    self.saver.save(state, step, self.batches.state(), forced=True)
         return f"The run is saved at step {step}: the same command continues from there{lost}"
 
 

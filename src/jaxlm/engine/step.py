@@ -30,7 +30,6 @@ from jaxlm.engine.accumulate import Accumulate, MicrobatchLoss, Sums, accumulate
 from jaxlm.engine.metric_names import LEARNING_RATE
 from jaxlm.engine.phases import Phase
 from jaxlm.engine.state import OBJECTIVE_SLOT, RunState, UpdateCounts, in_device_memory, shardings, step_key
-from jaxlm.engine.sync import reduce_flags
 from jaxlm.engine.watch import Numbers, WatchConfig
 from jaxlm.models.base import LanguageModel
 from jaxlm.objectives.base import ObjectiveConfig
@@ -110,7 +109,7 @@ def make_train_step(
         sums = dataclasses.replace(sums, gradient=loss_scale.unscaled(sums.gradient, state.slots))
         curvature = _curvature(phase, layout, precision, state, refs, keyed)
         after, scalars, watched = update(in_device_memory(state, sums.objective), sums, curvature, batch)
-        return after, StepReport(scalars, watched, reduce_flags(flags))
+        return after, StepReport(scalars, watched, jnp.max(flags, axis=0))  # a flag of any process counts
 
     state_shardings = shardings(abstract, layout)
     return jax.jit(

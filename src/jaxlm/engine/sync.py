@@ -8,7 +8,6 @@ metrics that are fetched anyway, so no process waits for another. A single proce
 from dataclasses import dataclass
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
@@ -63,7 +62,7 @@ class FlagSync:
     def agreed(self, reduced: np.ndarray | None, *, save: bool) -> SyncFlags:
         """The flags that every process acts on after this step.
 
-        A single process acts on its own, several on the newest fetched result of `reduce_flags`, if there is one.
+        A single process acts on its own, several on the newest fetched maximum of each flag, if there is one.
         """
         if self._single_process:
             return SyncFlags(stop=self._stop.signal, save=save)
@@ -81,8 +80,3 @@ class FlagSync:
         shape, sharding = self._abstract.shape, self._abstract.sharding
         rows = np.broadcast_to(np.array([flags.stop, flags.save], np.int32), shape)
         return jax.make_array_from_callback(shape, sharding, lambda index: rows[index])
-
-
-def reduce_flags(flags: jax.Array) -> jax.Array:
-    """int32 {flag}: the maximum of each flag over all devices. Traceable."""
-    return jnp.max(flags, axis=0)

@@ -79,7 +79,8 @@ class WatchConfig:
 
     def _measure_target(self, name: str, arrays: Any) -> Numbers:
         leaves = {path: leaf for path, leaf in tree.leaves(arrays) if tree.is_inexact(leaf)}
-        squares = {path: self._per_layer(_square_sum, leaf) for path, leaf in leaves.items()}
+        square_sum = lambda array: jnp.sum(jnp.square(array.astype(jnp.float32)))  # noqa: E731
+        squares = {path: self._per_layer(square_sum, leaf) for path, leaf in leaves.items()}
         numbers: Numbers = {}
         if self.include_norms:
             numbers[f"{name}/norm/total"] = jnp.sqrt(sum((jnp.sum(s) for s in squares.values()), jnp.zeros(())))
@@ -117,10 +118,6 @@ def split_watched(
 
 def _layer_names(name: str, shape: tuple[int, ...]) -> list[tuple[str, tuple[int, ...]]]:
     return [(name, ())] if shape == () else [(f"{name}.{layer}", (layer,)) for layer in range(shape[0])]
-
-
-def _square_sum(array: jax.Array) -> jax.Array:
-    return jnp.sum(jnp.square(array.astype(jnp.float32)))
 
 
 def _histogram(array: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:

@@ -11,8 +11,9 @@ from haliax import Axis, NamedArray
 
 from jaxlm.core.axes import BATCH, POSITION
 from jaxlm.core.errors import ConfigError
-from jaxlm.core.sharding import current_layout
+from jaxlm.core.sharding import replicated
 from jaxlm.models.base import Inputs, LanguageModel
+from jaxlm.models.inference.padding import program_rows
 
 _MIN_LENGTH = 32
 # Positions per row for which logits are computed at once, so that [position, vocab] never exists in full.
@@ -58,9 +59,7 @@ def score(
         raise ConfigError(
             f"a continuation has {longest} tokens, but the model's maximum sequence length is {max_length}"
         )
-    layout = current_layout()
-    num_shards = 1 if layout is None else layout.num_shards(BATCH)
-    rows = -(-batch_size // num_shards) * num_shards
+    rows = program_rows(batch_size)
     scores: list[Scored | None] = [None] * len(pairs)
     # Longest first, so that running out of memory shows at once.
     order = sorted(range(len(pairs)), key=lambda i: -sum(map(len, pairs[i])))
@@ -128,5 +127,4 @@ def _sums(
     targets_BC = jnp.pad(targets_BC, ((0, 0), (0, padding)))
     initial = (jnp.zeros(rows, jnp.float32), jnp.ones(rows, bool))
     sums, _ = jax.lax.scan(score_chunk, initial, jnp.arange(0, targets_BC.shape[1], chunk))
-    layout = current_layout()
-    return sums if layout is None else jax.lax.with_sharding_constraint(sums, layout.replicated())
+    return replicated(sums)

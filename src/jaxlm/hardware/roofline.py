@@ -254,7 +254,6 @@ class _Roofline:
         return sum(self._flops(instruction, fused) for fused in called for instruction in fused.values())
 
     def _traffic(self, kernel: Instruction, body: Computation) -> int:
-        """Bytes that a kernel reads and writes."""
         operands = [body[name] for name in kernel.operands if name in body]
         called = self.program.called_by(kernel)
         if kernel.opcode not in _FUSIONS or len(called) != 1:

@@ -7,11 +7,10 @@ import abc
 import dataclasses
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 import equinox as eqx
 import haliax as hax
-import haliax.nn as hnn
 import jax
 import numpy as np
 from haliax import Axis, NamedArray
@@ -44,7 +43,7 @@ from jaxlm.models.norms import Norm, RMSNorm, UnweightedRMSNorm
 from jaxlm.models.remat import parse_remat
 from jaxlm.models.rope import RotaryConfig
 from jaxlm.models.segments import shortest_period
-from jaxlm.models.stacks import Block, Body, LayerKind, Stack, Stacks, numbers_by_stack, switch_lengths
+from jaxlm.models.stacks import Block, Body, LayerKind, Stack, Stacks, numbers_by_stack, stacked, switch_lengths
 
 _TIME = 3  # folded into a model's key, which is split for everything else
 
@@ -69,15 +68,8 @@ class DecoderBlock(StartsAsIdentity):
     residual_scale: float = eqx.field(static=True, default=1.0)
 
     def __call__(
-        self,
-        x: NamedArray,
-        context: LayerContext,
-        layer_cache: LayerCache | None,
-        *,
-        index: NamedArray,
-        key: jax.Array | None,
+        self, x: NamedArray, context: LayerContext, layer_cache: LayerCache | None, *, key: jax.Array | None, **_: Any
     ) -> tuple[NamedArray, ForCache, None]:
-        del index  # layers differ only in their context
         attended, new = self.attn(_apply_norm(self.attn_norm, x), context, layer_cache, key=key)
         attended = self._scaled(_apply_norm(self.attn_post_norm, attended))
         if self.parallel:
@@ -97,33 +89,39 @@ class DecoderBlock(StartsAsIdentity):
         return out if self.residual_scale == 1.0 else out * self.residual_scale
 
 
-class _Blocks:
-    """What `haliax.nn.Stacked` initializes."""
-
-    @staticmethod
-    def init(config: "TransformerConfig", *, key: jax.Array) -> Block:
-        return config.block(key=key)
-
-
-class _DenseBlocks:
-    """The same for the layers without experts of a family with experts."""
-
-    @staticmethod
-    def init(config: "TransformerConfig", *, key: jax.Array) -> Block:
-        return config.dense_block(key=key)
-
-
 def _apply_norm(norm: Norm | None, x: NamedArray) -> NamedArray:
     return x if norm is None else norm(x)
 
 
-class TransformerConfig(ModelConfig):
-    """The axes, layers and FLOPs of a decoder. Families declare these values as config keys, or keep those here."""
+class SizedConfig(ModelConfig):
+    """The axes of a stream, its layers and their heads, by the config keys that a family declares."""
 
     hidden_dim: int
     num_layers: int
     num_heads: int
     num_kv_heads: PositiveInt | None = None
+
+    @property
+    def Embed(self) -> Axis:
+        return Axis(EMBED, self.hidden_dim)
+
+    @property
+    def Layers(self) -> Axis:
+        """The axis that stacks the parameters of all blocks."""
+        return Axis(LAYERS, self.num_layers)
+
+    @property
+    def Heads(self) -> Axis:
+        return Axis(HEADS, self.num_heads)
+
+    @property
+    def KVHeads(self) -> Axis:
+        return Axis(KV_HEADS, self.num_heads if self.num_kv_heads is None else self.num_kv_heads)
+
+
+class TransformerConfig(SizedConfig):
+    """The axes, layers and FLOPs of a decoder. Families declare these values as config keys, or keep those here."""
+
     head_dim: PositiveInt | None = None
     mlp_matrices: ClassVar[int] = 3
     """Weight matrices of an MLP: 3 with a gate, 2 without."""
@@ -149,23 +147,6 @@ class TransformerConfig(ModelConfig):
     @property
     def is_causal(self) -> bool:
         return not self.use_bidirectional_attention
-
-    @property
-    def Embed(self) -> Axis:
-        return Axis(EMBED, self.hidden_dim)
-
-    @property
-    def Layers(self) -> Axis:
-        """The axis that stacks the parameters of all blocks."""
-        return Axis(LAYERS, self.num_layers)
-
-    @property
-    def Heads(self) -> Axis:
-        return Axis(HEADS, self.num_heads)
-
-    @property
-    def KVHeads(self) -> Axis:
-        return Axis(KV_HEADS, self.num_heads if self.num_kv_heads is None else self.num_kv_heads)
 
     @property
     def HeadSize(self) -> Axis:
@@ -236,11 +217,10 @@ class TransformerConfig(ModelConfig):
         keys, kinds = jax.random.split(key, self.num_layers), self.kinds
         stacks = []
         for number, layers in enumerate(numbers_by_stack(self.order)):
-            blocks = hnn.Stacked.init(
-                self.Layers.resize(len(layers)), _DenseBlocks if layers[0] in self.dense_layers else _Blocks
-            )
+            Layers = self.Layers.resize(len(layers))
+            block = self.dense_block if layers[0] in self.dense_layers else self.block
             stack = Stack(
-                blocks(self, key=keys if len(layers) == self.num_layers else keys[np.asarray(layers)]),
+                stacked(block, Layers, keys if len(layers) == self.num_layers else keys[np.asarray(layers)]),
                 final_norm,
                 kinds=shortest_period([kinds[layer] for layer in layers]),
                 HeadSize=self.RotarySize,
@@ -304,9 +284,47 @@ class DecoderConfig(TransformerConfig):
     def Mlp(self) -> Axis:
         return Axis(MLP, self.intermediate_dim)
 
+    def norm(self) -> Norm:
+        """Initializes a norm over the residual stream, such as the one before the head."""
+        return rms_norm(self)
 
-class Decoder(LanguageModel):
-    """A token embedding, a stack of blocks, and a head (None if it is tied to the embedding).
+    def build(self, Vocab: Axis, *, key: jax.Array) -> "Decoder":
+        return Decoder.init(self, Vocab, final_norm=self.norm(), key=key)
+
+
+class TransformerModel(LanguageModel):
+    """A token embedding, a body of blocks, and a head (None if it is tied to the token embedding)."""
+
+    tokens: eqx.AbstractVar[Embedding]
+    body: eqx.AbstractVar[Body]
+    head: eqx.AbstractVar[Linear | None]
+    config: eqx.AbstractVar[Any]
+
+    @property
+    def Vocab(self) -> Axis:
+        return self.tokens.Vocab
+
+    @property
+    def Pos(self) -> Axis:
+        return self.config.Pos
+
+    def with_layers(self, kept: Sequence[int]) -> Self:
+        return self._with_body(self.config.with_layers(kept), self.body.with_layers(kept))
+
+    def grown(self, sources: Sequence[int], added: range, *, key: jax.Array | None) -> Self:
+        config = self.config.with_layers(sources)
+        return self._with_body(config, grown_body(self.body, config, self.Vocab, added, key))
+
+    def _with_body(self, config: Any, body: Body) -> Self:
+        lengths = switch_lengths(config.kinds)
+        return dataclasses.replace(self, config=config, body=body, switch_lengths=lengths, denoisers=())
+
+    def lm_head(self) -> Weight:
+        return for_compute(self.tokens if self.head is None else self.head).weight
+
+
+class Decoder(TransformerModel):
+    """The model of Llama and related families.
 
     Attributes:
         embed_scale: factor that embeddings are multiplied by before the first block.
@@ -349,14 +367,6 @@ class Decoder(LanguageModel):
             options |= {"time": TimeEmbedding.init(config.time_embedding, config.Embed, key=k_time)}
         return Decoder(tokens, body, head, config, embed_scale, norm, final_scale, **options)
 
-    @property
-    def Vocab(self) -> Axis:
-        return self.tokens.Vocab
-
-    @property
-    def Pos(self) -> Axis:
-        return self.config.Pos
-
     def hidden(
         self, inputs: Inputs, *, cache: KVCache | None = None, taps: Sequence[str] = (), key: jax.Array | None = None
     ) -> Hidden:
@@ -398,7 +408,6 @@ class Decoder(LanguageModel):
         return dataclasses.replace(self, denoisers=denoisers)
 
     def _embedded(self, inputs: Inputs) -> NamedArray:
-        """The input of the first layer."""
         x = token_embeddings(for_lookup(self.tokens), inputs)
         if self.embed_scale is not None:
             x = x * jax.numpy.asarray(self.embed_scale, x.dtype)
@@ -411,27 +420,13 @@ class Decoder(LanguageModel):
             hidden if self.final_scale is None else dataclasses.replace(hidden, final=hidden.final * self.final_scale)
         )
 
-    def with_layers(self, kept: Sequence[int]) -> "Decoder":
-        config, body = self.config.with_layers(kept), self.body.with_layers(kept)
-        return self._with_body(config, body)
-
-    def grown(self, sources: Sequence[int], added: range, *, key: jax.Array | None) -> "Decoder":
-        config = self.config.with_layers(sources)
-        return self._with_body(config, grown_body(self.body, config, self.Vocab, added, key))
-
     def with_context(self, seq_len: int, rope: RotaryConfig | None) -> "Decoder":
         config = self.config.with_context(seq_len, rope)
         assert isinstance(config, DecoderConfig)
-        kinds = config.kinds
-        lengths = switch_lengths(kinds)
-        return dataclasses.replace(self, config=config, body=_with_kinds(self.body, kinds), switch_lengths=lengths)
-
-    def _with_body(self, config: TransformerConfig, body: Body) -> "Decoder":
-        lengths = switch_lengths(config.kinds)
-        return dataclasses.replace(self, config=config, body=body, switch_lengths=lengths, denoisers=())
-
-    def lm_head(self) -> Weight:
-        return for_compute(self.tokens if self.head is None else self.head).weight
+        kinds = iter([[config.kinds[layer] for layer in layers] for layers in self.body.layer_numbers])
+        change = lambda stack: dataclasses.replace(stack, kinds=shortest_period(next(kinds)))  # noqa: E731
+        body = jax.tree.map(change, self.body, is_leaf=lambda node: isinstance(node, Stack))
+        return dataclasses.replace(self, config=config, body=body, switch_lengths=switch_lengths(config.kinds))
 
     def init_cache(self, Batch: Axis, capacity: int, dtype) -> KVCache:
         layers = [stack.Layers for stack in self.body.stacks]
@@ -439,13 +434,6 @@ class Decoder(LanguageModel):
         keys = {"KeyHeads": config.KeyHeads, "KeySize": config.KeySize}
         sizes = (config.KVHeads, config.HeadSize)
         return empty_cache(layers, Batch, capacity, *sizes, dtype, **keys, with_tokens=with_tokens)
-
-
-def _with_kinds(body: Body, kinds: Sequence[LayerKind]) -> Body:
-    """The same layers, of other kinds: one for each, from first to last. Leaves may be missing (None)."""
-    parts = iter([[kinds[layer] for layer in layers] for layers in body.layer_numbers])
-    change = lambda stack: dataclasses.replace(stack, kinds=shortest_period(next(parts)))  # noqa: E731
-    return jax.tree.map(change, body, is_leaf=lambda node: isinstance(node, Stack))
 
 
 def renumbered(layers: Collection[int], kept: Sequence[int]) -> tuple[int, ...]:

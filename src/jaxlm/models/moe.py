@@ -146,7 +146,7 @@ class Experts(eqx.Module):
 
         def local(x_BSD, chosen_BSK, share_BSK, gate_EDM, up_EDM, down_EMD):
             x_BSD, chosen_BSK, share_BSK = (sharding.gather_tokens(a) for a in (x_BSD, chosen_BSK, share_BSK))
-            first = sharding.first_expert(gate_EDM.shape[0])
+            first = jax.lax.axis_index(sharding.experts) * gate_EDM.shape[0] if sharding.experts else 0
             return sharding.scatter_tokens(
                 self._local_experts(x_BSD, chosen_BSK, share_BSK, gate_EDM, up_EDM, down_EMD, first=first)
             )
@@ -206,10 +206,6 @@ class ExpertSharding:
         weight_specs = (array_specs(*pair) for pair in zip(weights, (into, into, out), strict=True))
         specs = (tokens, tokens, tokens, *weight_specs)
         return jax.shard_map(local, mesh=self.mesh, in_specs=specs, out_specs=tokens, check_vma=False)
-
-    def first_expert(self, num_local: int) -> jax.Array | int:
-        """The index of the first expert that this device holds."""
-        return jax.lax.axis_index(self.experts) * num_local if self.experts else 0
 
     def gather_tokens(self, a_BSX: jax.Array) -> jax.Array:
         """All-gathers the tokens of all devices that share experts."""

@@ -8,8 +8,9 @@ import abc
 import dataclasses
 import functools
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any, Literal, Protocol, TypeVar
 
 import equinox as eqx
@@ -377,6 +378,12 @@ def numbers_by_stack(order: Sequence[int]) -> tuple[tuple[int, ...], ...]:
     return tuple(
         tuple(layer for layer, number in enumerate(order) if number == stack) for stack in range(max(order) + 1)
     )
+
+
+def stacked(init: Callable[..., Any], Layers: Axis, keys: jax.Array) -> hnn.Stacked:
+    """Initializes a layer with each key. Args: init: of one layer, from `key`."""
+    kind: Any = SimpleNamespace(init=init)  # all that haliax reads of a module's class
+    return hnn.Stacked.init(Layers, kind)(key=keys)
 
 
 def concatenated(parts: Sequence[T]) -> T:

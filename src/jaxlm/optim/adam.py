@@ -87,7 +87,5 @@ class AdamConfig(OptimizerConfig):
             decayed = jax.tree.map(lambda decays, u, p: u + rate * p if decays else u, mask(params), updates, params)
             return decayed, optax.ScaleByScheduleState(state.count + 1)
 
-        def init_fn(params: Any) -> Any:
-            return optax.ScaleByScheduleState(jnp.zeros((), jnp.int32))
-
+        init_fn = lambda params: optax.ScaleByScheduleState(jnp.zeros((), jnp.int32))  # noqa: E731
         return optax.GradientTransformationExtraArgs(init_fn, update_fn)

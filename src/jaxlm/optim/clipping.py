@@ -1,6 +1,5 @@
 """Limits on the optimizer's updates, rather than on the gradients: clipping, and cautious updates."""
 
-import math
 from dataclasses import dataclass
 from typing import Annotated, Any
 
@@ -53,7 +52,7 @@ def cautious(direction: optax.GradientTransformation, enabled: bool) -> optax.Gr
         if not tree.is_named(update):
             return update * agrees * update.size / (jnp.sum(agrees) + 1)
         axes = tuple(axis for axis in update.axes if axis.name not in STACKED_LAYERS)
-        size, count = math.prod(axis.size for axis in axes), hax.sum(agrees, axes) if axes else agrees
+        size, count = hax.axis_size(axes), hax.sum(agrees, axes) if axes else agrees
         return (update * agrees * (size / (count + 1))).astype(update.dtype)
 
     def update_fn(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:

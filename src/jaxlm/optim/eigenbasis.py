@@ -22,8 +22,8 @@ import jax
 import jax.numpy as jnp
 from haliax import Axis, NamedArray
 
-from jaxlm.core.sharding import current_layout
-from jaxlm.optim.matrices import size_of, square_axes
+from jaxlm.core.sharding import replicated
+from jaxlm.optim.matrices import square_axes
 
 _EXACT = 1e-4  # eigenvectors of eigenvalues below this part of the largest are found without those above it
 
@@ -70,7 +70,7 @@ class Eigenbasis(eqx.Module):
 
 def initial_eigenbasis(stacked: tuple[Axis, ...], side: tuple[Axis, ...]) -> Eigenbasis:
     """Without any gradient: the identity for one side of each stacked matrix."""
-    axes, size = square_axes(stacked, side), size_of(side)
+    axes, size = square_axes(stacked, side), hax.axis_size(side)
     shape = [axis.size for axis in axes]
     identity = jnp.broadcast_to(jnp.eye(size, dtype=jnp.float32), (*(axis.size for axis in stacked), size, size))
     return Eigenbasis(hax.zeros(axes, jnp.float32), hax.named(identity.reshape(shape), axes))
@@ -83,10 +83,7 @@ def _flat(square: NamedArray, like: jax.Array) -> jax.Array:
 
 def _map_each(change: Callable[..., Any], *matrices: jax.Array) -> Any:
     """Maps over the first axis, on every device; see the module's description."""
-    layout = current_layout()
-    if layout is not None:
-        matrices = jax.lax.with_sharding_constraint(matrices, layout.replicated())
-    return jax.lax.map(lambda slices: change(*slices), matrices)
+    return jax.lax.map(lambda slices: change(*slices), replicated(matrices))
 
 
 def _eigenvectors(gradient: jax.Array) -> jax.Array:

@@ -104,7 +104,6 @@ def _in_sum_dtypes(optimizer: optax.GradientTransformationExtraArgs) -> optax.Gr
 def _without_adagc(
     config: OptimizerConfig, groups: Sequence[ParameterGroup], num_steps: int
 ) -> optax.GradientTransformationExtraArgs:
-    """The optimizer without AdaGC."""
     if not config.groups:
         return config.state.stored(_with_controls(config.build(groups, num_steps), config, "optimizer"))
     members = {}
@@ -297,7 +296,6 @@ def _decays_by_default(path: str) -> bool:
 
 
 def _check(config: OptimizerConfig) -> None:
-    """Raises `ConfigError` for values that `groups` and `match` cannot have."""
     if config.match is not None:
         raise ConfigError(
             f"optimizer.match: '{config.match}' given, but only the entries of optimizer.groups have this key. Write"

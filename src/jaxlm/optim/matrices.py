@@ -7,7 +7,6 @@ a matrix if its named axes form two sides, or if it has two unnamed axes; the fi
 """
 
 import dataclasses
-import math
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -70,7 +69,9 @@ class MatrixView:
     def of(self, like: NamedArray) -> jax.Array:
         """Reshapes an array with the weight's axes to [.., out, in]."""
         stacked = (axis.size for axis in self.stacked)
-        return like.rearrange(self._ordered).array.reshape((*stacked, size_of(self.outputs), size_of(self.inputs)))
+        return like.rearrange(self._ordered).array.reshape(
+            (*stacked, hax.axis_size(self.outputs), hax.axis_size(self.inputs))
+        )
 
     def named(self, matrix: jax.Array) -> NamedArray:
         """Reshapes [.., out, in] to the weight's axes, in the weight's order."""
@@ -98,18 +99,13 @@ def replace_matrices(params: Any, weights: Mapping[str, NamedArray]) -> Any:
     return tree.map_leaves(replaced, params)
 
 
-def size_of(axes: tuple[Axis, ...]) -> int:
-    """The product of the axis sizes."""
-    return math.prod(axis.size for axis in axes)
-
-
 def square_axes(stacked: tuple[Axis, ...], side: tuple[Axis, ...]) -> tuple[Axis, ...]:
     """Axes of a square matrix for one side of each stacked matrix: {stacked .., the side's axes .., basis}.
 
     If FSDP does not shard the side itself, it shards the basis, so that no square matrix is replicated.
     """
     basis = "basis" if EMBED in {axis.name for axis in side} else EMBED
-    return (*stacked, *side, Axis(basis, size_of(side)))
+    return (*stacked, *side, Axis(basis, hax.axis_size(side)))
 
 
 def with_adam_fallback(

@@ -15,6 +15,7 @@ import math
 from collections.abc import Sequence
 from typing import Annotated, Any, ClassVar, Literal
 
+import haliax as hax
 import jax
 import jax.numpy as jnp
 import optax
@@ -24,7 +25,7 @@ from jaxlm.core import tree
 from jaxlm.core.field_types import BelowOne, LearningRate, NonNegativeFloat, PositiveFloat, PositiveInt
 from jaxlm.optim.base import OptimizerConfig, ParameterGroup, add_weight_decay
 from jaxlm.optim.lr.momentum import DecayFactor, MomentumSchedule, ScheduledMomentum, decay_factor
-from jaxlm.optim.matrices import MatrixView, map_matrices, matrices, replace_matrices, size_of, with_adam_fallback
+from jaxlm.optim.matrices import MatrixView, map_matrices, matrices, replace_matrices, with_adam_fallback
 from jaxlm.optim.orthogonal.iterations import COEFFICIENTS, equal_rows, newton_schulz, orthogonal_norm
 from jaxlm.optim.orthogonal.normuon import normalize_by_mean_squares
 from jaxlm.optim.orthogonal.sharded_matrices import map_sharded_matrices
@@ -177,7 +178,7 @@ class MuonConfig(OptimizerConfig):
             rate = self.weight_decay * factor(state.count)
             weights = dict(tree.leaves(params))
             scales = {
-                path: self._scale(size_of(view.outputs), size_of(view.inputs))
+                path: self._scale(hax.axis_size(view.outputs), hax.axis_size(view.inputs))
                 for path, view in matrices(updates).items()
                 if self.scale_weight_decay and path in as_matrices
             }

@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 from haliax import Axis, NamedArray
 
-from jaxlm.optim.matrices import size_of, square_axes
+from jaxlm.optim.matrices import square_axes
 
 _SMOOTHING = 0.9  # for the steepness, which rises immediately and falls slowly
 _TINY = 1e-30  # minimum divisor of a norm
@@ -117,7 +117,7 @@ class DiagonalFactor(Factor):
 def initial_factor(stacked: tuple[Axis, ...], side: tuple[Axis, ...], scale: float, max_dense_size: int) -> Factor:
     """`scale` times the identity, for one side of each stacked matrix. It is diagonal if the side is too long."""
     steepness = jnp.zeros([axis.size for axis in stacked], jnp.float32)
-    size = size_of(side)
+    size = hax.axis_size(side)
     if size > max_dense_size:
         return DiagonalFactor(hax.full((*stacked, *side), scale, jnp.float32), steepness)
     axes = square_axes(stacked, side)

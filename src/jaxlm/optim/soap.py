@@ -16,7 +16,7 @@ from haliax import NamedArray
 from jaxlm.core.field_types import BelowOne, LearningRate, NonNegativeInt, PositiveFloat, PositiveInt
 from jaxlm.optim.base import OptimizerConfig, ParameterGroup
 from jaxlm.optim.eigenbasis import Eigenbasis, initial_eigenbasis
-from jaxlm.optim.matrices import MatrixView, matrices, replace_matrices, size_of, with_adam_fallback
+from jaxlm.optim.matrices import MatrixView, matrices, replace_matrices, with_adam_fallback
 from jaxlm.reading.choices import choice
 
 
@@ -86,7 +86,7 @@ class SoapConfig(OptimizerConfig):
         return optax.GradientTransformation(init_fn, update_fn)
 
     def _first(self, view: MatrixView) -> "_Memory":
-        rows, columns = size_of(view.outputs), size_of(view.inputs)
+        rows, columns = hax.axis_size(view.outputs), hax.axis_size(view.inputs)
         rotate_rows = rows <= self.max_precond_dim and not (self.one_diag and rows > columns)
         rotate_columns = columns <= self.max_precond_dim and not (self.one_diag and columns >= rows)
         return _Memory(

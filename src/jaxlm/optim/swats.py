@@ -148,7 +148,6 @@ class SwatsConfig(OptimizerConfig):
         return Projection(average, before.is_sgd | switches, jnp.where(switches, rate, before.rate)), switches
 
     def _by_path(self, projection: Projection, params: Any) -> dict[str, Projection]:
-        """The numbers of each parameter."""
         if self.scope == "global":
             return {path: projection for path, _ in tree.leaves(params)}
         rows = zip(*map(tree.leaves, projection), strict=True)

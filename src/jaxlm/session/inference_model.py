@@ -14,13 +14,13 @@ from haliax import Axis
 
 from jaxlm.core.axes import BATCH, EMBED, POSITION
 from jaxlm.core.errors import ConfigError, check_at_least
-from jaxlm.core.sharding import current_layout
+from jaxlm.core.sharding import replicated
 from jaxlm.core.tree import num_parameters
 from jaxlm.data.tokenizer.tokenizer import Tokenizer
 from jaxlm.models.base import FINAL, Inputs, LanguageModel
 from jaxlm.models.inference.denoise import DenoisingConfig, denoised
 from jaxlm.models.inference.generate import GenerationConfig, generate_tokens
-from jaxlm.models.inference.padding import padded_length, round_up
+from jaxlm.models.inference.padding import padded_length, program_rows
 from jaxlm.models.inference.stop_strings import StopStrings
 from jaxlm.models.inference.unstacked import Generator
 from jaxlm.models.loss import token_losses
@@ -196,8 +196,7 @@ def load(
 
 def _right_padded(batch: Sequence[Sequence[int]], batch_size: int, seq_len: int) -> Inputs:
     """The texts as rows of a few different lengths. Padding has segment id 0, which nothing attends to."""
-    layout = current_layout()
-    num_rows = round_up(batch_size, 1 if layout is None else layout.num_shards(BATCH))
+    num_rows = program_rows(batch_size)
     width = min(seq_len, padded_length(max(map(len, batch))))
     tokens, positions, segment_ids = (np.zeros((num_rows, width), np.int32) for _ in range(3))
     for row, ids in enumerate(batch):
@@ -232,6 +231,4 @@ def _log_probs(model: LanguageModel, inputs: Inputs) -> dict[str, jax.Array]:
 
 
 def _everywhere(arrays: dict[str, jax.Array]) -> dict[str, jax.Array]:
-    arrays = {name: array.astype(jnp.float32) for name, array in arrays.items()}
-    layout = current_layout()
-    return arrays if layout is None else jax.lax.with_sharding_constraint(arrays, layout.replicated())
+    return replicated({name: array.astype(jnp.float32) for name, array in arrays.items()})

@@ -4,7 +4,7 @@ Source: `jaxlm.surgery.bottleneck`, and for keys that heads share `jaxlm.surgery
 are: a head's values are those of its key/value head.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import fields, replace
 from typing import Any, Literal, NamedTuple
 
@@ -48,7 +48,7 @@ from jaxlm.surgery.bottleneck import (
     zero_padded,
 )
 from jaxlm.surgery.input_moments import InputMoments, input_moments, moment_of_layers
-from jaxlm.surgery.layer_matrices import by_layer, flat
+from jaxlm.surgery.layer_matrices import by_layer, heads_of_layers
 from jaxlm.surgery.shared_keys import in_shared_keys, of_shared_keys
 
 Method = Literal["svd_joint", "whitened", "transmla", "exact", "svd_independent", "random", "fresh"]
@@ -149,15 +149,7 @@ class DecoupleConfig(SurgeryConfig):
             return _with_attention(new, o_proj={"weight": before.o_proj.weight * _FRESH_OUTPUT})
         return self._filled(new, before, _teacher(config), None)
 
-    def fill(
-        self,
-        model: LanguageModel,
-        before: LanguageModel,
-        *,
-        refs: Mapping[str, LanguageModel],
-        sums: Any,
-        key: jax.Array,
-    ) -> LanguageModel:
+    def fill(self, model: LanguageModel, before: LanguageModel, *, sums: Any, **_: Any) -> LanguageModel:
         return self._filled(model, _attention_before(before), _teacher(_config_of(before)), sums)
 
     def describe(self, model: LanguageModel, sums: InputMoments) -> str:
@@ -369,19 +361,10 @@ def _with_attention(model: LanguageModel, **changes: Any) -> LanguageModel:
     return tree.map_leaves(lambda path, leaf: leaves.get(path, leaf), model)
 
 
-def _of_layers(attention: Any, moments: InputMoments | None) -> list[jax.Array]:
-    """Queries [L, H, D, I], keys [L, G, D, I], and moments of inputs [L, I, I]. With biases, the last input is 1."""
-    arrays = []
-    for layer, head in ((attention.q_proj, HEADS), (attention.k_proj, KV_HEADS)):
-        groups = [(layer.weight.resolve_axis(name),) for name in (LAYERS, head, HEAD_SIZE, EMBED)]
-        weight = flat(layer.weight, *groups)
-        if layer.bias is not None:
-            weight = jnp.concatenate([weight, flat(layer.bias, *groups[:3])[..., None]], axis=-1)
-        arrays.append(weight)
-    num_layers, num_inputs = arrays[0].shape[0], arrays[0].shape[-1]
-    if moments is None:
-        return [*arrays, jnp.broadcast_to(jnp.eye(num_inputs), (num_layers, num_inputs, num_inputs))]
-    return [*arrays, moment_of_layers(moments, with_constant=attention.q_proj.bias is not None)]
+def _of_layers(attention: Any, moments: InputMoments | None) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Queries [L, H, D, I], keys [L, G, D, I], and moments of inputs [L, I, I]."""
+    queries, keys = heads_of_layers(attention.q_proj, HEADS), heads_of_layers(attention.k_proj, KV_HEADS)
+    return queries, keys, moment_of_layers(attention.q_proj, moments)
 
 
 def _parameters(attention: Any, made: Bottleneck) -> dict[str, Any]:

@@ -87,15 +87,7 @@ class DropLayersConfig(SurgeryConfig):
         rows = [[number] for number in influence.tolist()]
         return LayerTable("drop_layers", title, ("Block Influence",), rows).line()
 
-    def fill(
-        self,
-        model: LanguageModel,
-        before: LanguageModel,
-        *,
-        refs: Mapping[str, LanguageModel],
-        sums: Any,
-        key: jax.Array,
-    ) -> LanguageModel:
+    def fill(self, model: LanguageModel, before: LanguageModel, *, sums: Any, **_: Any) -> LanguageModel:
         return _gathered(model, before, self._chosen(sums))
 
     def moved(self, tree: Any, sums: Any) -> Any:

@@ -10,15 +10,15 @@ those of NVIDIA's matrix units.
 """
 
 import dataclasses
-import math
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+import haliax as hax
 import jax
-from haliax import Axis, NamedArray
+from haliax import NamedArray
 
 from jaxlm.core import tree
 from jaxlm.core.axes import ROUTES, VOCAB, axes_of
@@ -120,11 +120,11 @@ def linear_layers(model: LanguageModel) -> dict[str, LinearShape]:
         if isinstance(layer.weight, NamedArray) and not names & {ROUTES, VOCAB}:
             inputs = axes_of(layer.In)
             stacked = [axis for axis in layer.weight.axes if axis not in (*inputs, *outputs)]
-            layers[path] = LinearShape(_size(inputs), _size(outputs), _size(stacked), layer.fp8)
+            layers[path] = LinearShape(hax.axis_size(inputs), hax.axis_size(outputs), hax.axis_size(stacked), layer.fp8)
     head = jax.eval_shape(lambda model: model.lm_head(), model)
     if isinstance(head, NamedArray):
         vocab = head.axis_size(VOCAB)
-        layers[HEAD] = LinearShape(_size(head.axes) // vocab, vocab, 1, model.head_fp8)
+        layers[HEAD] = LinearShape(hax.axis_size(head.axes) // vocab, vocab, 1, model.head_fp8)
     return layers
 
 
@@ -145,7 +145,3 @@ def _with_fp8(model: LanguageModel, paths: Sequence[str], fp8: Fp8 | None) -> La
         changed = lambda layer: dataclasses.replace(layer, fp8=fp8)  # noqa: E731
         model = tree.map_modules(model, Linear, f"^({'|'.join(body)})$", changed)
     return dataclasses.replace(model, head_fp8=fp8) if HEAD in paths else model
-
-
-def _size(axes: Sequence[Axis]) -> int:
-    return math.prod(axis.size for axis in axes)

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from haliax import AxisSpec, NamedArray
 
 from jaxlm.core import tree
-from jaxlm.core.axes import VOCAB, axes_of
+from jaxlm.core.axes import EMBED, LAYERS, VOCAB, axes_of
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.products.stored_weights import Weight
 from jaxlm.core.tracing import CustomVjp
@@ -59,12 +59,20 @@ class InputMoments(eqx.Module):
         return InputMoments(*(total if isinstance(total, NamedArray) else hax.named(total, ()) for total in sums))
 
 
-def moment_of_layers(moments: InputMoments, *, with_constant: bool) -> jax.Array:
-    """Second moments of the inputs of stacked layers [layers, I, I]. Args: with_constant: the last input is 1, for a bias."""
+def moment_of_layers(layer: Linear, moments: InputMoments | None) -> jax.Array:
+    """Second moments of the inputs of stacked layers [layers, I, I]. With a bias, the last input is 1.
+
+    Args:
+        moments: None for independent inputs.
+    """
+    if moments is None:
+        num_layers, num_inputs = (layer.weight.axis_size(name) for name in (LAYERS, EMBED))
+        num_inputs += layer.bias is not None
+        return jnp.broadcast_to(jnp.eye(num_inputs), (num_layers, num_inputs, num_inputs))
     Layers, Inputs_, Others = ([axis] for axis in moments.products.axes)
     count = moments.count.array[:, None, None]
     second = flat(moments.products, tuple(Layers), tuple(Inputs_), tuple(Others)) / count
-    if not with_constant:
+    if layer.bias is None:
         return second
     mean = flat(moments.total, tuple(Layers), tuple(Inputs_))[:, :, None] / count
     right = jnp.concatenate([mean, jnp.ones_like(count)], axis=1)

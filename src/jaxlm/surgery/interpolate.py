@@ -48,13 +48,7 @@ class InterpolateConfig(SurgeryConfig):
         return model
 
     def fill(
-        self,
-        model: LanguageModel,
-        before: LanguageModel,
-        *,
-        refs: Mapping[str, LanguageModel],
-        sums: Any,
-        key: jax.Array,
+        self, model: LanguageModel, before: LanguageModel, *, refs: Mapping[str, LanguageModel], **_: Any
     ) -> LanguageModel:
         theirs, mask = dict(tree.leaves(refs[self.ref])), dict(tree.leaves(tree.select(model, [self.match])))
 

@@ -1,6 +1,5 @@
 """Named parameters as matrices of plain arrays, layer by layer, for decompositions."""
 
-import math
 from collections.abc import Callable
 from typing import Any
 
@@ -9,25 +8,29 @@ import jax
 import jax.numpy as jnp
 from haliax import NamedArray
 
-from jaxlm.core.sharding import current_layout
+from jaxlm.core.axes import EMBED, HEAD_SIZE, LAYERS
+from jaxlm.core.sharding import replicated
+from jaxlm.models.linear import Linear
 
 
 def by_layer(compute: Callable[..., Any], *arrays: jax.Array) -> Any:
     """Runs on one layer after the other, whole on every device: decompositions are not sharded."""
-    layout = current_layout()
-
-    def one(layer: tuple[jax.Array, ...]) -> Any:
-        if layout is not None:
-            layer = jax.lax.with_sharding_constraint(layer, layout.replicated())
-        return compute(*layer)
-
-    return jax.lax.map(one, arrays)
+    return jax.lax.map(lambda layer: compute(*replicated(layer)), arrays)
 
 
 def flat(array: NamedArray, *groups: tuple[hax.Axis, ...]) -> jax.Array:
     """The float32 array with one dimension for each group of axes."""
     ordered = array.rearrange(tuple(axis for group in groups for axis in group)).array.astype(jnp.float32)
-    return ordered.reshape([math.prod(axis.size for axis in group) for group in groups])
+    return ordered.reshape([hax.axis_size(group) for group in groups])
+
+
+def heads_of_layers(layer: Linear, heads: str) -> jax.Array:
+    """The float32 weight [layers, heads, D, I] of a projection. With a bias, the last input is 1. Args: heads: their axis."""
+    groups = [(layer.weight.resolve_axis(name),) for name in (LAYERS, heads, HEAD_SIZE, EMBED)]
+    weight = flat(layer.weight, *groups)  # pyright: ignore[reportArgumentType]
+    return (
+        weight if layer.bias is None else jnp.concatenate([weight, flat(layer.bias, *groups[:3])[..., None]], axis=-1)
+    )
 
 
 def named(array: jax.Array, like: NamedArray) -> NamedArray:

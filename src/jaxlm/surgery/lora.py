@@ -173,13 +173,7 @@ class LoraConfig(SurgeryConfig):
             raise ConfigError(f"surgery lora: init: eva: target: {error}") from error
 
     def fill(
-        self,
-        model: LanguageModel,
-        before: LanguageModel,
-        *,
-        refs: Mapping[str, LanguageModel],
-        sums: Mapping[str, InputMoments],
-        key: jax.Array,
+        self, model: LanguageModel, before: LanguageModel, *, sums: Mapping[str, InputMoments], **_: Any
     ) -> LanguageModel:
         def filled(path: str, layer: LoraLinear) -> LoraLinear:
             return dataclasses.replace(layer, a=eva(layer.change, sums[path]).a) if path in sums else layer
@@ -192,7 +186,8 @@ class LoraConfig(SurgeryConfig):
             model = tree.map_modules(model, LoraLinear, ".*", LoraLinear.merged)
         if self.embeddings is None:
             return model
-        change = lambda path, table: table.merged() if self._adapts_table(path) else table  # noqa: E731
+        adapts = lambda path: any(map(self._matches_table, (path, head_of(path))))  # noqa: E731
+        change = lambda path, table: table.merged() if adapts(path) else table  # noqa: E731
         return tree.map_modules_by_path(model, LoraEmbedding, ".*", change)
 
     def exported(self, model: LanguageModel, merged: LanguageModel) -> LanguageModel:
@@ -321,9 +316,6 @@ class LoraConfig(SurgeryConfig):
         if not self._matches_table(name) or not sizes[0].rank:
             return None
         return LowRank.of(table.weight, In, Out, sizes, key=key, starts=starts, use_dora=self.use_dora)
-
-    def _adapts_table(self, path: str) -> bool:
-        return any(map(self._matches_table, (path, head_of(path))))
 
     def _check_keys(self, model: LanguageModel, names: NumberedPaths, tables: Sequence[str]) -> None:
         """Raises `ConfigError` for patterns and layers that match nothing. Args: tables: names that `embeddings` matches."""

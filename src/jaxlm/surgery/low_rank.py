@@ -75,7 +75,7 @@ class LowRank(tree.Padded):
         Rank, inputs, outputs = Axis(LORA, rank), axes_of(In), axes_of(Out)
         stacked = tuple(axis for axis in weight.axes if axis not in (*inputs, *outputs))
         if starts == "a":
-            bound = 1.0 / math.sqrt(math.prod(axis.size for axis in inputs))
+            bound = 1.0 / math.sqrt(hax.axis_size(inputs))
             a = hax.random.uniform(key, (*stacked, Rank, *inputs), minval=-bound, maxval=bound)
             b = hax.zeros((*stacked, *outputs, Rank))
         else:
@@ -151,7 +151,7 @@ class LowRank(tree.Padded):
         # A part of a stack does not know which of the layers it has.
         if not ranks or not arrays or arrays[0].axis_size(LAYERS) != len(ranks):
             return {}
-        inputs, outputs = (math.prod(axis.size for axis in axes_of(spec)) for spec in (self.In, self.Out))
+        inputs, outputs = (hax.axis_size(spec) for spec in (self.In, self.Out))
         unused = sum(max(ranks) - rank for rank in ranks)
         return {"a": unused * inputs, "b": unused * outputs, "magnitude": ranks.count(0) * outputs}
 

@@ -16,7 +16,7 @@ import numpy as np
 from haliax import Axis, NamedArray
 
 from jaxlm.core import tree
-from jaxlm.core.axes import EMBED, HEAD_SIZE, HEADS, KV_HEADS, LAYERS, axes_of
+from jaxlm.core.axes import HEAD_SIZE, HEADS, KV_HEADS, LAYERS, axes_of
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.field_types import NonNegativeInt, PositiveInt
 from jaxlm.core.sharding import current_layout
@@ -33,7 +33,7 @@ from jaxlm.surgery.base import SurgeryConfig
 from jaxlm.surgery.bottleneck import HeadFeatures
 from jaxlm.surgery.head_alignment import aligned, any_rotation, loss_of_mean, rotation_of_pairs
 from jaxlm.surgery.input_moments import InputMoments, input_moments, moment_of_layers
-from jaxlm.surgery.layer_matrices import by_layer, flat
+from jaxlm.surgery.layer_matrices import by_layer, heads_of_layers
 
 _CALIBRATION_BATCHES = 8
 _MEMBERS, _TURNED = "members", "turned_head_size"
@@ -70,7 +70,6 @@ class PoolKvHeadsConfig(SurgeryConfig):
         return replace(config, num_kv_heads=self.num_kv_heads)  # pyright: ignore[reportCallIssue]
 
     def _check(self, config: Any) -> None:
-        """Raises `ConfigError` if the keys do not fit together, or the model."""
         before = config.KVHeads.size
         if self.num_kv_heads >= before or before % self.num_kv_heads:
             fitting = [number for number in range(1, before) if before % number == 0]
@@ -109,13 +108,7 @@ class PoolKvHeadsConfig(SurgeryConfig):
         return self._pooled(self._aligned(model, {}), key)
 
     def fill(
-        self,
-        model: LanguageModel,
-        before: LanguageModel,
-        *,
-        refs: Mapping[str, LanguageModel],
-        sums: Mapping[str, InputMoments],
-        key: jax.Array,
+        self, model: LanguageModel, before: LanguageModel, *, sums: Mapping[str, InputMoments], key: jax.Array, **_: Any
     ) -> LanguageModel:
         return self._pooled(self._aligned(before, sums), key)
 
@@ -149,9 +142,7 @@ class PoolKvHeadsConfig(SurgeryConfig):
         of_heads = lambda k, v, moment: [loss_of_mean(self._groups(heads), moment) for heads in (k, v)]  # noqa: E731
         losses = {}
         for path, attention in tree.modules_by_path(model, SelfAttention):
-            before, after = (
-                by_layer(of_heads, *_heads(one), _moment(one, sums[path])) for one in (attention, turned[path])
-            )
+            before, after = (by_layer(of_heads, *_heads(one, sums[path])) for one in (attention, turned[path]))
             losses[path] = jnp.stack([before[0], after[0], before[1], after[1]], axis=1)
         return losses
 
@@ -210,13 +201,13 @@ class PoolKvHeadsConfig(SurgeryConfig):
                 )
                 return of_heads(k_GDI, rotation_of_pairs(features)), of_heads(v_GDI, any_rotation)
 
-            turns = by_layer(of_layer, *_heads(attention), _moment(attention, sums.get(path)))
+            turns = by_layer(of_layer, *_heads(attention, sums.get(path)))
             of_keys, of_values = (_named_turns(array, attention.k_proj) for array in turns)
             attention = replace(attention, v_proj=_turned(attention.v_proj, of_values))
             out = replace(attention.o_proj, weight=_turned_array(attention.o_proj.weight, of_values))
             attention = replace(attention, o_proj=out)
-            if not _turns_keys(attention):
-                return attention
+            if isinstance(attention.k_norm, RMSNorm) or isinstance(attention.q_norm, RMSNorm):
+                return attention  # the weights of a norm after the projection fix the directions of keys
             return replace(
                 attention, q_proj=_turned(attention.q_proj, of_keys), k_proj=_turned(attention.k_proj, of_keys)
             )
@@ -231,13 +222,13 @@ def _problem(config: ModelConfig, model: LanguageModel) -> str | None:
         return "its config has no number of key/value heads that can change alone. Remove the surgery"
     if other := next((a for a in attentions if not isinstance(a, SelfAttention)), None):
         return f"its attention is {type(other).__name__}. Put pool_kv_heads before the surgery that makes it"
-    if any(_names_heads(attention.k_norm) for attention in attentions):  # pyright: ignore[reportAttributeAccessIssue]
+    norms = [attention.k_norm for attention in attentions]  # pyright: ignore[reportAttributeAccessIssue]
+    if any(isinstance(norm, RMSNorm) and norm.weight.has_axis(KV_HEADS) for norm in norms):
         return "a norm over all key heads together has a weight for each of them. Remove the surgery"
     return None
 
 
 def _alignment_problem(model: LanguageModel) -> str | None:
-    """Why heads cannot be turned."""
     attention: Any = tree.modules(model, Attention)[0]
     if attention.clip_qkv is not None:
         return "its queries, keys and values are clipped, which turned ones would not be alike. Remove align"
@@ -249,15 +240,6 @@ def _alignment_problem(model: LanguageModel) -> str | None:
     if len(forms) > 1:
         return "its layers rotate different features. Remove align"
     return None
-
-
-def _names_heads(norm: Any) -> bool:
-    return isinstance(norm, RMSNorm) and KV_HEADS in (axis.name for axis in norm.weight.axes)
-
-
-def _turns_keys(attention: SelfAttention) -> bool:
-    """A norm with weights between projection and rotation fixes the directions of keys."""
-    return not isinstance(attention.k_norm, RMSNorm) and not isinstance(attention.q_norm, RMSNorm)
 
 
 def _features(model: LanguageModel) -> HeadFeatures:
@@ -278,33 +260,16 @@ def _config_of(model: LanguageModel) -> ModelConfig:
 
 
 def _check_plain(path: str, *layers: Any) -> None:
-    """Raises `ConfigError` if a weight is not an array."""
     if not all(isinstance(layer, Linear) and isinstance(layer.weight, NamedArray) for layer in layers):
         raise ConfigError(
             f"surgery pool_kv_heads: {path} has adapters or stored weights, whose heads cannot be pooled. Merge them before"
         )
 
 
-def _heads(attention: SelfAttention) -> list[jax.Array]:
-    """Keys and values [L, G, D, I]. With biases, the last input is 1."""
-    arrays = []
-    for layer in (attention.k_proj, attention.v_proj):
-        groups = [(layer.weight.resolve_axis(name),) for name in (LAYERS, KV_HEADS, HEAD_SIZE, EMBED)]
-        weight = flat(layer.weight, *groups)  # pyright: ignore[reportArgumentType]
-        if layer.bias is not None:
-            weight = jnp.concatenate([weight, flat(layer.bias, *groups[:3])[..., None]], axis=-1)
-        arrays.append(weight)
-    return arrays
-
-
-def _moment(attention: SelfAttention, moments: InputMoments | None) -> jax.Array:
-    """Second moments of the inputs of each layer [L, I, I]."""
-    layer, has_bias = attention.k_proj, attention.k_proj.bias is not None
-    if moments is not None:
-        return moment_of_layers(moments, with_constant=has_bias)
-    Layers, Embed = (layer.weight.resolve_axis(name) for name in (LAYERS, EMBED))
-    num_inputs = Embed.size + has_bias
-    return jnp.broadcast_to(jnp.eye(num_inputs), (Layers.size, num_inputs, num_inputs))
+def _heads(attention: SelfAttention, moments: InputMoments | None) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Keys and values [L, G, D, I], and moments of inputs [L, I, I]."""
+    keys, values = (heads_of_layers(layer, KV_HEADS) for layer in (attention.k_proj, attention.v_proj))
+    return keys, values, moment_of_layers(attention.k_proj, moments)
 
 
 def _named_turns(array: jax.Array, layer: Linear) -> NamedArray:

@@ -43,7 +43,6 @@ from jaxlm.core.field_types import (
 from jaxlm.core.values import telemetry
 from jaxlm.reading.choices import choice
 
-_NAME = "orchestrator"
 _METRICS = (
     telemetry.LOSS,
     telemetry.LOSS_REFERENCE,
@@ -244,14 +243,11 @@ class Orchestrator(Controller):
         strategies: name -> the controls that select it; the run begins with the first.
     """
 
+    name: ClassVar[str] = "orchestrator"
     survives_rewind: ClassVar[bool] = True
 
     config: OrchestratorConfig
     strategies: Mapping[str, Mapping[str, float]]
-
-    @property
-    def name(self) -> str:
-        return _NAME
 
     @property
     def metrics(self) -> Mapping[str, str]:

@@ -93,7 +93,7 @@ class FourBitWeight(StoredWeight):
 
     def flatten_axes(self, old: AxisSpec, new: str) -> "FourBitWeight":
         axes = axes_of(old)
-        at, size = self.Matrix.index(axes[0]), math.prod(axis.size for axis in axes)
+        at, size = self.Matrix.index(axes[0]), hax.axis_size(axes)
         assert self.Matrix[at : at + len(axes)] == axes, "only neighboring axes of a matrix are flattened"
         return self.with_matrix((*self.Matrix[:at], Axis(new, size), *self.Matrix[at + len(axes) :]))
 
@@ -168,7 +168,7 @@ def _groups(matrix: Sequence[Axis], size: int, flat: str) -> tuple[Axis, ...]:
     *outer, last = matrix
     if last.size % size == 0:
         return (*outer, last.resize(last.size // size))
-    return (Axis(flat, -(-math.prod(axis.size for axis in matrix) // size)),)
+    return (Axis(flat, -(-hax.axis_size(matrix) // size)),)
 
 
 def in_shape_of(array: NamedArray, stacked: Sequence[Axis], axes: Sequence[Axis]) -> NamedArray:
@@ -217,7 +217,7 @@ def _in_groups(array: NamedArray, axes: Sequence[Axis], size: int) -> jax.Array:
 
 def _of_groups(groups: jax.Array, stacked: Sequence[Axis], matrix: Sequence[Axis]) -> jax.Array:
     """The inverse of `_in_groups`."""
-    shape, num = [axis.size for axis in (*stacked, *matrix)], math.prod(axis.size for axis in matrix)
+    shape, num = [axis.size for axis in (*stacked, *matrix)], hax.axis_size(matrix)
     if groups.size != math.prod(shape):
         groups = groups.reshape(*shape[: len(stacked)], -1)[..., :num]
     return groups.reshape(shape)

@@ -7,7 +7,6 @@ the high bits.
 """
 
 import abc
-import math
 from typing import ClassVar
 
 from jaxlm.core.imports import haliax as hax
@@ -149,7 +148,7 @@ class NF4Weight(FourBitWeight):
 
 
 def _flat(blocks: tuple[Axis, ...]) -> Axis:
-    return Axis(SCALE_BLOCKS, math.prod(axis.size for axis in blocks))
+    return Axis(SCALE_BLOCKS, hax.axis_size(blocks))
 
 
 def _normalized(exact: NamedArray, maxima: NamedArray, num_stacked: int, size: int) -> jax.Array:

@@ -1,7 +1,6 @@
 """The batches that models and objectives read."""
 
 import dataclasses
-import math
 from typing import Any, ClassVar
 
 from jaxlm.core.imports import haliax as hax
@@ -66,7 +65,7 @@ class TokenBatch(eqx.Module):
     def with_row_keys(self, key: jax.Array) -> "TokenBatch":
         """The batch with a random key for each row, numbered over all leading axes."""
         leading = tuple(axis for axis in self.tokens.axes if axis.name != POSITION)
-        shape = (math.prod(axis.size for axis in leading), _KEY_WORDS)
+        shape = (hax.axis_size(leading), _KEY_WORDS)
         words = jax.random.bits(jax.random.fold_in(key, _ROWS), shape, jnp.uint32)
         axes = (*leading, hax.Axis(KEY_WORD, _KEY_WORDS))
         return dataclasses.replace(self, row_keys=hax.named(words.reshape([axis.size for axis in axes]), axes))

@@ -132,13 +132,11 @@ class StagedFolder(CheckpointFolder):
                 self._delete_replaced(name if is_there else None)
 
     def _publish(self, name: str) -> None:
-        """Uploads a checkpoint."""
         if (self._staging / name).is_dir():  # otherwise it was never finished, was replaced, or was set aside
             self._remote.upload(self._staging / name)
         self._mark(name).unlink()
 
     def _delete_replaced(self, newest: str | None) -> None:
-        """Deletes the remote checkpoints that `newest` replaces."""
         for old in self._remote.replaced_by(newest) if newest and self._delete_temporary else []:
             self._remote.delete(old)
 

@@ -218,7 +218,7 @@ def _open(folder: Path, config: ModelConfig) -> _Folder:
             adapters = _adapters_of(tensor, names, settings, num_layers, file)
             all_adapters += [adapters] if adapters is not None else []
         saved += _saved(tensor, names, num_layers, file)
-    if settings.get("ensure_weight_tying") and is_tied(config) and any(map(_is_table, all_adapters)):
+    if settings.get("ensure_weight_tying") and is_tied(config) and any(one.kind == EMBEDDING for one in all_adapters):
         # Those of the head are the same as the table's.
         all_adapters = [adapters for adapters in all_adapters if module_path(adapters.tensor.parts[0]) != HEAD]
     if not all_adapters:
@@ -254,10 +254,6 @@ def _adapters_of(
             scales[layer] = float(alpha) / expected ** (0.5 if settings.get("use_rslora") else 1)
         return _Adapters(tensor, adapted, ranks, scales, kind)
     return None
-
-
-def _is_table(adapters: _Adapters) -> bool:
-    return adapters.kind == EMBEDDING
 
 
 def _saved(tensor: Tensor, names: Mapping[str, Any], num_layers: int, file: Path) -> list[tuple[Tensor, list[str]]]:

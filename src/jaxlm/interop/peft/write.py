@@ -151,7 +151,7 @@ def save_adapters(
         "task_type": "CAUSAL_LM",
         "base_model_name_or_path": base,
         "inference_mode": True,
-        "fan_in_fan_out": _stores_inputs_first(config),
+        "fan_in_fan_out": family_of_config(config).model_types[0] == "gpt2",  # `Conv1D`, with weights {in, out}
         **_settings(modules, model.adapters),
         **_targets(modules, [tensor for tensor in table if len(tensor.parts[0].dims) >= 2], model.num_layers),
         "bias": _bias(others, adapted),
@@ -317,11 +317,6 @@ def _layers_by_name(table: Sequence[Tensor], num_layers: int) -> dict[str, list[
         numbers = [layer for layer in layers_of(tensor, num_layers) if layer is not None]
         layers[tensor.name] = sorted([*layers.get(tensor.name, []), *numbers])
     return layers
-
-
-def _stores_inputs_first(config: ModelConfig) -> bool:
-    """Whether the linear layers of a family in transformers are `Conv1D`, with weights {in, out}."""
-    return family_of_config(config).model_types[0] == "gpt2"
 
 
 def _saved_tensors(model: Adapted, table: Sequence[Tensor], layout: Layout, dtype: Any) -> dict[str, np.ndarray]:

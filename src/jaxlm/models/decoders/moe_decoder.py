@@ -51,15 +51,8 @@ class MoeBlock(StartsAsIdentity):
     shared_expert: SharedExpert | None = None
 
     def __call__(
-        self,
-        x: NamedArray,
-        context: LayerContext,
-        layer_cache: LayerCache | None,
-        *,
-        index: NamedArray,
-        key: jax.Array | None,
+        self, x: NamedArray, context: LayerContext, layer_cache: LayerCache | None, **_: Any
     ) -> tuple[NamedArray, ForCache, RouterStats]:
-        del index, key
         attended, new = self.attn(self.attn_norm(x), context, layer_cache)
         x = x + attended
         normed = self.mlp_norm(x)

@@ -6,12 +6,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import jax
-from haliax import Axis
 
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.field_types import NonNegativeInt, PositiveInt
 from jaxlm.models.decoder import (
-    Decoder,
     DecoderBlock,
     DecoderConfig,
     check_sizes,
@@ -19,7 +17,6 @@ from jaxlm.models.decoder import (
     pre_norm_block,
     projections,
     renumbered,
-    rms_norm,
 )
 from jaxlm.models.decoders.local_layers import check_local_layers, local_kinds
 from jaxlm.models.layers import Attention, SelfAttention
@@ -42,9 +39,6 @@ class PreNormConfig(DecoderConfig):
     @abc.abstractmethod
     def attention(self, keys: jax.Array) -> Attention:
         """Initializes the attention of one layer. Takes four keys."""
-
-    def build(self, Vocab: Axis, *, key: jax.Array) -> Decoder:
-        return Decoder.init(self, Vocab, final_norm=rms_norm(self), key=key)
 
 
 def check_pre_norm(config: PreNormConfig) -> None:

@@ -190,14 +190,10 @@ def _run(
     """The stream after a layer, and what of the layer is compared; both in the order of the axes of tokens, then features."""
     recorded: list[NamedArray] = []
     if target != "residual":
-        block = _with_recorder(block, recorded, target)
+        block = tree.map_modules(block, Attention, ".*", lambda attention: _Recorder(attention, recorded, target))
     after = block(x, context, None, index=index, key=key)[0].rearrange(x.axes)
     compared = after if target == "residual" else recorded[0]
     return after, compared.rearrange((*(axis for axis in x.axes if axis.name != EMBED), ...))
-
-
-def _with_recorder(block: Block, recorded: list[NamedArray], target: Target) -> Block:
-    return tree.map_modules(block, Attention, ".*", lambda attention: _Recorder(attention, recorded, target))
 
 
 class _Recorder(Attention):
@@ -228,7 +224,7 @@ class _Recorder(Attention):
         replaced: Callable[[Any], tuple[Any, Any]] = lambda attention: (attention.v_proj, attention.o_proj)  # noqa: E731
         v_proj, _ = replaced(self.base)
         KVHeads = next(axis for axis in axes_of(v_proj.Out) if axis.name == KV_HEADS)
-        probe = eqx.tree_at(replaced, self.base, (_WhichToken(KVHeads, context.order), _Unprojected()))
+        probe = eqx.tree_at(replaced, self.base, (_WhichToken(KVHeads, context.order), eqx.nn.Identity()))
         return probe(x, dataclasses.replace(context, attn_backend="reference"), None, **options)[0]
 
 
@@ -243,10 +239,3 @@ class _WhichToken(eqx.Module):
         one_hot = hax.nn.one_hot(text_index(x, self.order), Index, dtype=x.dtype)
         axes = (x.resolve_axis(BATCH), x.resolve_axis(POSITION), self.KVHeads, Index)
         return one_hot.broadcast_to(axes).rearrange(axes)
-
-
-class _Unprojected(eqx.Module):
-    """Returns its input."""
-
-    def __call__(self, x: NamedArray) -> NamedArray:
-        return x

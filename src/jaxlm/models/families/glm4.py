@@ -6,11 +6,10 @@ Source: GLM Team 2024 (arXiv:2406.12793), section 2, and the code of the 0414 mo
 from dataclasses import field
 
 import jax
-from haliax import Axis
 
 from jaxlm.core.field_types import NumLayers, PositiveInt
 from jaxlm.models.base import ModelConfig
-from jaxlm.models.decoder import Decoder, DecoderBlock, gated_mlp, projections, rms_norm
+from jaxlm.models.decoder import DecoderBlock, gated_mlp, projections, rms_norm
 from jaxlm.models.decoders.rotary import RotaryDecoderConfig
 from jaxlm.models.layers import SelfAttention
 from jaxlm.models.rope import DefaultRotary, RotaryConfig
@@ -39,6 +38,3 @@ class Glm4Config(RotaryDecoderConfig):
         attn = SelfAttention(**projections(self, keys[:4], qkv_bias=self.attention_bias, out_bias=False))
         norms = [rms_norm(self) for _ in range(4)]
         return DecoderBlock(norms[0], attn, norms[1], gated_mlp(self, keys[4:]), norms[2], norms[3])
-
-    def build(self, Vocab: Axis, *, key: jax.Array) -> Decoder:
-        return Decoder.init(self, Vocab, final_norm=rms_norm(self), key=key)

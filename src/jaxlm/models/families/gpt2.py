@@ -17,12 +17,11 @@ from haliax import Axis, NamedArray
 from jaxlm.core.axes import HEAD_SIZE, MLP
 from jaxlm.core.errors import ConfigError, check_choice, check_divides
 from jaxlm.core.field_types import BelowOne, NonNegativeFloat, NumLayers, PositiveInt, check_fields
-from jaxlm.core.products.stored_weights import Weight
-from jaxlm.core.sharding import for_compute, for_lookup
+from jaxlm.core.sharding import for_lookup
 from jaxlm.models.activations import ACTIVATIONS
-from jaxlm.models.base import Hidden, Inputs, KVCache, LanguageModel, ModelConfig
-from jaxlm.models.decoder import TransformerConfig
-from jaxlm.models.growth import StartsAsIdentity, grown_body, without_output
+from jaxlm.models.base import Hidden, Inputs, KVCache, ModelConfig
+from jaxlm.models.decoder import TransformerConfig, TransformerModel
+from jaxlm.models.growth import StartsAsIdentity, without_output
 from jaxlm.models.inference.kv_cache import empty_cache
 from jaxlm.models.layers import (
     Embedding,
@@ -97,7 +96,26 @@ class Gpt2Config(TransformerConfig):
         check_choice("model.activation_function", self.activation_function, ACTIVATIONS)
 
     def block(self, *, key: jax.Array) -> "Gpt2Block":
-        return Gpt2Block.init(self, key=key)
+        std, bias = self.initializer_range, self.use_bias
+        residual_std = std / math.sqrt(2 * self.num_layers)
+        Embed, Heads, KVHeads, HeadSize, Mlp_ = self.Embed, self.Heads, self.KVHeads, self.HeadSize, self.Mlp
+        k_q, k_k, k_v, k_o, k_up, k_down = jax.random.split(key, 6)
+        attn = SelfAttention(
+            q_proj=Linear.init(Embed, (Heads, HeadSize), std=std, key=k_q, use_bias=bias),
+            k_proj=Linear.init(Embed, (KVHeads, HeadSize), std=std, key=k_k, use_bias=bias),
+            v_proj=Linear.init(Embed, (KVHeads, HeadSize), std=std, key=k_v, use_bias=bias),
+            o_proj=Linear.init((Heads, HeadSize), Embed, std=residual_std, key=k_o, use_bias=bias),
+            scale=None if self.scale_attn_weights else 1.0,
+            upcast=self.upcast_attn,
+            dropout=self.attn_pdrop,
+        )
+        mlp = Mlp(
+            up_proj=Linear.init(Embed, Mlp_, std=std, key=k_up, use_bias=bias),
+            down_proj=Linear.init(Mlp_, Embed, std=residual_std, key=k_down, use_bias=bias),
+            activation=self.activation_function,
+        )
+        norms = [LayerNorm.init(Embed, self.layer_norm_epsilon, use_bias=bias) for _ in range(2)]
+        return Gpt2Block(norms[0], attn, norms[1], mlp, self.scale_attn_by_inverse_layer_idx, self.resid_pdrop)
 
     def layer_keys(self, kept: Sequence[int]) -> dict[str, Any]:
         if self.scale_attn_by_inverse_layer_idx and tuple(kept) != tuple(range(len(kept))):
@@ -116,7 +134,8 @@ class Gpt2Config(TransformerConfig):
         # A key of its own, so that the other parameters are those of a model with a tied head.
         k_head, Embed, tied = jax.random.fold_in(key, 1), self.Embed, self.tie_word_embeddings
         head = None if tied else Linear.init(Embed, Vocab, std=std, key=k_head)
-        return Gpt2(tokens, positions, body, head, self, vocab_multiple=self.vocab_multiple, adds_noise=True)
+        options = {"vocab_multiple": self.vocab_multiple, "adds_noise": True}
+        return Gpt2(tokens=tokens, positions=positions, body=body, head=head, config=self, **options)
 
 
 class Gpt2Block(StartsAsIdentity):
@@ -128,29 +147,6 @@ class Gpt2Block(StartsAsIdentity):
     mlp: Mlp
     inverse_layer_scale: bool = eqx.field(static=True)
     resid_pdrop: float = eqx.field(static=True)
-
-    @staticmethod
-    def init(config: Gpt2Config, *, key: jax.Array) -> "Gpt2Block":
-        std, bias = config.initializer_range, config.use_bias
-        residual_std = std / math.sqrt(2 * config.num_layers)
-        Embed, Heads, KVHeads, HeadSize, Mlp_ = config.Embed, config.Heads, config.KVHeads, config.HeadSize, config.Mlp
-        k_q, k_k, k_v, k_o, k_up, k_down = jax.random.split(key, 6)
-        attn = SelfAttention(
-            q_proj=Linear.init(Embed, (Heads, HeadSize), std=std, key=k_q, use_bias=bias),
-            k_proj=Linear.init(Embed, (KVHeads, HeadSize), std=std, key=k_k, use_bias=bias),
-            v_proj=Linear.init(Embed, (KVHeads, HeadSize), std=std, key=k_v, use_bias=bias),
-            o_proj=Linear.init((Heads, HeadSize), Embed, std=residual_std, key=k_o, use_bias=bias),
-            scale=None if config.scale_attn_weights else 1.0,
-            upcast=config.upcast_attn,
-            dropout=config.attn_pdrop,
-        )
-        mlp = Mlp(
-            up_proj=Linear.init(Embed, Mlp_, std=std, key=k_up, use_bias=bias),
-            down_proj=Linear.init(Mlp_, Embed, std=residual_std, key=k_down, use_bias=bias),
-            activation=config.activation_function,
-        )
-        norms = [LayerNorm.init(Embed, config.layer_norm_epsilon, use_bias=bias) for _ in range(2)]
-        return Gpt2Block(norms[0], attn, norms[1], mlp, config.scale_attn_by_inverse_layer_idx, config.resid_pdrop)
 
     def __call__(
         self,
@@ -177,22 +173,14 @@ class Gpt2Block(StartsAsIdentity):
         return dataclasses.replace(self, attn=attn, mlp=mlp)
 
 
-class Gpt2(LanguageModel):
-    """Token and position embeddings, a stack of blocks, and a head (None if it is tied to the token embedding)."""
+class Gpt2(TransformerModel):
+    """A transformer with an embedding of positions."""
 
     tokens: Embedding
     positions: Embedding
     body: Body
     head: Linear | None
     config: Gpt2Config = eqx.field(static=True)
-
-    @property
-    def Vocab(self) -> Axis:
-        return self.tokens.Vocab
-
-    @property
-    def Pos(self) -> Axis:
-        return self.config.Pos
 
     def hidden(
         self, inputs: Inputs, *, cache: KVCache | None = None, taps: Sequence[str] = (), key: jax.Array | None = None
@@ -219,16 +207,6 @@ class Gpt2(LanguageModel):
         tokens, positions = for_lookup((self.tokens, self.positions))
         x = token_embeddings(tokens, inputs) + positions(inputs.positions)
         return dropout(x, self.config.embed_pdrop, key)
-
-    def with_layers(self, kept: Sequence[int]) -> "Gpt2":
-        return dataclasses.replace(self, config=self.config.with_layers(kept), body=self.body.with_layers(kept))
-
-    def grown(self, sources: Sequence[int], added: range, *, key: jax.Array | None) -> "Gpt2":
-        config = self.config.with_layers(sources)
-        return dataclasses.replace(self, config=config, body=grown_body(self.body, config, self.Vocab, added, key))
-
-    def lm_head(self) -> Weight:
-        return for_compute(self.tokens if self.head is None else self.head).weight
 
     def init_cache(self, Batch: Axis, capacity: int, dtype) -> KVCache:
         layers = [stack.Layers for stack in self.body.stacks]

@@ -6,11 +6,10 @@ Source: Black et al. 2022 (arXiv:2204.06745), section 2.1; Biderman et al. 2023 
 from dataclasses import field
 
 import jax
-from haliax import Axis
 
 from jaxlm.core.field_types import NumLayers, PositiveInt
 from jaxlm.models.base import ModelConfig
-from jaxlm.models.decoder import Decoder, DecoderBlock, plain_mlp, projections
+from jaxlm.models.decoder import DecoderBlock, plain_mlp, projections
 from jaxlm.models.decoders.rotary import RotaryDecoderConfig
 from jaxlm.models.layers import SelfAttention
 from jaxlm.models.norms import LayerNorm
@@ -41,10 +40,7 @@ class GptNeoxConfig(RotaryDecoderConfig):
         keys = jax.random.split(key, 6)
         attn = SelfAttention(**projections(self, keys[:4], qkv_bias=self.attention_bias, out_bias=self.attention_bias))
         mlp = plain_mlp(self, keys[4:], use_bias=True)
-        return DecoderBlock(self._norm(), attn, self._norm(), mlp, parallel=self.use_parallel_residual)
+        return DecoderBlock(self.norm(), attn, self.norm(), mlp, parallel=self.use_parallel_residual)
 
-    def build(self, Vocab: Axis, *, key: jax.Array) -> Decoder:
-        return Decoder.init(self, Vocab, final_norm=self._norm(), key=key)
-
-    def _norm(self) -> LayerNorm:
+    def norm(self) -> LayerNorm:
         return LayerNorm.init(self.Embed, self.layer_norm_epsilon, use_bias=True)

@@ -4,6 +4,7 @@ Source: Jiang et al. 2024 (arXiv:2401.04088), section 2.
 """
 
 from dataclasses import field
+from typing import ClassVar
 
 import jax
 
@@ -24,10 +25,7 @@ class MixtralConfig(MoeConfig):
     intermediate_dim: PositiveInt = 14336
     num_kv_heads: PositiveInt | None = 8
     rope: RotaryConfig = field(default_factory=lambda: DefaultRotary(theta=1e6))
-
-    @property
-    def normalizes_shares(self) -> bool:
-        return True
+    normalizes_shares: ClassVar[bool] = True
 
     def check(self) -> None:
         check_moe(self)

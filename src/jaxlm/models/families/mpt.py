@@ -5,12 +5,11 @@ Source: MosaicML 2023, "Introducing MPT-7B", and the code released with it (mosa
 """
 
 import jax
-from haliax import Axis
 
 from jaxlm.core.field_types import NonNegativeFloat, PositiveFloat, PositiveInt
 from jaxlm.models.attention.scores import ScoreRule
 from jaxlm.models.base import ModelConfig
-from jaxlm.models.decoder import Decoder, DecoderBlock, DecoderConfig, check_sizes, plain_mlp, projections
+from jaxlm.models.decoder import DecoderBlock, DecoderConfig, check_sizes, plain_mlp, projections
 from jaxlm.models.layers import SelfAttention
 from jaxlm.models.norms import LayerNorm
 from jaxlm.models.stacks import LayerKind
@@ -47,10 +46,7 @@ class MptConfig(DecoderConfig):
         maps = projections(self, keys[:4], qkv_bias=False, out_bias=False)
         rule = ScoreRule(alibi_max=self.alibi_bias_max)
         attn = SelfAttention(**maps, clip_qkv=self.clip_qkv, scale=self.softmax_scale, rule=rule)
-        return DecoderBlock(self._norm(), attn, self._norm(), plain_mlp(self, keys[4:], use_bias=False))
+        return DecoderBlock(self.norm(), attn, self.norm(), plain_mlp(self, keys[4:], use_bias=False))
 
-    def build(self, Vocab: Axis, *, key: jax.Array) -> Decoder:
-        return Decoder.init(self, Vocab, final_norm=self._norm(), key=key)
-
-    def _norm(self) -> LayerNorm:
+    def norm(self) -> LayerNorm:
         return LayerNorm.init(self.Embed, self.layer_norm_epsilon, use_bias=False)

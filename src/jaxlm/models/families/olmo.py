@@ -4,11 +4,10 @@ Source: Groeneveld et al. 2024 (arXiv:2402.00838), section 2.1.
 """
 
 import jax
-from haliax import Axis
 
 from jaxlm.core.field_types import NonNegativeFloat, PositiveFloat, PositiveInt
 from jaxlm.models.base import ModelConfig
-from jaxlm.models.decoder import Decoder, DecoderBlock, gated_mlp, projections
+from jaxlm.models.decoder import DecoderBlock, gated_mlp, projections
 from jaxlm.models.decoders.rotary import RotaryDecoderConfig
 from jaxlm.models.layers import SelfAttention
 from jaxlm.models.norms import UnweightedLayerNorm
@@ -33,10 +32,7 @@ class OlmoConfig(RotaryDecoderConfig):
         keys = jax.random.split(key, 7)
         maps = projections(self, keys[:4], qkv_bias=self.attention_bias, out_bias=self.attention_bias)
         attn = SelfAttention(**maps, clip_qkv=self.clip_qkv)
-        return DecoderBlock(self._norm(), attn, self._norm(), gated_mlp(self, keys[4:]))
+        return DecoderBlock(self.norm(), attn, self.norm(), gated_mlp(self, keys[4:]))
 
-    def build(self, Vocab: Axis, *, key: jax.Array) -> Decoder:
-        return Decoder.init(self, Vocab, final_norm=self._norm(), key=key)
-
-    def _norm(self) -> UnweightedLayerNorm:
+    def norm(self) -> UnweightedLayerNorm:
         return UnweightedLayerNorm(self.Embed, self.layer_norm_epsilon)

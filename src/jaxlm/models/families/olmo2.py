@@ -6,11 +6,10 @@ Source: OLMo Team 2025 (arXiv:2501.00656), section 3.2.
 from dataclasses import field
 
 import jax
-from haliax import Axis
 
 from jaxlm.core.field_types import NonNegativeFloat, PositiveInt
 from jaxlm.models.base import ModelConfig
-from jaxlm.models.decoder import Decoder, DecoderBlock, DecoderConfig, gated_mlp, projections, rms_norm
+from jaxlm.models.decoder import DecoderBlock, DecoderConfig, gated_mlp, projections, rms_norm
 from jaxlm.models.decoders.rotary import RotaryDecoderConfig
 from jaxlm.models.layers import SelfAttention
 from jaxlm.models.norms import RMSNorm
@@ -33,9 +32,6 @@ class Olmo2Config(RotaryDecoderConfig):
 
     def block(self, *, key: jax.Array) -> DecoderBlock:
         return post_norm_block(self, use_bias=self.attention_bias, key=key)
-
-    def build(self, Vocab: Axis, *, key: jax.Array) -> Decoder:
-        return Decoder.init(self, Vocab, final_norm=rms_norm(self), key=key)
 
 
 def post_norm_block(config: DecoderConfig, *, use_bias: bool, key: jax.Array) -> DecoderBlock:

@@ -8,11 +8,10 @@ from dataclasses import field
 from typing import Any
 
 import jax
-from haliax import Axis
 
 from jaxlm.core.field_types import NonNegativeFloat, NonNegativeInt, PositiveInt
 from jaxlm.models.base import ModelConfig
-from jaxlm.models.decoder import Decoder, DecoderBlock, DecoderConfig, check_sizes, rms_norm
+from jaxlm.models.decoder import DecoderBlock, DecoderConfig, check_sizes
 from jaxlm.models.decoders.local_layers import check_pattern, pattern_keys, pattern_kinds
 from jaxlm.models.families.olmo2 import post_norm_block
 from jaxlm.models.rope import DefaultRotary, RotaryConfig, check_rope
@@ -59,6 +58,3 @@ class Olmo3Config(DecoderConfig):
 
     def block(self, *, key: jax.Array) -> DecoderBlock:
         return post_norm_block(self, use_bias=self.attention_bias, key=key)
-
-    def build(self, Vocab: Axis, *, key: jax.Array) -> Decoder:
-        return Decoder.init(self, Vocab, final_norm=rms_norm(self), key=key)

@@ -151,10 +151,6 @@ def named_axes(
     return axes
 
 
-def _is_unnamed(axis: Axis) -> bool:
-    return axis.name.startswith(_UNNAMED)
-
-
 def _unique_label(labels: Sequence[str], i: int) -> str:
     num_before = labels[:i].count(labels[i])
     return f"{labels[i]}_{num_before + 1}" if num_before else labels[i]
@@ -215,7 +211,7 @@ class FlaxModel(LanguageModel, DeclaresMatrices):
         return {f"params.{path}": MatrixAxes(both[1], both[0]) for path, both in sides.items() if len(both) == 2}
 
     def _may_be_hidden_matrix(self, path: str, axes: Sequence[Axis]) -> bool:
-        is_vocabulary = any(axis.size == self.Vocab.size and _is_unnamed(axis) for axis in axes)
+        is_vocabulary = any(axis.size == self.Vocab.size and axis.name.startswith(_UNNAMED) for axis in axes)
         return path.rpartition(".")[2] not in _NOT_MATRICES and not is_vocabulary
 
     def init_cache(self, Batch: Axis, capacity: int, dtype) -> TokenHistory:

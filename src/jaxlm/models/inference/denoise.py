@@ -21,11 +21,11 @@ from haliax import Axis, NamedArray
 from jaxlm.core.axes import BATCH, EMBED, POSITION
 from jaxlm.core.errors import ConfigError, check_at_least
 from jaxlm.core.field_types import PositiveInt
-from jaxlm.core.sharding import current_layout
+from jaxlm.core.sharding import replicated
 from jaxlm.models.base import Inputs, LanguageModel
 from jaxlm.models.diffusion.denoisers import Denoiser
 from jaxlm.models.inference.generate import GenerationConfig, how_to_fit
-from jaxlm.models.inference.padding import padded_length, round_up
+from jaxlm.models.inference.padding import padded_length, program_rows
 from jaxlm.models.inference.row_keys import row_keys
 from jaxlm.models.inference.sampling import Sampling, TokenDistribution
 
@@ -210,8 +210,7 @@ def denoise_tokens(
     config.check_parts(model.denoisers)
     if not prompts or not num_new:
         return [[] for _ in prompts]
-    layout = current_layout()
-    num_rows = round_up(len(prompts), 1 if layout is None else layout.num_shards(BATCH))
+    num_rows = program_rows(len(prompts))
     width = min(model.Pos.size, padded_length(max(map(len, prompts)) + num_new))
     tokens, segment_ids = np.zeros((num_rows, width), np.int32), np.zeros((num_rows, width), np.int32)
     starts = np.zeros(num_rows, np.int32)
@@ -292,9 +291,8 @@ def _denoise(
         outside = jnp.where(is_filled_BN, index_BN, axes[1].size)  # writes beyond the end are dropped
         return tokens.at[rows, outside].set(drawn_BN, mode="drop")
 
-    tokens = jax.lax.fori_loop(0, blocks.shape[0], one_pass, inputs.tokens.rearrange((BATCH, POSITION)).array)
-    layout = current_layout()
-    return tokens if layout is None else jax.lax.with_sharding_constraint(tokens, layout.replicated())
+    tokens = inputs.tokens.rearrange((BATCH, POSITION)).array
+    return replicated(jax.lax.fori_loop(0, blocks.shape[0], one_pass, tokens))
 
 
 def _predict(

@@ -18,10 +18,10 @@ from haliax import NamedArray
 
 from jaxlm.core.axes import BATCH, POSITION
 from jaxlm.core.errors import ConfigError, check_at_least
-from jaxlm.core.sharding import current_layout
+from jaxlm.core.sharding import replicated
 from jaxlm.models.base import Inputs, KVCache, LanguageModel
 from jaxlm.models.inference.length_switch import next_inputs, rows_that_cross, step_across
-from jaxlm.models.inference.padding import left_padded, padded_length, round_up
+from jaxlm.models.inference.padding import left_padded, padded_length, program_rows, round_up
 from jaxlm.models.inference.prefix_cache import PrefixCache
 from jaxlm.models.inference.row_keys import row_keys
 from jaxlm.models.inference.sampling import Sampling, TokenDistribution, with_token
@@ -283,8 +283,7 @@ def _prefill_arguments(
     prefix_cache: PrefixCache | None,
     tools: ToolCalls | None,
 ) -> _PrefillArguments:
-    layout = current_layout()
-    num_rows = round_up(len(prompts), 1 if layout is None else layout.num_shards(BATCH))
+    num_rows = program_rows(len(prompts))
     capacity = padded_length(config.max_new_tokens)
     cache, num_cached = (
         (None, 0) if prefix_cache is None else prefix_cache.lookup(generator.model, prompts[0], num_rows, capacity)
@@ -486,7 +485,7 @@ def _cross(
 
 @jax.jit
 def _waits(model: LanguageModel, state: _State, end: jax.Array) -> jax.Array:
-    return _replicated(_goes_on(state, end) & rows_that_cross(model, state).any())
+    return replicated(_goes_on(state, end) & rows_that_cross(model, state).any())
 
 
 def _goes_on(state: _State, end: jax.Array) -> jax.Array:
@@ -498,15 +497,10 @@ def _goes_on(state: _State, end: jax.Array) -> jax.Array:
 @jax.jit
 def _force(calls: _Calls, forced: jax.Array) -> _Calls:
     # A jitted function, so that the next `_decode` sees arrays of the same kind and is not compiled again.
-    return _replicated(_Calls(forced, calls.end, jnp.zeros_like(calls.has_ended)))
+    return replicated(_Calls(forced, calls.end, jnp.zeros_like(calls.has_ended)))
 
 
 def _replicate_outputs(state: _State) -> _State:
     """Replicates what the host reads, so that every process can read every row."""
-    written, alive, step, calls = _replicated((state.written, state.alive, state.step, state.calls))
+    written, alive, step, calls = replicated((state.written, state.alive, state.step, state.calls))
     return dataclasses.replace(state, written=written, alive=alive, step=step, calls=calls)
-
-
-def _replicated(arrays: T) -> T:
-    layout = current_layout()
-    return arrays if layout is None else jax.lax.with_sharding_constraint(arrays, layout.replicated())

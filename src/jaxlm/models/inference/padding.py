@@ -10,6 +10,7 @@ import numpy as np
 from haliax import Axis
 
 from jaxlm.core.axes import BATCH, POSITION
+from jaxlm.core.sharding import current_layout
 from jaxlm.models.base import Inputs
 
 _LENGTH_MULTIPLE = 64
@@ -18,6 +19,12 @@ _LENGTH_MULTIPLE = 64
 def round_up(n: int, multiple: int) -> int:
     """The smallest multiple of `multiple` that is at least n."""
     return -(-n // multiple) * multiple
+
+
+def program_rows(num_rows: int) -> int:
+    """Rows of a program: a multiple of the devices that they are divided over."""
+    layout = current_layout()
+    return round_up(num_rows, 1 if layout is None else layout.num_shards(BATCH))
 
 
 def padded_length(n: int) -> int:

@@ -19,12 +19,12 @@ from jaxlm.core import tree
 from jaxlm.core.axes import BATCH, EMBED, POSITION, VOCAB
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.products.matmul import arranged, einsum
-from jaxlm.core.sharding import current_layout
+from jaxlm.core.sharding import current_layout, replicated
 from jaxlm.core.tracing import used_arguments
 from jaxlm.models.base import Inputs, LanguageModel
 from jaxlm.models.chunked_loss import soft_capped
 from jaxlm.models.inference.length_switch import next_inputs, rows_that_cross, step_across
-from jaxlm.models.inference.padding import left_padded, padded_length, round_up
+from jaxlm.models.inference.padding import left_padded, padded_length, program_rows
 from jaxlm.models.inference.sampling import Sampling, TokenDistribution, with_token
 from jaxlm.models.inference.unstacked import Generator
 from jaxlm.models.layers import activation_dtype
@@ -106,7 +106,7 @@ def sample_responses(
         xla_options: what the programs are compiled with.
     """
     begin, finish, cross = _programs(xla_options)
-    num_rows = _program_rows(num_rows or len(prompts))
+    num_rows = program_rows(num_rows or len(prompts))
     numbers = np.zeros(num_rows, np.uint32)
     numbers[: len(rows)] = rows
     words = np.array([noise.seed, noise.step, noise.turn], np.uint32)
@@ -149,7 +149,7 @@ def compile_sampling(
 
     Call it inside `layout.use()`. Args: model: shapes, dtypes and shardings.
     """
-    num_rows, width, layout = _program_rows(num_rows), padded_length(prompt_tokens), current_layout()
+    num_rows, width, layout = program_rows(num_rows), padded_length(prompt_tokens), current_layout()
     shape: Any = jax.ShapeDtypeStruct
     tokens = shape((num_rows, width), jnp.int32, sharding=None if layout is None else layout.replicated())
     column = NamedArray(tokens, (Axis(BATCH, num_rows), Axis(POSITION, width)))
@@ -162,12 +162,6 @@ def compile_sampling(
     state, keys = jax.tree.map(place, lowered.out_info, prompts.output_shardings)
     others = finish.lower(model, state, keys, stops, distribution).compile()
     return SamplingPrograms(prompts, others, (state.cache.keys, state.cache.values))
-
-
-def _program_rows(num_rows: int) -> int:
-    """Rows of a program: a multiple of the devices that they are divided over."""
-    layout = current_layout()
-    return round_up(num_rows, 1 if layout is None else layout.num_shards(BATCH))
 
 
 class _State(eqx.Module):
@@ -254,11 +248,7 @@ def _finish(
         return _goes_on(state) & ~rows_that_cross(model, state).any()
 
     state = jax.lax.while_loop(goes_on, one_token, state)
-    layout = current_layout()
-    if layout is None:
-        return state
-    replicated = jax.lax.with_sharding_constraint((state.tokens, state.logps), layout.replicated())
-    return eqx.tree_at(lambda s: (s.tokens, s.logps), state, replicated)
+    return eqx.tree_at(lambda s: (s.tokens, s.logps), state, replicated((state.tokens, state.logps)))
 
 
 def _cross(
@@ -277,8 +267,7 @@ def _cross(
 @jax.jit
 def _waits(model: LanguageModel, state: _State) -> jax.Array:
     """Whether `_finish` ended before a switch length, on every process."""
-    waits, layout = _goes_on(state) & rows_that_cross(model, state).any(), current_layout()
-    return waits if layout is None else jax.lax.with_sharding_constraint(waits, layout.replicated())
+    return replicated(_goes_on(state) & rows_that_cross(model, state).any())
 
 
 def _goes_on(state: _State) -> jax.Array:

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import optax
 from haliax import Axis, NamedArray
 
-from jaxlm.optim.matrices import MatrixView, matrices, replace_matrices, size_of
+from jaxlm.optim.matrices import MatrixView, matrices, replace_matrices
 
 _SMALLEST = 1e-10  # of a mean square, and of a norm
 
@@ -66,7 +66,7 @@ def _normalized(matrix: jax.Array, before: jax.Array, within: int, decay: float)
 
 
 def _is_wide(view: MatrixView) -> bool:
-    return size_of(view.outputs) < size_of(view.inputs)
+    return hax.axis_size(view.outputs) < hax.axis_size(view.inputs)
 
 
 def _axes(view: MatrixView) -> tuple[Axis, ...]:
@@ -74,4 +74,4 @@ def _axes(view: MatrixView) -> tuple[Axis, ...]:
 
 
 def _flat_shape(view: MatrixView) -> tuple[int, ...]:
-    return (*(axis.size for axis in view.stacked), size_of(view.inputs if _is_wide(view) else view.outputs))
+    return (*(axis.size for axis in view.stacked), hax.axis_size(view.inputs if _is_wide(view) else view.outputs))

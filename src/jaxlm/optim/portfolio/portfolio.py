@@ -72,7 +72,6 @@ class PortfolioConfig(OptimizerConfig):
             )
 
     def _check_alone(self) -> None:
-        """Raises `ConfigError` for what a portfolio cannot be combined with."""
         if self.match is not None or self.groups:
             raise ConfigError(
                 f"{'groups' if self.groups else 'match'}: given, but a strategy acts on all parameters together, and so do"

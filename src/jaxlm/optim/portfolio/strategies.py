@@ -9,7 +9,7 @@ and Socher 2017 (arXiv:1712.07628), algorithm 1, for the learning rate of `swats
 
 import abc
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import draccus
 import jax
@@ -60,6 +60,8 @@ class Strategy(draccus.ChoiceRegistry, abc.ABC):
     weight_decay: NonNegativeFloat | None = None
     max_grad_norm: PositiveFloat | None = None
     adagc: bool | AdaGc = False
+    orthogonalizes: ClassVar[bool] = False
+    """Whether the rule has directions of its own for hidden matrices: their orthogonalized momentum."""
 
     @property
     @abc.abstractmethod
@@ -85,11 +87,6 @@ class Strategy(draccus.ChoiceRegistry, abc.ABC):
     def compared_epsilon(self) -> float | None:
         """Epsilon of the Adam that `Moments.sgd_rate` compares with; None if the rule does not need that."""
         return None
-
-    @property
-    def orthogonalizes(self) -> bool:
-        """Whether the rule has directions of its own for hidden matrices: their orthogonalized momentum."""
-        return False
 
     @property
     def others_scale(self) -> float:
@@ -228,6 +225,8 @@ class Muon(Strategy):
         beta1, beta2, epsilon: Adam's keys of the same names, for all other parameters.
     """
 
+    orthogonalizes: ClassVar[bool] = True
+    needs_matrix_squares: ClassVar[bool] = False
     momentum: BelowOne = 0.95
     nesterov: bool = True
     adam_lr_scale: PositiveFloat = 1.0
@@ -246,14 +245,6 @@ class Muon(Strategy):
     @property
     def square_decay(self) -> float:
         return self.beta2
-
-    @property
-    def needs_matrix_squares(self) -> bool:
-        return False
-
-    @property
-    def orthogonalizes(self) -> bool:
-        return True
 
     @property
     def others_scale(self) -> float:

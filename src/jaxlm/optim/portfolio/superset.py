@@ -264,7 +264,6 @@ class Superset:
         return chosen
 
     def _decayed(self, table: Table, updates: Any, directions: Mapping[str, jax.Array], params: Any) -> Any:
-        """Directions with weight decay."""
         decay = table.number(lambda one: self.weight_decay if one.weight_decay is None else one.weight_decay)
         # The learning rate that follows is that of matrices.
         scale = table.number(lambda one: one.others_scale)

@@ -75,7 +75,8 @@ class EightBit(StateFormat):
 
         def update_fn(updates: Any, state: Any, params: Any = None, **extra: Any) -> tuple[Any, Any]:
             moved, after = optimizer.update(updates, in_full(state), params, **extra)
-            return moved, jax.tree.map(_as_before, state, after, is_leaf=is_quantized)
+            stored = lambda old, new: QuantizedMoment.of(new, old.is_signed) if is_quantized(old) else new  # noqa: E731
+            return moved, jax.tree.map(stored, state, after, is_leaf=is_quantized)
 
         return optax.GradientTransformationExtraArgs(init_fn, update_fn)
 
@@ -111,10 +112,6 @@ def describe_state(state: Any, num_parameters: int) -> str:
     num_bytes = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(state))
     stored = f"{num_arrays} arrays" + (f", {len(quantized)} moments in 8 bits" if quantized else "")
     return f"{num_bytes / 2**30:.3f} GiB, {num_bytes / max(num_parameters, 1):.2f} bytes a parameter ({stored})"
-
-
-def _as_before(before: Any, after: Any) -> Any:
-    return QuantizedMoment.of(after, before.is_signed) if is_quantized(before) else after
 
 
 def _constants(make: Callable[[Any], Any], params: Any) -> dict[str, float | None]:

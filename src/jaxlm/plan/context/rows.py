@@ -104,7 +104,6 @@ def attention_sizes(model: LanguageModel) -> list[LayerSizes]:
 
 
 def _kinds(model: LanguageModel) -> list[Any]:
-    """The kinds of all layers of a model."""
     stacks = tree.modules(model, Stack)
     return [
         *(kind for stack in stacks for kind in stack.kinds_between(0, stack.Layers.size)),

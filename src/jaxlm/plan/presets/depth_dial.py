@@ -148,7 +148,6 @@ class _Dial:
         )
 
     def _check(self) -> None:
-        """Raises `ConfigError` for keys elsewhere that leave nothing to derive."""
         if self._value("model.type") not in (None, "nano"):
             raise self._error(
                 "model.type",
@@ -197,7 +196,6 @@ class _Dial:
         return self._add("vocabulary", size, why, "", "data.vocab_size")
 
     def _sizes_at(self, depth: int) -> dict[str, Any]:
-        """The keys of the model at a depth."""
         base, head_dim = depth * self._dial.aspect_ratio, self._dial.head_dim
         num_heads = -(-base // head_dim)
         sizes = {"num_layers": depth, "hidden_dim": num_heads * head_dim, "num_heads": num_heads}

@@ -191,7 +191,6 @@ class ProgressiveConfig(PresetConfig):
         return {**phase, "surgery": [*phase.get("surgery", []), denoisers], **noise}
 
     def _training(self, number: int, source: ConfigSource, before: Place) -> dict[str, Any]:
-        """The phase in which a stack trains."""
         phase: dict[str, Any] = {"name": f"stack_{number}", "num_train_steps": self.steps_per_stack}
         if number == 0:
             return phase
@@ -213,7 +212,6 @@ class ProgressiveConfig(PresetConfig):
         return phase
 
     def _num_layers(self, source: ConfigSource) -> int:
-        """Layers of a new stack."""
         if self.layers_per_stack is not None:
             return self.layers_per_stack
         if source.tree.get("use_hf_model_config"):
@@ -240,7 +238,6 @@ class ProgressiveConfig(PresetConfig):
         return [NEW_STACK, *(pattern for pattern, trains in others.items() if trains)]
 
     def _check(self, source: ConfigSource) -> None:
-        """Raises `ConfigError` if keys contradict each other."""
         if self.stacks == 1:
             raise ConfigError("preset.stacks: 1 given, but then nothing grows. Give 2 or more, or remove the preset")
         if self.cache and (conflict := self._changes_trunk(source)) is not None:

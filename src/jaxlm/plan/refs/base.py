@@ -33,7 +33,7 @@ class Ref(abc.ABC, Generic[C]):
     """
 
     def __init__(self, config: C, key: str):
-        dtype = config.parsed_dtype(key)
+        dtype = jnp.dtype(parse_dtype(config.dtype, f"{key}.dtype"))
         self.config = config
         self.key = key
         self.location = config.path
@@ -110,7 +110,3 @@ class RefConfig(draccus.PluginRegistry, abc.ABC, discover_packages_path="jaxlm.p
     @abc.abstractmethod
     def open(self, key: str) -> Ref:
         """The reference. Args: key: path of the section in the configuration, for messages."""
-
-    def parsed_dtype(self, key: str) -> jnp.dtype:
-        """`dtype` as a dtype. Raises `ConfigError` if it is not supported."""
-        return jnp.dtype(parse_dtype(self.dtype, f"{key}.dtype"))

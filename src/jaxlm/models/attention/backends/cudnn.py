@@ -64,12 +64,9 @@ def cudnn_attention(
         packed: use the packed kernel for rows of several documents; false uses blockwise attention for them.
         causal: a query attends to no later key. The kernel's windows look only back, so false needs `window` None.
     """
-    out: Any = _attend(CudnnOptions(scale, window, packed, causal), _merge_heads(q_BTKGH), k_BTKH, v_BTKH, segment_BT)
+    q_BTNH = q_BTKGH.reshape(*q_BTKGH.shape[:2], -1, q_BTKGH.shape[-1])
+    out: Any = _attend(CudnnOptions(scale, window, packed, causal), q_BTNH, k_BTKH, v_BTKH, segment_BT)
     return out.reshape(q_BTKGH.shape)
-
-
-def _merge_heads(x_BTKGH: jax.Array) -> jax.Array:
-    return x_BTKGH.reshape(*x_BTKGH.shape[:2], -1, x_BTKGH.shape[-1])
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))

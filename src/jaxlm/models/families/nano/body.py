@@ -37,7 +37,7 @@ from jaxlm.models.linear import Linear, MatrixLinear
 from jaxlm.models.remat import RematPolicy, layer_input, remat
 from jaxlm.models.scan import runs_as_scan, scan_layers
 from jaxlm.models.segments import shortest_period
-from jaxlm.models.stacks import HeterogeneousBody, LayerKind, layer_contexts
+from jaxlm.models.stacks import HeterogeneousBody, LayerKind, concatenated, layer_contexts
 
 _PERIODS, _LOOKUP = "periods", 1
 _Kind = tuple[LayerKind, bool]
@@ -207,7 +207,7 @@ class NanoBody(HeterogeneousBody):
             residuals[layer_tap(last)] = carry.x
             outputs.append(out)
         if cache is not None:
-            new = _concatenated(outputs)
+            new = concatenated(outputs)
             cache = extend_cache(cache, inputs, (new.keys,), (new.values,))
         tapped = {name: residuals[name] for name in taps if name in residuals}
         return BodyOutput(carry.x, carry.middle, cache, tapped)
@@ -237,7 +237,7 @@ class NanoBody(HeterogeneousBody):
             step = self._several_layers(shared, kinds[last - start :], scan=False)
             carry, out = step(0, carry, *self._stacked(cached, keys, last, stop))
             outputs.append(out)
-        return carry, _concatenated(outputs)
+        return carry, concatenated(outputs)
 
     def _several_layers(self, shared: _ForwardPass, kinds: Sequence[_Kind], *, scan: bool) -> Callable[..., Any]:
         """Layers of these kinds as a function of the carry, and of the stacked layers and value embeddings.
@@ -257,9 +257,9 @@ class NanoBody(HeterogeneousBody):
             for number, (kind, has_value) in enumerate(kinds):
                 chosen = functools.partial(layer, kind, number, num_values if has_value else None)
                 carry, out = remat(self.remat_policy, chosen, scan=scan)(carry, layers, values if has_value else None)
-                outputs.append(jax.tree.map(_with_layers, out, is_leaf=is_named))
+                outputs.append(jax.tree.map(lambda leaf: leaf.broadcast_axis(Axis(LAYERS, 1)), out, is_leaf=is_named))
                 num_values += has_value
-            return carry, _concatenated(outputs)
+            return carry, concatenated(outputs)
 
         return several
 
@@ -358,7 +358,6 @@ def _window_among(num_keys: int, window: int | None, seq_len: int) -> int | None
 
 
 def _at(stacked: Any, name: str, number: int) -> Any:
-    """One layer of stacked arrays."""
 
     def one(leaf: Any) -> Any:
         if not is_named(leaf):
@@ -393,12 +392,3 @@ def _grouped(stacked: Any, name: str, Periods: Axis) -> Any:
         return leaf.unflatten_axis(axis, (Periods, axis.resize(axis.size // Periods.size)))
 
     return jax.tree.map(grouped, stacked, is_leaf=is_named)
-
-
-def _with_layers(leaf: NamedArray) -> NamedArray:
-    return leaf.broadcast_axis(Axis(LAYERS, 1))
-
-
-def _concatenated(parts: Sequence[Any]) -> Any:
-    """Outputs of consecutive layers in one tree, {layers, ...}."""
-    return jax.tree.map(lambda *leaves: hax.concatenate(LAYERS, leaves), *parts, is_leaf=is_named)

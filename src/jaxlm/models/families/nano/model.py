@@ -44,12 +44,8 @@ import numpy as np
 from haliax import Axis, NamedArray
 
 from jaxlm.core.axes import (
-    EMBED,
     GATE_CHANNELS,
     HEAD_SIZE,
-    HEADS,
-    KV_HEADS,
-    LAYERS,
     MLP,
     SMEAR_CHANNELS,
     VALUE_EMBED,
@@ -69,6 +65,7 @@ from jaxlm.core.products.stored_weights import Weight
 from jaxlm.core.products.wide_sums import scaled
 from jaxlm.core.sharding import for_compute, for_lookup
 from jaxlm.models.base import FINAL, Hidden, Inputs, KVCache, LanguageModel, LeavesFromTokens, ModelConfig
+from jaxlm.models.decoder import SizedConfig
 from jaxlm.models.families.nano.body import NanoBody
 from jaxlm.models.families.nano.counts import num_lookup_entries, parameter_counts
 from jaxlm.models.families.nano.layers import NanoBlock, first_channels, uniform_linear, zero_linear
@@ -81,7 +78,7 @@ from jaxlm.models.linear import Linear
 from jaxlm.models.norms import UnweightedRMSNorm
 from jaxlm.models.remat import RematModules, parse_remat
 from jaxlm.models.rope import DefaultRotary, RotaryConfig, check_rope
-from jaxlm.models.stacks import LayerKind, switch_lengths
+from jaxlm.models.stacks import LayerKind, stacked, switch_lengths
 from jaxlm.reading.choices import choice
 
 _SMEAR_GATE_MAX = 0.02
@@ -89,7 +86,7 @@ _LOOKUPS = 1  # folded into the key, so that the other parameters are the same w
 
 
 @choice(ModelConfig, "nano")
-class NanoConfig(ModelConfig):
+class NanoConfig(SizedConfig):
     """nanochat's model. The defaults are its 12 layers of February 2026.
 
     Attributes:
@@ -156,26 +153,9 @@ class NanoConfig(ModelConfig):
     lookup: LookupConfig | None = None
 
     @property
-    def Embed(self) -> Axis:
-        return Axis(EMBED, self.hidden_dim)
-
-    @property
-    def Layers(self) -> Axis:
-        """The axis that stacks the parameters of all blocks."""
-        return Axis(LAYERS, self.num_layers)
-
-    @property
     def ValueLayers(self) -> Axis:
         """The axis that stacks the value embeddings: every other layer has one, and the last layer does."""
         return Axis(VALUE_LAYERS, (self.num_layers + 1) // 2)
-
-    @property
-    def Heads(self) -> Axis:
-        return Axis(HEADS, self.num_heads)
-
-    @property
-    def KVHeads(self) -> Axis:
-        return Axis(KV_HEADS, self.num_heads if self.num_kv_heads is None else self.num_kv_heads)
 
     @property
     def HeadSize(self) -> Axis:
@@ -250,7 +230,7 @@ class NanoConfig(ModelConfig):
         gate_axes = (self.ValueLayers, self.KVHeads, Channels)
         gates = hax.random.uniform(k_gates, gate_axes, minval=0.0, maxval=self.gate_init_max)
         body = NanoBody(
-            layers=hnn.Stacked.init(self.Layers, _BlockInit)(self, key=jax.random.split(k_layers, self.num_layers)),
+            layers=stacked(functools.partial(_block, self), self.Layers, jax.random.split(k_layers, self.num_layers)),
             resid_lambdas=self._between_layers(self.first_resid_lambda, self.last_resid_lambda),
             x0_lambdas=self._between_layers(self.first_x0_lambda, self.last_x0_lambda),
             value_embedding=hax.random.uniform(
@@ -332,30 +312,26 @@ class NanoConfig(ModelConfig):
         return NamedArray(jnp.linspace(first, last, self.num_layers), (self.Layers,))
 
 
-class _BlockInit:
-    """Initializes the blocks, for `hnn.Stacked`."""
-
-    @staticmethod
-    def init(config: NanoConfig, *, key: jax.Array) -> NanoBlock:
-        k_q, k_k, k_v, k_up = jax.random.split(key, 4)
-        Embed, Heads, KVHeads, HeadSize = config.Embed, config.Heads, config.KVHeads, config.HeadSize
-        std, eps = config.hidden_dim**-0.5, config.layer_norm_epsilon
-        attn = SelfAttention(
-            q_proj=uniform_linear(Embed, (Heads, HeadSize), std=std, key=k_q),
-            k_proj=uniform_linear(Embed, (KVHeads, HeadSize), std=std, key=k_k),
-            v_proj=uniform_linear(Embed, (KVHeads, HeadSize), std=std, key=k_v),
-            o_proj=zero_linear((Heads, HeadSize), Embed),
-            q_norm=UnweightedRMSNorm(HeadSize, eps),
-            k_norm=UnweightedRMSNorm(HeadSize, eps),
-            norms_follow_rotation=True,
-            scale=config.qk_scale**2 * HeadSize.size**-0.5,
-        )
-        mlp = Mlp(
-            up_proj=uniform_linear(Embed, config.Mlp, std=config.mlp_init_scale * std, key=k_up),
-            down_proj=zero_linear(config.Mlp, Embed),
-            activation="relu2",
-        )
-        return NanoBlock(attn, mlp, UnweightedRMSNorm(Embed, eps))
+def _block(config: NanoConfig, *, key: jax.Array) -> NanoBlock:
+    k_q, k_k, k_v, k_up = jax.random.split(key, 4)
+    Embed, Heads, KVHeads, HeadSize = config.Embed, config.Heads, config.KVHeads, config.HeadSize
+    std, eps = config.hidden_dim**-0.5, config.layer_norm_epsilon
+    attn = SelfAttention(
+        q_proj=uniform_linear(Embed, (Heads, HeadSize), std=std, key=k_q),
+        k_proj=uniform_linear(Embed, (KVHeads, HeadSize), std=std, key=k_k),
+        v_proj=uniform_linear(Embed, (KVHeads, HeadSize), std=std, key=k_v),
+        o_proj=zero_linear((Heads, HeadSize), Embed),
+        q_norm=UnweightedRMSNorm(HeadSize, eps),
+        k_norm=UnweightedRMSNorm(HeadSize, eps),
+        norms_follow_rotation=True,
+        scale=config.qk_scale**2 * HeadSize.size**-0.5,
+    )
+    mlp = Mlp(
+        up_proj=uniform_linear(Embed, config.Mlp, std=config.mlp_init_scale * std, key=k_up),
+        down_proj=zero_linear(config.Mlp, Embed),
+        activation="relu2",
+    )
+    return NanoBlock(attn, mlp, UnweightedRMSNorm(Embed, eps))
 
 
 class Nano(LanguageModel):

@@ -1,6 +1,5 @@
 """One layer of a body: what a topology has from one attention to the next."""
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Union
 
@@ -40,15 +39,8 @@ class TopologyBlock(eqx.Module):
     order: tuple[str, ...] = eqx.field(static=True)
 
     def __call__(
-        self,
-        x: NamedArray,
-        context: LayerContext,
-        layer_cache: LayerCache | None,
-        *,
-        index: NamedArray,
-        key: jax.Array | None,
+        self, x: NamedArray, context: LayerContext, layer_cache: LayerCache | None, *, key: jax.Array | None, **_: Any
     ) -> tuple[NamedArray, ForCache, RouterStats | None]:
-        del index  # layers differ only in their context
         run = _Run(context, layer_cache, key)
         out = run.sequence(self, x).rearrange(x.axes)
         assert run.new is not None, "every block has attention"
@@ -90,8 +82,3 @@ class _Run:
         """A key for each part that has dropout."""
         self.num_keys += 1
         return None if self.key is None else jax.random.fold_in(self.key, self.num_keys)
-
-
-def named_parts(parts: Mapping[str, Part]) -> dict[str, Any]:
-    """The fields of a `Residual` or a block."""
-    return {"parts": dict(parts), "order": tuple(parts)}

@@ -1,13 +1,13 @@
 """A language model whose layers are written in the YAML, as a tree of layers and groups of layers."""
 
 import dataclasses
+import functools
 import itertools
 from collections.abc import Sequence
 from dataclasses import field
 from typing import Any
 
 import equinox as eqx
-import haliax.nn as hnn
 import jax
 import numpy as np
 from haliax import Axis, NamedArray
@@ -15,22 +15,20 @@ from haliax import Axis, NamedArray
 from jaxlm.core.axes import EMBED, LAYERS
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.field_types import NonNegativeFloat, PositiveInt, check_fields
-from jaxlm.core.products.stored_weights import Weight
-from jaxlm.core.sharding import for_compute, for_lookup
-from jaxlm.models.base import Hidden, Inputs, KVCache, LanguageModel, ModelConfig
-from jaxlm.models.decoder import DecoderConfig
+from jaxlm.core.sharding import for_lookup
+from jaxlm.models.base import Hidden, Inputs, KVCache, ModelConfig
+from jaxlm.models.decoder import DecoderConfig, TransformerModel
 from jaxlm.models.families.topology.layers import MoeNode
 from jaxlm.models.families.topology.nodes import NestedNode, Node, StackedNode
 from jaxlm.models.families.topology.spelled import spelled_family
 from jaxlm.models.families.topology.structure import TopologyLayer, check_groups, final_norm, layers_of
 from jaxlm.models.flops import FlopsPerToken
-from jaxlm.models.growth import grown_body
 from jaxlm.models.inference.kv_cache import empty_cache
 from jaxlm.models.layers import Embedding, check_tiles, token_embeddings
 from jaxlm.models.linear import Linear
 from jaxlm.models.remat import parse_remat
 from jaxlm.models.segments import shortest_period
-from jaxlm.models.stacks import Block, Body, LayerKind, Stack, Stacks, numbers_by_stack, switch_lengths
+from jaxlm.models.stacks import Body, LayerKind, Stack, Stacks, numbers_by_stack, stacked, switch_lengths
 from jaxlm.reading.choices import choice
 
 
@@ -114,13 +112,14 @@ class TopologyConfig(ModelConfig):
     def _body(self, key: jax.Array) -> Body:
         layers, order = self.layers, self.order
         keys, kinds = jax.random.split(key, len(layers)), self.kinds
-        norm: Any = (
-            NoNorm() if (item := final_norm(self.topology)) is None else item.init(self.hidden_dim, 0.0, key=key)
-        )
+        item = final_norm(self.topology)
+        norm: Any = eqx.nn.Identity() if item is None else item.init(self.hidden_dim, 0.0, key=key)
         stacks = [
             Stack(
-                hnn.Stacked.init(Axis(LAYERS, len(numbers)), _Blocks)(
-                    layers[numbers[0]], self.initializer_range, key=keys[np.asarray(numbers)]
+                stacked(
+                    functools.partial(layers[numbers[0]].init, self.initializer_range),
+                    Axis(LAYERS, len(numbers)),
+                    keys[np.asarray(numbers)],
                 ),
                 norm,
                 kinds=shortest_period([kinds[number] for number in numbers]),
@@ -158,36 +157,13 @@ class TopologyConfig(ModelConfig):
         return FlopsPerToken(sum(part.causal for part in parts), sum(part.palm for part in parts))
 
 
-class _Blocks:
-    """What `haliax.nn.Stacked` initializes."""
-
-    @staticmethod
-    def init(layer: TopologyLayer, std: float, *, key: jax.Array) -> Block:
-        return layer.init(std, key=key)
-
-
-class NoNorm(eqx.Module):
-    """In place of the norm before the head, in a topology that does not end with one."""
-
-    def __call__(self, x: NamedArray) -> NamedArray:
-        return x
-
-
-class TopologyModel(LanguageModel):
-    """A token embedding, the layers, and a head (None if it is tied to the embedding)."""
+class TopologyModel(TransformerModel):
+    """A transformer whose stacks may have layers of any structure."""
 
     tokens: Embedding
     body: Body
     head: Linear | None
     config: TopologyConfig = eqx.field(static=True)
-
-    @property
-    def Vocab(self) -> Axis:
-        return self.tokens.Vocab
-
-    @property
-    def Pos(self) -> Axis:
-        return self.config.Pos
 
     def hidden(
         self, inputs: Inputs, *, cache: KVCache | None = None, taps: Sequence[str] = (), key: jax.Array | None = None
@@ -208,20 +184,7 @@ class TopologyModel(LanguageModel):
         return self.body(x, inputs, None, key, taps, first, stop)
 
     def _embedded(self, inputs: Inputs) -> NamedArray:
-        """The input of the first layer."""
         return token_embeddings(for_lookup(self.tokens), inputs)
-
-    def with_layers(self, kept: Sequence[int]) -> "TopologyModel":
-        config, body = self.config.with_layers(kept), self.body.with_layers(kept)
-        return dataclasses.replace(self, config=config, body=body, switch_lengths=switch_lengths(config.kinds))
-
-    def grown(self, sources: Sequence[int], added: range, *, key: jax.Array | None) -> "TopologyModel":
-        config = self.config.with_layers(sources)
-        body = grown_body(self.body, config, self.Vocab, added, key)
-        return dataclasses.replace(self, config=config, body=body, switch_lengths=switch_lengths(config.kinds))
-
-    def lm_head(self) -> Weight:
-        return for_compute(self.tokens if self.head is None else self.head).weight
 
     def init_cache(self, Batch: Axis, capacity: int, dtype) -> KVCache:
         caches = []

@@ -17,7 +17,7 @@ import jax
 from jaxlm.core.errors import ConfigError
 from jaxlm.models.decoder import DecoderBlock, TransformerConfig
 from jaxlm.models.decoders.moe_decoder import MoeBlock
-from jaxlm.models.families.topology.blocks import Residual, TopologyBlock, named_parts
+from jaxlm.models.families.topology.blocks import Residual, TopologyBlock
 from jaxlm.models.families.topology.layers import AttentionNode, LayerNormNode, MoeNode, RmsNormNode
 from jaxlm.models.families.topology.nodes import GroupNode, LayerNode, NestedNode, Node, ResidualNode, StackedNode
 from jaxlm.models.layers import Attention, GatedMlp, Mlp, SelfAttention
@@ -105,7 +105,7 @@ def _named(items: Sequence[Item], width: int, std: float, *, key: jax.Array) -> 
         names = itertools.chain([role], (f"{role}_{number}" for number in itertools.count(2)))
         parts[next(name for name in names if name not in parts)] = item.init(width, std, key=item_key)
         width = item.output_width(width)
-    return named_parts(parts)
+    return {"parts": parts, "order": tuple(parts)}
 
 
 @dataclass(frozen=True)
