@@ -88,7 +88,8 @@ def _check_keys(arguments: Arguments) -> None:
     if is_one_of_several or "://" in path or importlib.metadata.entry_points(group=ENTRY_POINTS):
         return
     source = override(load_yaml(path, root) if path else ConfigSource({}), arguments.options)
-    if source.tree.keys() & _NOT_OURS or "distributed" in (source.tree.get("trainer") or ()):
+    trainer = source.tree.get("trainer")
+    if source.tree.keys() & _NOT_OURS or (isinstance(trainer, dict) and "distributed" in trainer):
         return
     for place, allowed in unknown_keys(source.tree):
         raise unknown_key(source, place, None, allowed, is_run=True)

@@ -158,7 +158,8 @@ def train(config: RunConfig, console: Console | None = None, clock: ActivityCloc
             except StoppedError as stopped:
                 outcome = stopped.outcome
             run, opened = replace(run, plan=replace(run.plan, state_builder=conductor.state_builder)), None
-            release_ended()
+            if conductor.phase not in (None, phase):  # not when it goes back, to where the same programs run
+                release_ended()
         run.beginning.happen()  # of a run that is complete
     plan = run.plan
     saved = retried(plan.checkpoints.checkpoints, AT_START_S)

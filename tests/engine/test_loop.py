@@ -129,9 +129,8 @@ class Annotated(Sampled):
     refreshes_as = AskingBatches.refreshes_as
 
 
-def through_sampled_batches(
-    log: list[Any], rewind_after: int | None = None, kind: type[Sampled] = Sampled, **hooks: Any
-) -> Any:
+def opened_for(log: list[Any], rewind_after: int | None = None, kind: type[Sampled] = Sampled, **hooks: Any) -> Any:
+    """A phase of seven steps, which writes into the log what happens."""
     metrics = SimpleNamespace(
         push=lambda step, report, loading_s, of_batch: log.append(("push", step, of_batch)),
         skip_time=lambda: log.append("skip"),
@@ -150,7 +149,11 @@ def through_sampled_batches(
 
     metrics.drain = drain
     saver = Saver(on_save=lambda state, step: log.append("save"))
-    opened = replace(open_phase(layout(), phase(end=7), step, kind(log), saver=saver, **hooks), metrics=metrics)
+    return replace(open_phase(layout(), phase(end=7), step, kind(log), saver=saver, **hooks), metrics=metrics)
+
+
+def through_sampled_batches(log: list[Any], *arguments: Any, **keys: Any) -> Any:
+    opened = opened_for(log, *arguments, **keys)
     outcome = TrainingLoop(SimpleNamespace(step=0, model="weights after 0"), opened).run()[1]  # type: ignore[arg-type]
     return outcome, opened.clock
 

@@ -12,11 +12,13 @@ from jaxlm.core.values.activity import Activity
 from jaxlm.engine import rescue as rescues
 from jaxlm.engine.activity import ActivityClock
 from jaxlm.engine.checkpoint.lock import LeaseLostError
+from jaxlm.engine.checkpoint.manifest import History
 from jaxlm.engine.checkpoint.store import SaveError
+from jaxlm.engine.loop import TrainingLoop
 from jaxlm.engine.metrics import NonFiniteError
 from jaxlm.engine.rescue import Rescue
 from jaxlm.session.exit_codes import _explained
-from tests.engine.test_loop import Sampled, through_sampled_batches
+from tests.engine.test_loop import Sampled, opened_for, through_sampled_batches
 from tests.engine.test_peers import Service
 
 
@@ -30,14 +32,36 @@ class Failing:
         raise ConfigError("export: it raised KeyError")
 
 
+class Counting(Failing):
+    """Args: at: how often it ran, by step."""
+
+    def __init__(self, at: list[int]):
+        self.at = at
+
+    def run(self, step: int, state: Any) -> None:
+        self.at.append(step)
+
+
 @pytest.mark.parametrize("place", ["first", "exports"])
 def test_the_loop_saves_the_step_after_which_a_hook_fails(place):
-    log, hooks = list[Any](), dict[str, Any]({place: [Failing()]})
-    message = r"it raised KeyError. The run is saved at step 4: the same .* not repeat the"
-    with pytest.raises(ConfigError, match=message):
+    log, before, after = list[Any](), list[int](), list[int]()
+    hooks: dict[str, Any] = {place: [Counting(before), Failing(), Counting(after)]}
+    with pytest.raises(ConfigError, match=r"it raised KeyError\. The run is saved at step 4: the same"):
         through_sampled_batches(log, **hooks)
     assert log[-2:] == ["drain", "save"]
     assert log.count("step") == 4
+    assert (before, after) == ([4], [])
+
+
+def test_a_start_begins_with_the_hook_that_has_failed():
+    """Not with those before it, of which a controller has read the metrics."""
+    ran: list[list[int]] = [[], [], []]
+    opened = opened_for([], exports=[*map(Counting, ran)])
+    opened.saver.history = History(hooks_run=1)
+    state = SimpleNamespace(step=4, model="weights")
+    TrainingLoop(state, opened).run()  # type: ignore[arg-type]
+    assert ran == [[], [4], [4]]
+    assert opened.saver.history.hooks_run is None
 
 
 def test_the_loop_saves_the_step_before_a_rollout_or_a_batch_that_fails(monkeypatch):

@@ -24,7 +24,7 @@ from jaxlm.engine.entry import StateBuilder
 from jaxlm.engine.open_phase import OpenPhase
 from jaxlm.engine.outcome import Done, Interrupted, Next, Outcome, Rewind
 from jaxlm.engine.phases import Phase
-from jaxlm.engine.rescue import NOT_REPEATED, Rescue
+from jaxlm.engine.rescue import AT_THE_END, Rescue
 from jaxlm.engine.state import RunState, on_devices
 
 
@@ -116,7 +116,7 @@ class Conductor:
         is_last = phase.index + 1 == len(self.state_builder.phases)
         saver.history = _in_phase(None if is_last else self.state_builder.phases[phase.index + 1], history)
         rescue = Rescue(ended.batches, ended.metrics, saver, ended.clock, phase.start, ends=True)
-        with rescue.between(lambda: state, step, NOT_REPEATED):
+        with rescue.between(lambda: state, step, place=AT_THE_END):
             if weights is not None and (evaluations := ended.hooks.evaluations) is not None:
                 with ended.clock.during(evaluations.activity):
                     evaluations.run_at_early_end(step, state)

@@ -3,6 +3,8 @@
 import gc
 import time
 from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
 
 import jax
 
@@ -12,7 +14,7 @@ from jaxlm.engine.branch import BranchStopped, branch_end, run_branch
 from jaxlm.engine.hooks import Hook
 from jaxlm.engine.open_phase import OpenPhase
 from jaxlm.engine.outcome import Done, Interrupted, Outcome
-from jaxlm.engine.rescue import NOT_REPEATED, Rescue
+from jaxlm.engine.rescue import AT_THE_END, Rescue
 from jaxlm.engine.state import RunState
 
 PAUSE = "jaxlm.pause"
@@ -40,11 +42,19 @@ class TrainingLoop:
 
     def run(self) -> tuple[RunState, Outcome]:
         """The state after the last step, and how the phase ended."""
-        while (before := self.step) < self._at.phase.end:
+        outcome = self._run_missed_hooks()
+        while outcome is None and (before := self.step) < self._at.phase.end:
             outcome = self._take_effect() or self._advance() or self._between(before)
-            if outcome is not None:
-                return self.state, outcome
-        return self.state, Done()
+        return self.state, outcome or Done()
+
+    def _run_missed_hooks(self) -> Outcome | None:
+        """Runs the hooks that an earlier start has not, because the first of them has failed."""
+        saver = self._at.saver
+        if (num_run := saver.history.hooks_run) is None:
+            return None
+        saver.history = replace(saver.history, hooks_run=None)
+        with pause():
+            return self._run_hooks(self._at.hooks.due(self.step), num_run)
 
     def _take_effect(self) -> Outcome | None:
         """Puts due controls into the state. Returns how the phase ends, if it ends here."""
@@ -133,11 +143,14 @@ class TrainingLoop:
             gc.freeze()  # these objects live to the end of the phase; scanning them again would only stall steps
         return Interrupted(agreed.stop) if agreed.stop else None
 
-    def _run_hooks(self, due: Sequence[Hook]) -> Outcome | None:
+    def _run_hooks(self, due: Sequence[Hook], num_run: int = 0) -> Outcome | None:
+        """Args: due: all hooks of this step. num_run: how many of them have run already."""
         at = self._at
-        for hook in due:
+        is_end = self.step == at.phase.end  # from where a start enters the next phase, or is complete
+        for number, hook in enumerate(due[num_run:], num_run):
+            missed: dict[str, Any] = {"place": AT_THE_END} if is_end else {"hooks_run": number}
             with at.clock.during(hook.activity):
-                with self._rescue.between(lambda: self.state, self.step, NOT_REPEATED):
+                with self._rescue.between(lambda: self.state, self.step, **missed):
                     hook.run(self.step, self.state)
                 decided = at.control.after_evaluation(self.step) if hook is at.hooks.evaluations else None
             if decided is not None:

@@ -3,7 +3,7 @@
 import contextlib
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import jax
@@ -20,7 +20,7 @@ from jaxlm.engine.metrics import AsyncMetrics, NonFiniteError
 from jaxlm.engine.peers import is_lost_peer
 from jaxlm.engine.state import RunState
 
-NOT_REPEATED = ", and does not repeat the evaluations and exports of this step (see jaxlm evaluate and jaxlm convert)"
+AT_THE_END = ", after the evaluations and exports of this step (see jaxlm evaluate and jaxlm convert)"
 
 _OTHERS_S = 30.0  # until a process that has failed assumes that the others have not
 _POLL_S = 0.05
@@ -46,13 +46,16 @@ class Rescue:
     ends: bool = field(default=False, kw_only=True)
 
     @contextlib.contextmanager
-    def between(self, state: Callable[[], RunState], step: int, lost: str = "") -> Iterator[None]:
+    def between(
+        self, state: Callable[[], RunState], step: int, *, hooks_run: int | None = None, place: str = ""
+    ) -> Iterator[None]:
         """Inside the block, the batch after `step` is made, or a hook runs. If that fails, the state is saved, and the error
         says so.
 
         Args:
             state: returns the state after `step`, with the batches at its place; called only if the block has failed.
-            lost: what the next start does not do again, for the message.
+            hooks_run: number of hooks that have run after `step`; the next start begins with the one that has failed.
+            place: where the next start continues, for the message, if it is behind hooks that do not run again.
 
         Raises:
             SaveError: the state cannot be saved either.
@@ -63,7 +66,7 @@ class Rescue:
             if is_lost_peer(error):
                 raise
             try:
-                note = self._save(state(), step, lost)
+                note = self._save(state(), step, hooks_run, place)
             except SaveError as failed:
                 raise SaveError(
                     f"{str(error).removesuffix('.')}. {_UNSAVED}: {failed.reason}", failed.advice
@@ -76,7 +79,7 @@ class Rescue:
             error.add_note(note)
             raise
 
-    def _save(self, state: RunState, step: int, lost: str) -> str:
+    def _save(self, state: RunState, step: int, hooks_run: int | None, place: str) -> str:
         """Saves the state, if that is possible. Returns what a start continues from, for messages."""
         if not _all_have_failed(f"jaxlm/rescue/{self.saver.history.attempt}-{step}/"):
             return (
@@ -90,12 +93,14 @@ class Rescue:
                 " newest checkpoint"
             )
         if step > self.first_step:
+            if hooks_run is not None:
+                self.saver.history = replace(self.saver.history, hooks_run=hooks_run)
             with self.clock.during(Activity.SAVE):
                 if self.ends:
                     self.saver.save_end(state, step, self.batches.state())
                 else:
                     self.saver.save(state, step, self.batches.state(), forced=True)
-        return f"The run is saved at step {step}: the same command continues from there{lost}"
+        return f"The run is saved at step {step}: the same command continues from there{place}"
 
 
 def _all_have_failed(folder: str) -> bool:

@@ -75,15 +75,6 @@ def recipes_command(arguments: Sequence[str]) -> int:
             hanging = textwrap.TextWrapper(_WIDTH, first, " " * len(first), break_on_hyphens=False)
             print(hanging.fill(_title(file)))
         print(
-            textwrap.fill(
-                _title(file),
-                _WIDTH,
-                initial_indent=first,
-                subsequent_indent=" " * len(first),
-                break_on_hyphens=False,
-            )
-        )
-        print(
             "\nTrain one with `jaxlm train --config_path jaxlm:NAME`; copy one into this folder with `jaxlm recipes NAME`."
         )
     return 0

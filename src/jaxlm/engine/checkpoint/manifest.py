@@ -25,6 +25,7 @@ class History:
         went_back_to: name of the checkpoint to which the configuration last made the run go back; None if it never did.
         abandoned: names of the checkpoints after that one, until they are set aside.
         rewinds: key that made the run go back, or limits it -> how often; without the attempts of earlier versions.
+        hooks_run: number of hooks that have run after this step, if the next one has failed; None if none has.
     """
 
     attempt: int = 0
@@ -35,6 +36,7 @@ class History:
     went_back_to: str | None = None
     abandoned: tuple[str, ...] = ()
     rewinds: Mapping[str, int] = field(default_factory=dict)
+    hooks_run: int | None = None
 
     def in_next_phase(self) -> "History":
         """The history at the start of the next phase."""

@@ -152,7 +152,9 @@ def restore(
     expected = {dotted + path: leaf for path, leaf in manifest(abstract).items()}
     saved = {path: leaf for path, leaf in saved.items() if path.startswith(dotted) and path not in unused}
     for path in saved.keys() & expected.keys():
-        if cast or path.startswith("opt_state."):  # whose dtypes follow from those of the model
+        # Earlier versions stored the optimizer's state in the dtype of the parameters.
+        is_narrow_state = path.startswith("opt_state.") and saved[path]["dtype"] in ("bfloat16", "float16")
+        if cast or is_narrow_state:
             saved[path] = _cast(saved[path], expected[path])
     if fresh is None:
         _compare(verified.location, saved, expected)

@@ -3,6 +3,7 @@
 Every family is one file in `jaxlm.interop.hf.families`. Its tables define both directions, import and export.
 """
 
+import contextlib
 import dataclasses
 import functools
 import importlib
@@ -291,9 +292,11 @@ def edited_json(family: Family, config: ModelConfig, source: Mapping[str, Any]) 
     }
     edited = {key: value for key, value in source.items() if key not in {*dropped, "auto_map"}} | changed
     edited |= {key: after[key] for key in ("architectures", "auto_map") if key in after}
-    restored, _ = config_from_json(family, edited, where)
     # Else the source says it in several ways, of which only some were changed.
-    return edited if config_to_json(family, restored) == after else after
+    with contextlib.suppress(ConfigError):
+        if config_to_json(family, config_from_json(family, edited, where)[0]) == after:
+            return edited
+    return after
 
 
 # Fields that only affect how the model is computed, and fields that may be null here but are numbers in config.json.
