@@ -303,15 +303,10 @@ def test_the_scale_of_a_batch_does_not_depend_on_its_microbatches(groups, of):
 def test_adaptive_entropy_is_that_of_trl_in_any_microbatches(monkeypatch, groups, size):
     batch, _, policy, logps_and_entropies = groups
     given = {name: np.array(VECTORS["groups"]["inputs"][name]) for name in ("entropy", "mask")}
-    limits: Any = {
-        "min": 0.004,
-        "max": 0.012,
-        "delta": 0.0035,
-        **NO_KL,
-        **AS_TRL,
-    }
     target = float((given["entropy"] * given["mask"]).sum() / given["mask"].sum())
-    objective = grpo_of(old_policy="rollout", entropy={"coef": 0.01, "adaptive": {"target": target, **limits}})
+    adaptive = {"target": target, "min": 0.004, "max": 0.012, "delta": 0.0035}
+    entropy: Any = {"coef": 0.01, "adaptive": adaptive}
+    objective = grpo_of(old_policy="rollout", entropy=entropy, advantage=AS_TRL, kl=None)
     slot, denominators = objective.init_slot(None), objective.weights(batch)
     for number, (factor, expected) in enumerate(zip(ENTROPY_FACTORS, VECTORS["adaptive_entropy"], strict=True)):
         loss = 0.0
