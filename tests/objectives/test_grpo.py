@@ -37,8 +37,7 @@ from jaxlm.objectives.policy_losses import (
 )
 from jaxlm.objectives.response_tokens import ResponseTokens
 from jaxlm.plan.run_config import RunConfig
-from jaxlm.reading.decode import decode, encode
-from jaxlm.reading.overrides import override
+from jaxlm.reading.decode import decode
 from jaxlm.reading.yaml import ConfigSource
 from tests.objectives.test_dpo import VOCAB, logits_of_one, random_model, target_logps
 
@@ -556,79 +555,6 @@ NO_KEY = r"objective\.loss\.%s: no such key in objective\.loss \(type %s\)"
 def test_options_without_an_effect_are_refused(options, message):
     with pytest.raises(ConfigError, match=message):
         grpo(**options)
-
-
-@pytest.mark.parametrize(
-    ("former", "current"),
-    [
-        ({"clip_eps": 0.1, "clip_eps_high": 0.3}, {"loss": {"epsilon": 0.1, "epsilon_high": 0.3}}),
-        ({"loss": "gmpo", "clip_eps": 0.4}, {"loss": {"type": "gmpo", "epsilon": 0.4}}),
-        ({"policy_loss": "cispo", "cispo_cap": 2, "dual_clip": None}, {"loss": {"type": "cispo", "cap": 2}}),
-        ({"kl_coef": 0, "kl_estimator": "k3", "kl_in_reward": False}, {"kl": None}),
-        (
-            {"kl_coef": 0.1, "kl_in_reward": True, "old_policy": "model"},
-            {"kl": {"type": "reward", "coef": 0.1}, "old_policy": "model"},
-        ),
-        (
-            {"old_policy": "model", "tis_cap": 2.0, "tis_mode": "token_mask"},
-            {"old_policy": {"type": "model", "importance_sampling": {"cap": 2.0, "mode": "token_mask"}}},
-        ),
-        ({"scale": "none", "std_ddof": 1}, {"advantage": {"type": "unscaled", "std_ddof": 1}}),
-        ({"scale": "batch_advantages"}, {"advantage": {"type": "batch", "std_of": "advantages"}}),
-        (
-            {"aggregation": "normalize_then_sum", "eps": 1e-4},
-            {"advantage": {"type": "normalize_then_sum", "eps": 1e-4}},
-        ),
-        (
-            {"loss_agg": "dr_grpo", "overlong_cache": 2, "max_response_tokens": 8},
-            {
-                "loss_agg": {"type": "dr_grpo", "max_response_tokens": 8},
-                "overlong": {"cache": 2, "max_response_tokens": 8},
-            },
-        ),
-        (
-            {"overlong_cache": 2, "max_response_tokens": 8, "loss_agg": "token_mean"},
-            {"overlong": {"cache": 2, "max_response_tokens": 8}},
-        ),
-        (
-            {"entropy_target": 1.0, "entropy_coef_min": 0.01, "entropy_coef": 0.1},
-            {"entropy": {"coef": 0.1, "adaptive": {"target": 1.0, "min": 0.01}}},
-        ),
-    ],
-)
-def test_former_keys_are_what_they_are_now(former, current):
-    assert grpo(**former) == grpo(**current)
-    assert grpo(**encode(grpo(**current))) == grpo(**current)
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (
-            {"clip_eps": 0.2, "loss": {"epsilon": 0.2}},
-            r"objective\.clip_eps: given together with loss\.epsilon, which is",
-        ),
-        ({"kl_coef": 0.1, "kl": None}, r"objective\.kl_coef: 0\.1 given, which has no effect .* It is kl\.coef now"),
-        ({"cispo_cap": 2.0}, r"objective\.cispo_cap: 2\.0 given, which has no effect .* It is loss\.cap now"),
-        ({"kl_coef": 0, "kl_estimator": "k2"}, r"objective\.kl_estimator: 'k2' given, which has no effect"),
-        (
-            {"scale": "none", "aggregation": "normalize_then_sum"},
-            r"objective\.scale: given together with advantage\.type",
-        ),
-        ({"max_response_tokens": 8}, r"objective\.max_response_tokens: 8 given, which has no effect"),
-        ({"clip_eps": 1.5}, r"objective\.loss\.epsilon: 1\.5 given, a finite number of 0 or more and below 1 expected"),
-    ],
-)
-def test_former_keys_without_an_effect_are_refused(options, message):
-    with pytest.raises(ConfigError, match=message):
-        grpo(**options)
-
-
-def test_former_keys_on_the_command_line_override_current_ones():
-    keys = {"loss": {"epsilon": 0.1}, "kl": None, "advantage": "unscaled"}
-    given = {"objective.clip_eps": 0.2, "objective.kl_coef": 0.5, "objective.scale": "group"}
-    source = override(ConfigSource({"objective": {"type": "grpo", **keys}}), given)
-    assert decode(RunConfig, source).objective == grpo(kl={"coef": 0.5})
 
 
 def test_a_reference_is_only_held_if_the_loss_reads_it():

@@ -24,10 +24,9 @@ from tests.objectives.test_grpo import grpo as grpo_of
 
 VECTORS = json.loads((Path(__file__).parents[1] / "vectors" / "trl_losses.json").read_text())
 ENTROPY_FACTORS = (0.5, 1.5, 0.75, 0.9, 0.5, 2.0, 3.0, 2.0)
-NO_KL = {"kl_coef": 0.0}
+NO_KL = {"kl": None}
 WHOLE = {"loss_agg": "seq_mean_token_mean"}
-OF_MODEL = {"old_policy": "model", **NO_KL}
-LEAVE_ONE_OUT = {"baseline": "leave_one_out", **WHOLE, "importance": "sequence_product"}
+LEAVE_ONE_OUT = {"loss": {"importance": "sequence_product"}, **WHOLE}
 AS_TRL = {"std_ddof": 1, "eps": 1e-4}
 
 PAIRS = {
@@ -59,61 +58,63 @@ PAIRS = {
     "cpo alphapo": {"loss_type": "alphapo", "simpo_gamma": 0.3, "alphapo_alpha": 0.2, "label_smoothing": 0.1},
     "orpo": {"loss_type": "orpo", "sft_weight": 0.0},
 }
-# In the spelling of earlier versions, whose losses they had.
-GROUPS = {
-    "grpo": {**WHOLE, "kl_coef": 0.04},
+
+
+def of_model(**correction):
+    return {"old_policy": {"type": "model", "importance_sampling": correction}}
+
+
+GROUPS: dict[str, dict[str, Any]] = {
+    "grpo": {**WHOLE, "kl": {"coef": 0.04}},
     "bnpo": NO_KL,
-    "dapo": {"clip_eps_high": 0.28, **NO_KL},
-    "two-sided": {"dual_clip": 1.5, **NO_KL},
-    "dr_grpo": {"scale": "none", "loss_agg": "dr_grpo", "max_response_tokens": 9, **NO_KL},
-    "gspo": {"importance": "sequence", **WHOLE, **NO_KL},
-    "luspo": {"importance": "sequence", "loss_agg": "seq_mean_token_sum", **NO_KL},
-    "cispo": {"policy_loss": "cispo", "cispo_cap": 1.25, **NO_KL},
-    "cispo sequence": {"policy_loss": "cispo", "cispo_cap": 1.05, "importance": "sequence", **NO_KL},
-    "sapo": {
-        "policy_loss": "sapo",
-        "sapo_positive_temperature": 0.8,
-        "sapo_negative_temperature": 1.3,
-        **WHOLE,
-        **NO_KL,
-    },
-    "vespo": {"policy_loss": "vespo", **NO_KL},
+    "dapo": {"loss": {"epsilon_high": 0.28}, **NO_KL},
+    "two-sided": {"loss": {"dual_clip": 1.5}, **NO_KL},
+    "dr_grpo": {"advantage": {"type": "unscaled"}, "loss_agg": {"type": "dr_grpo", "max_response_tokens": 9}, **NO_KL},
+    "gspo": {"loss": {"importance": "sequence"}, **WHOLE, **NO_KL},
+    "luspo": {"loss": {"importance": "sequence"}, "loss_agg": "seq_mean_token_sum", **NO_KL},
+    "cispo": {"loss": {"type": "cispo", "cap": 1.25}, **NO_KL},
+    "cispo sequence": {"loss": {"type": "cispo", "cap": 1.05, "importance": "sequence"}, **NO_KL},
+    "sapo": {"loss": {"type": "sapo", "positive_temperature": 0.8, "negative_temperature": 1.3}, **WHOLE, **NO_KL},
+    "vespo": {"loss": "vespo", **NO_KL},
     "vespo powers": {
-        "policy_loss": "vespo",
-        "vespo_positive_power": 1.5,
-        "vespo_positive_decay": 2.5,
-        "vespo_negative_power": 0.5,
-        "vespo_negative_decay": 0.75,
-        "kl_coef": 0.04,
+        "loss": {
+            "type": "vespo",
+            "positive_power": 1.5,
+            "positive_decay": 2.5,
+            "negative_power": 0.5,
+            "negative_decay": 0.75,
+        },
+        "kl": {"coef": 0.04},
     },
-    "gmpo": {"policy_loss": "gmpo", "clip_eps": 0.15, "clip_eps_high": 0.25, **WHOLE, "kl_coef": 0.04},
-    "gmpo top_entropy": {"policy_loss": "gmpo", "top_entropy": 0.4, **WHOLE, **NO_KL},
-    "batch": {"scale": "batch", **NO_KL},
-    "kl_unbiased": {"kl_unbiased": True, "kl_coef": 0.04},
-    "kl_unbiased sequence": {"importance": "sequence", **WHOLE, "kl_unbiased": True, "kl_coef": 0.04},
+    "gmpo": {"loss": {"type": "gmpo", "epsilon": 0.15, "epsilon_high": 0.25}, **WHOLE, "kl": {"coef": 0.04}},
+    "gmpo top_entropy": {"loss": "gmpo", "top_entropy": 0.4, **WHOLE, **NO_KL},
+    "batch": {"advantage": {"type": "batch"}, **NO_KL},
+    "kl_unbiased": {"kl": {"unbiased": True, "coef": 0.04}},
+    "kl_unbiased sequence": {"loss": {"importance": "sequence"}, **WHOLE, "kl": {"unbiased": True, "coef": 0.04}},
     "off_policy": {"off_policy_threshold": 0.01, **NO_KL},
     "top_entropy": {"top_entropy": 0.4, **NO_KL},
-    "entropy_coef": {"entropy_coef": 0.02, **NO_KL},
-    "top_entropy entropy_coef": {"top_entropy": 0.4, "entropy_coef": 0.02, **NO_KL},
-    "tis token_truncate": {**OF_MODEL, "tis_floor": 0.8, "tis_cap": 1.1},
-    "tis token_mask": {**OF_MODEL, "tis_mode": "token_mask", "tis_floor": 0.75, "tis_cap": 1.25},
-    "tis sequence_truncate": {**OF_MODEL, "tis_mode": "sequence_truncate", "tis_cap": 1.1, **WHOLE},
-    "tis sequence_mask": {
-        **OF_MODEL,
-        "tis_mode": "sequence_mask",
-        "tis_floor": 0.6,
-        "tis_cap": 2.0,
-        **WHOLE,
-        "kl_coef": 0.04,
-    },
-    "tis vespo": {**OF_MODEL, "policy_loss": "vespo", "tis_mode": "token_mask", "tis_cap": 1.3},
+    "entropy_coef": {"entropy": {"coef": 0.02}, **NO_KL},
+    "top_entropy entropy_coef": {"top_entropy": 0.4, "entropy": {"coef": 0.02}, **NO_KL},
+    "tis token_truncate": {**of_model(floor=0.8, cap=1.1), **NO_KL},
+    "tis token_mask": {**of_model(mode="token_mask", floor=0.75, cap=1.25), **NO_KL},
+    "tis sequence_truncate": {**of_model(mode="sequence_truncate", cap=1.1), **WHOLE, **NO_KL},
+    "tis sequence_mask": {**of_model(mode="sequence_mask", floor=0.6, cap=2.0), **WHOLE, "kl": {"coef": 0.04}},
+    "tis vespo": {**of_model(mode="token_mask", cap=1.3), "loss": "vespo", **NO_KL},
     "mask_truncated": {"mask_truncated": True, **NO_KL},
-    "mask_truncated grpo": {"mask_truncated": True, **WHOLE, "kl_coef": 0.04},
-    "mask_truncated entropy": {"mask_truncated": True, "top_entropy": 0.5, "entropy_coef": 0.02, **NO_KL},
-    "gdpo": {"aggregation": "normalize_then_sum", **NO_KL},
-    "rloo": {"scale": "none", **LEAVE_ONE_OUT, **NO_KL},
-    "rloo normalized": {"scale": "batch_advantages", **LEAVE_ONE_OUT, **NO_KL},
-    "rloo kl": {"scale": "none", **LEAVE_ONE_OUT, "kl_in_reward": True, "kl_estimator": "k1", "kl_coef": 0.05},
+    "mask_truncated grpo": {"mask_truncated": True, **WHOLE, "kl": {"coef": 0.04}},
+    "mask_truncated entropy": {"mask_truncated": True, "top_entropy": 0.5, "entropy": {"coef": 0.02}, **NO_KL},
+    "gdpo": {"advantage": {"type": "normalize_then_sum"}, **NO_KL},
+    "rloo": {"advantage": {"type": "unscaled", "baseline": "leave_one_out"}, **LEAVE_ONE_OUT, **NO_KL},
+    "rloo normalized": {
+        "advantage": {"type": "batch", "std_of": "advantages", "baseline": "leave_one_out"},
+        **LEAVE_ONE_OUT,
+        **NO_KL,
+    },
+    "rloo kl": {
+        "advantage": {"type": "unscaled", "baseline": "leave_one_out"},
+        **LEAVE_ONE_OUT,
+        "kl": {"type": "reward", "estimator": "k1", "coef": 0.05},
+    },
 }
 
 
@@ -258,15 +259,18 @@ def loss_of_groups(objective, policy, batch, reference):
 def test_losses_of_groups_are_those_of_trl(monkeypatch, groups, case):
     batch, reference, policy, logps_and_entropies = groups
     monkeypatch.setattr(grpo, "token_logps", logps_and_entropies)
-    scaled = {} if GROUPS[case].get("scale") == "none" else AS_TRL
-    objective = grpo_of(**{"old_policy": "rollout"} | scaled | GROUPS[case])
+    advantage = GROUPS[case].get("advantage", {})
+    scaled = advantage if advantage.get("type") == "unscaled" else AS_TRL | advantage
+    objective = grpo_of(**{"old_policy": "rollout"} | GROUPS[case] | {"advantage": scaled})
     assert_is_that_of_trl(lambda policy: loss_of_groups(objective, policy, batch, reference), policy, "groups", case)
 
 
 def test_the_kl_divergence_in_rewards_is_that_of_the_sampler_although_ratios_are_1(monkeypatch, groups):
     batch, reference, policy, logps_and_entropies = groups
     monkeypatch.setattr(grpo, "token_logps", logps_and_entropies)
-    objective = grpo_of(old_policy="model", scale="none", kl_in_reward=True, kl_estimator="k1", kl_coef=0.05)
+    objective = grpo_of(
+        old_policy="model", advantage="unscaled", kl={"type": "reward", "estimator": "k1", "coef": 0.05}
+    )
     terms, metrics, _ = objective.terms(policy, replace(batch, annotations=reference), None, key=None)
     given = {name: np.array(values) for name, values in VECTORS["groups"]["inputs"].items()}
     kl = ((given["old"] - given["reference"]) * given["mask"]).sum(-1)
@@ -277,10 +281,10 @@ def test_the_kl_divergence_in_rewards_is_that_of_the_sampler_although_ratios_are
     assert float(metrics["kl"].logged()) == pytest.approx(kl.sum() / given["mask"].sum(), rel=1e-6)
 
 
-@pytest.mark.parametrize("scale", ["batch", "batch_advantages"])
-def test_the_scale_of_a_batch_does_not_depend_on_its_microbatches(groups, scale):
+@pytest.mark.parametrize("of", ["rewards", "advantages"])
+def test_the_scale_of_a_batch_does_not_depend_on_its_microbatches(groups, of):
     batch, *_ = groups
-    objective = grpo_of(old_policy="model", scale=scale, kl_coef=0.0)
+    objective = grpo_of(old_policy="model", advantage={"type": "batch", "std_of": of}, kl=None)
     whole = objective.with_batch_statistics(batch)
     split = jax.tree.map(
         lambda column: column.unflatten_axis("batch", (Axis("microbatch", 3), Axis("batch", 1))),
@@ -291,23 +295,18 @@ def test_the_scale_of_a_batch_does_not_depend_on_its_microbatches(groups, scale)
     assert [axis.name for axis in of_split.axes] == ["microbatch", "batch"]
     np.testing.assert_allclose(np.unique(of_split.array), np.unique(whole.std_of_batch.array), rtol=1e-6)
     rewards = np.array(VECTORS["groups"]["inputs"]["rewards"])
-    of = rewards if scale == "batch" else rewards - rewards.mean(axis=1, keepdims=True)
-    np.testing.assert_allclose(whole.std_of_batch.array, of.std(), rtol=1e-6)
+    values = rewards if of == "rewards" else rewards - rewards.mean(axis=1, keepdims=True)
+    np.testing.assert_allclose(whole.std_of_batch.array, values.std(), rtol=1e-6)
 
 
 @pytest.mark.parametrize("size", [3, pytest.param(1, marks=pytest.mark.slow)])
 def test_adaptive_entropy_is_that_of_trl_in_any_microbatches(monkeypatch, groups, size):
     batch, _, policy, logps_and_entropies = groups
     given = {name: np.array(VECTORS["groups"]["inputs"][name]) for name in ("entropy", "mask")}
-    limits: Any = {
-        "entropy_coef_min": 0.004,
-        "entropy_coef_max": 0.012,
-        "entropy_coef_delta": 0.0035,
-        **NO_KL,
-        **AS_TRL,
-    }
     target = float((given["entropy"] * given["mask"]).sum() / given["mask"].sum())
-    objective = grpo_of(old_policy="rollout", entropy_coef=0.01, entropy_target=target, **limits)
+    adaptive = {"target": target, "min": 0.004, "max": 0.012, "delta": 0.0035}
+    entropy: Any = {"coef": 0.01, "adaptive": adaptive}
+    objective = grpo_of(old_policy="rollout", entropy=entropy, advantage=AS_TRL, kl=None)
     slot, denominators = objective.init_slot(None), objective.weights(batch)
     for number, (factor, expected) in enumerate(zip(ENTROPY_FACTORS, VECTORS["adaptive_entropy"], strict=True)):
         loss = 0.0
@@ -329,7 +328,7 @@ def test_adaptive_entropy_is_that_of_trl_in_any_microbatches(monkeypatch, groups
 
 def test_normalized_rewards_do_not_depend_on_microbatches(groups):
     batch, *_ = groups
-    objective = grpo_of(old_policy="model", aggregation="normalize_then_sum", kl_coef=0.0)
+    objective = grpo_of(old_policy="model", advantage="normalize_then_sum", kl=None)
     split = jax.tree.map(
         lambda column: column.unflatten_axis("batch", (Axis("microbatch", 3), Axis("batch", 1))),
         batch,

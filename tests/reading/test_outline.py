@@ -10,7 +10,6 @@ import yaml
 from jaxlm.core.errors import ConfigError
 from jaxlm.plan.load_config import load_config
 from jaxlm.plan.run_config import RunConfig
-from jaxlm.reading.choices import FORMER_KEYS
 from jaxlm.reading.outline import BY_OTHERS, places, unknown_keys
 from jaxlm.reading.recipes import all_recipes
 from jaxlm.reading.schema import sections
@@ -35,9 +34,6 @@ def test_every_key_of_every_section_is_known():
         for place, _ in unknown_keys(tree_at(section.path, dict.fromkeys((*section.names, "type"))))
     ]
     assert not refused
-    former = {key for keys in FORMER_KEYS.values() for key in keys}
-    assert former
-    assert not [place for key in former for place, _ in unknown_keys(tree_at("objective", {key: 1}))]
 
 
 def test_a_misspelled_key_is_found_in_almost_every_section():

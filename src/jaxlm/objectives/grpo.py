@@ -24,7 +24,6 @@ from jaxlm.objectives.advantages import Advantage, NormalizeThenSum, OfBatch, Of
 from jaxlm.objectives.base import AUXILIARY, Metrics, ObjectiveConfig, auxiliary_terms, auxiliary_weight
 from jaxlm.objectives.completions import ReferencedObjective, token_logps
 from jaxlm.objectives.entropy_control import Entropy, coefficient_of, with_entropies
-from jaxlm.objectives.former_grpo_keys import FORMER_GRPO_KEYS
 from jaxlm.objectives.other_policies import (
     ImportanceSampling,
     Kl,
@@ -48,12 +47,11 @@ from jaxlm.objectives.policy_losses import (
     on_policy_weights,
 )
 from jaxlm.objectives.response_tokens import ResponseTokens, by_sequence, reward_metrics, sampler_metrics
-from jaxlm.reading.choices import choice, with_former_keys
+from jaxlm.reading.choices import choice
 
 _SAMPLING = "old_policy.importance_sampling"
 
 
-@with_former_keys(FORMER_GRPO_KEYS)
 @choice(ObjectiveConfig, "grpo")
 class Grpo(ReferencedObjective):
     """Groups of responses with rewards (`data.type: groups` or `rollouts`): responses that are better than the others of

@@ -20,7 +20,7 @@ from draccus.choice_types import CHOICE_TYPE_KEY, ChoiceType
 from jaxlm.core.errors import ConfigError, did_you_mean, shortened
 from jaxlm.core.field_types import LARGEST_FLOAT, bounds_of, describe_type, hints_of, in_range
 from jaxlm.core.redaction import without_secrets
-from jaxlm.reading.choices import FORMER_KEYS, NamedChoice, is_same
+from jaxlm.reading.choices import NamedChoice
 from jaxlm.reading.durations import format_duration, parse_duration
 from jaxlm.reading.outline import ROOT, meant
 from jaxlm.reading.plugins import import_choice, is_import_path, signature_problems
@@ -125,7 +125,7 @@ def drop_stale_keys(kind: type, file: dict[str, Any], overrides: Mapping[str, An
             # Without a `type`, a section that a preset fills in has the preset's.
             is_open = CHOICE_TYPE_KEY in over and CHOICE_TYPE_KEY not in section and file.get("preset") is not None
             if new is not None and (new is not old or is_open):
-                valid = {CHOICE_TYPE_KEY, *(f.name for f in dataclasses.fields(new)), *FORMER_KEYS.get(new, ())}
+                valid = {CHOICE_TYPE_KEY, *(f.name for f in dataclasses.fields(new))}
                 for key in [key for key in section if key not in valid]:
                     del section[key]
                     dropped.append(f"{field.name}.{key}")
@@ -152,7 +152,7 @@ class _MismatchError(Exception):
 
 class _Decoder:
     def __init__(self, source: ConfigSource, kind: type):
-        self._source = ConfigSource(source.tree, dict(source.marks))
+        self._source = source
         self._is_run = ROOT in (base.__name__ for base in kind.__mro__)
 
     def dataclass(
@@ -168,7 +168,6 @@ class _Decoder:
         if is_choice(kind):
             kind = self._choice(kind, tree, path, default)
             tree = {key: value for key, value in tree.items() if key != CHOICE_TYPE_KEY}
-        tree = self._with_current_keys(kind, tree, path)
         fields = {field.name: field for field in dataclasses.fields(kind)}
         hints = hints_of(kind)
         for key in tree:
@@ -190,33 +189,6 @@ class _Decoder:
             key: self._inheriting(hints[key], value, (*path, key), section, values) for key, value in lists.items()
         }
         return self._construct(kind, values | inner, path) if inner else section
-
-    def _with_current_keys(self, kind: Any, tree: Mapping[str, Any], path: KeyPath) -> dict[str, Any]:
-        """A section in which former keys are what they are now. On the command line, they override current ones."""
-        former = FORMER_KEYS.get(kind, {})
-        nested = {key: value for key, value in tree.items() if key not in former}
-        current = nested
-        for key in (key for key in former if key in tree):
-            where, value = self._source.where((*path, key)), tree[key]
-            is_option = where.endswith(f"--{'.'.join(map(str, (*path, key)))}")
-            keys = {tuple(name.split(".")): new for name, new in former[key].keys(value).items()}
-            if is_same(value, former[key].default) and not any(_is_given(nested, name) for name in keys):
-                continue
-            before = current
-            for name, new in keys.items():
-                if not is_option and (_is_given(nested, name) or _is_given(before, name)):
-                    problem = f"given together with {'.'.join(name)}, which is the same key now. Remove one of them"
-                    raise self._error((*path, key), problem)
-                if _applies(kind, current, name, is_option, len(keys) == 1):
-                    current = _with(current, name, new)
-                    self._source.marks[(*path, *name)] = where
-            if current is before:
-                now = " or ".join(former[key].paths)
-                problem = (
-                    f"{_format_value(value)} given, which has no effect with these keys. It is {now} now. Remove it"
-                )
-                raise self._error((*path, key), problem)
-        return current
 
     def _construct(self, kind: Any, values: Mapping[str, Any], path: KeyPath) -> Any:
         if inspect.isabstract(kind):
@@ -359,44 +331,6 @@ def _located(problem: str, kind: Any, path: KeyPath) -> tuple[KeyPath, str]:
 def _is_name(kind: Any, value: Any) -> bool:
     """Whether a value is the name of a type that stands for a section of that type."""
     return isinstance(value, str) and isinstance(kind, type) and issubclass(kind, NamedChoice)
-
-
-def _section(tree: Mapping[str, Any], key: str) -> dict[str, Any]:
-    """A section in a tree, which may be written as a name, or be missing."""
-    value = tree.get(key)
-    return {CHOICE_TYPE_KEY: value} if isinstance(value, str) else dict(value) if isinstance(value, Mapping) else {}
-
-
-def _is_given(tree: Mapping[str, Any], name: KeyPath) -> bool:
-    """Whether a tree sets the key at a path."""
-    key, *rest = map(str, name)
-    return _is_given(_section(tree, key), tuple(rest)) if rest else key in tree
-
-
-def _with(tree: Mapping[str, Any], name: KeyPath, value: Any) -> dict[str, Any]:
-    """A tree in which the key at a path is set."""
-    key, *rest = map(str, name)
-    return {**tree, key: _with(_section(tree, key), tuple(rest), value) if rest else value}
-
-
-def _applies(kind: type, tree: Mapping[str, Any], name: KeyPath, is_option: bool, is_only: bool) -> bool:
-    """Whether the section with which a path begins has its next key.
-
-    Args:
-        is_option: a section that is null does not matter.
-        is_only: the key is at no other path, so that a section that is missing is needed.
-    """
-    key, *rest = map(str, name)
-    if not rest:
-        return True
-    default = next(default_of(field) for field in dataclasses.fields(kind) if field.name == key)
-    registry: Any = _registry_in(typing.get_type_hints(kind)[key])
-    if tree.get(key, default) is None:
-        return is_option or (is_only and key not in tree)
-    if rest[0] == CHOICE_TYPE_KEY or not is_choice(registry):
-        return True
-    chosen = chosen_class(registry, _section(tree, key), default)
-    return chosen is None or rest[0] in (field.name for field in dataclasses.fields(chosen))
 
 
 def _accept(condition: bool, value: Any) -> Any:

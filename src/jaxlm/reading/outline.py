@@ -51,7 +51,7 @@ def _sources() -> tuple[dict[str, tuple[set[str], dict[str, str]]], set[str]]:
     classes, translated = {}, {"type"}
     for file in sorted(_PACKAGE.rglob("*.py")):
         text = file.read_text(encoding="utf-8")
-        if "levanter" in file.parts or file.stem.startswith("former"):
+        if "levanter" in file.parts:
             translated.update(key for quoted in re.findall(r'"([\w.]+)"', text) for key in quoted.split("."))
         for head, bases, body in _CLASS.findall(text):  # classes of one name count as one
             of_name = classes.setdefault(head, (set(), {}))
