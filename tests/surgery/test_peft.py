@@ -387,7 +387,9 @@ def test_training_continues_from_peft(tmp_path):
     assert record["train/loss"] == pytest.approx(total / count, rel=1e-5)
 
 
-def tuned(place: Path, instructions: Path, steps: int, *surgeries: dict, also: str | None = None):
+def tuned(
+    place: Path, instructions: Path, steps: int, *surgeries: dict, also: str | None = None, learning_rate: float = 1e-2
+):
     """Trains as the command does: import, LoRA, loss on answers only, a checkpoint. Args: also: trains too."""
     config = {
         "initialize_from_hf": str(place / "hf"),
@@ -407,7 +409,7 @@ def tuned(place: Path, instructions: Path, steps: int, *surgeries: dict, also: s
             "compilation_cache_dir": None,
             "checkpointer": {"base_path": str(place / "checkpoints")},
         },
-        "optimizer": {"learning_rate": 1e-2, "warmup": 0, "weight_decay": 0.0},
+        "optimizer": {"learning_rate": learning_rate, "warmup": 0, "weight_decay": 0.0},
         "phases": [
             {
                 **PHASE,
@@ -512,6 +514,13 @@ def test_adapters_have_the_rows_of_the_base(lora, tmp_path, capsys):
     ours = load(str(checkpoint)).logits([ids])[0]
     np.testing.assert_allclose(theirs[:, : ours.shape[1]], ours, rtol=1e-4, atol=1e-4)
     assert theirs.shape == before.shape == (len(ids), ours.shape[1] + 52)
+    again = tmp_path / "again"
+    again.mkdir()
+    for name in ("hf", "only", "train.jsonl"):
+        (again / name).symlink_to(tmp_path / name)
+    surgery = {"type": "lora", "from_peft": str(again / "only")}
+    tuned(again, again / "train.jsonl", 1, surgery, learning_rate=0.0)
+    np.testing.assert_allclose(load(str(again / "checkpoints" / "lora")).logits([ids])[0], ours, rtol=1e-6, atol=1e-6)
     assert convert.main(["to-hf", *options[:2], "--dtype", "float32", "--output_dir", str(tmp_path / "whole")]) == 0
     source, whole = (json.loads((tmp_path / name / "config.json").read_text()) for name in ("hf", "whole"))
     assert {key for key in {**source, **whole} if source.get(key) != whole.get(key)} == {"vocab_size"}

@@ -11,6 +11,7 @@ import jax
 import numpy as np
 
 from jaxlm.core import tree
+from jaxlm.core.axes import VOCAB
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.values.files_read import name_of, note_files
 from jaxlm.interop.hf.hub import local_folder
@@ -323,7 +324,7 @@ def read_adapters(folder: Path, config: ModelConfig, sizes: Sizes) -> ReadAdapte
     modules, arrays = {}, {}
     for adapters in opened.adapters:
         for path, one, factors in _by_module(opened, adapters, file, sizes, unread):
-            modules[path], arrays[path] = one, factors
+            modules[path], arrays[path] = one, _rows_of_tokens(adapters, factors, sizes, folder)
     saved = {}
     for tensor, names in opened.saved:
         unread -= set(names)
@@ -457,8 +458,29 @@ def _patterns(path: str, values: Mapping[int | None, Any], num_all: int) -> dict
     return patterns
 
 
+def _rows_of_tokens(
+    adapters: _Adapters, factors: tuple[Any, Any, Any], sizes: Sizes, folder: Path
+) -> tuple[Any, Any, Any]:
+    """The factors of an adapter without rows that no token has, as weights are read."""
+    a, b, magnitude = factors
+    is_table = adapters.kind == EMBEDDING
+    rows = a.shape[-1] if is_table else b.shape[-2]
+    if adapters.tensor.parts[0].dims[0] != (VOCAB,) or rows <= sizes[VOCAB]:
+        return factors
+    if is_table and magnitude is not None:
+        raise ConfigError(
+            f"{folder / WEIGHTS}: the DoRA magnitudes of the token embedding depend on all of its {rows} rows, but the model"
+            f" has {sizes[VOCAB]}. Merge the adapter in PEFT and import the merged model"
+        )
+    if is_table:
+        return a[..., : sizes[VOCAB]], b, magnitude
+    return a, b[..., : sizes[VOCAB], :], None if magnitude is None else magnitude[..., : sizes[VOCAB]]
+
+
 def _check_shape(tensor: Tensor, shape: Sequence[int], sizes: Sizes, where: str) -> None:
-    if tuple(shape) != tensor.shape(sizes):
+    expected = tensor.shape(sizes)
+    rows = len(shape) > 0 and tensor.parts[0].dims[0] == (VOCAB,) and shape[0] > expected[0]
+    if tuple(shape) != (shape[0] if rows else expected[0], *expected[1:]):
         raise ConfigError(
             f"{where}: {list(shape)} in the file, but {list(tensor.shape(sizes))} in the model. If the rows differ, the"
             " adapter belongs to a model with another vocabulary: resize the base model first, as it was trained"
