@@ -570,6 +570,41 @@ def test_old_caches_of_text_keep_their_keys():
     }
 
 
+ANSWERS = {"chosen": "a", "rejected": "b"}
+
+
+@pytest.mark.parametrize(
+    ("name", "record", "of_version_1", "is_valid"),
+    [
+        ("supervised", {"prompt": "x", "response": "a"}, (), True),
+        ("supervised", {"prompt": [user("x")], "response": [assistant("a")]}, (), False),
+        ("preference", {"prompt": "x", **ANSWERS}, ("chat_template",), True),
+        ("preference", {"prompt": "x", **{k: [assistant(v)] for k, v in ANSWERS.items()}}, ("chat_template",), False),
+        ("chat", {"messages": [user("x"), assistant("a")]}, ("chat_template",), False),
+    ],
+)
+def test_caches_of_texts_outlive_templates_and_those_of_messages_do_not(
+    tokenizer, tmp_path, monkeypatch, name, record, of_version_1, is_valid
+):
+    formats = {"supervised": SupervisedFormat(), "preference": PairsFormat(), "chat": ChatFormat()}
+    write_records(tmp_path / "a.jsonl", [record] * 4)
+    places = {"cache_dir": f"{tmp_path}/cache", "tokenizer": f"{tmp_path}/tokenizer"}
+    kind = PairsConfig if name == "preference" else TokensConfig
+    config = kind(train_urls=[f"{tmp_path}/a.jsonl"], format=formats[name], **places)
+    tokenizer.with_chat_template(QWEN, {}).save(tmp_path / "tokenizer")
+    key = ChatTemplate.cache_key
+    with monkeypatch.context() as patch:
+        patch.setattr(ChatTemplate, "cache_key", lambda self: {name: key(self)[name] for name in of_version_1})
+        open_data(config, 256)
+    for template in (QWEN, QWEN.replace("im_end", "IM_END")):
+        tokenizer.with_chat_template(template, {}).save(tmp_path / "tokenizer")
+        if is_valid:
+            open_data(config, 256)
+        else:
+            with pytest.raises(ConfigError, match=r"was built from other inputs:(.|\n)*conversations: was"):
+                open_data(config, 256)
+
+
 def test_pairs_of_messages_in_tables_open_like_those_in_json(tokenizer, tmp_path):
     records = [
         {

@@ -14,6 +14,7 @@ from jaxlm.core.precision import parse_precision
 from jaxlm.core.redaction import without_secrets
 from jaxlm.core.runtime import main_first, same_on_all_processes
 from jaxlm.data.base import TRAIN
+from jaxlm.data.tokenizer.chat_template import CONVERSATIONS
 from jaxlm.data.tokenizer.tokenizer import Tokenizer, load_tokenizer
 from jaxlm.engine.checkpoint.integrity import DamagedError
 from jaxlm.engine.checkpoint.manifest import Cursor
@@ -147,11 +148,23 @@ def check_same_tokenizer(plan: Plan, saved: SavedRun, tokenizer: Tokenizer) -> S
     if saved.tokenizer is None or _TOKENIZER in saved.allowed:
         return saved
     now = rendering(plan, tokenizer)
-    common = [phase for phase in saved.rendering if phase in now]
-    lines = [line for phase in common for line in _differences(f"data of {phase}", saved.rendering[phase], now[phase])]
+    first = {phase: {source: _of_version_1(key) for source, key in sources.items()} for phase, sources in now.items()}
+    before = saved.rendering or {phase: first[phase] for phase in saved.data or () if phase in first}
+    sections = dict(zip([phase.name for phase in plan.phases], plan.data, strict=True))
+    lines = []
+    for phase in [phase for phase in before if phase in now]:
+        for source in sections[phase].sources():
+            if source.name in before[phase] and source.name in now[phase]:
+                now[phase][source.name] = source.rendering(TRAIN, tokenizer, before[phase][source.name])
+        lines += _differences(f"data of {phase}", before[phase], now[phase])
     if saved.tokenizer != tokenizer.fingerprint:
         lines.insert(0, f"tokenizer: {saved.tokenizer[:12]} -> {tokenizer.fingerprint[:12]}")
     return _allowed(plan, saved, {_TOKENIZER: lines}) if lines else saved
+
+
+def _of_version_1(key: Mapping[str, Any]) -> dict[str, Any]:
+    """What a source was rendered with before checkpoints said so."""
+    return {name: value for name, value in key.items() if name != CONVERSATIONS}
 
 
 def _allowed(plan: Plan, saved: SavedRun, changed: Mapping[str, Sequence[str]]) -> SavedRun:
