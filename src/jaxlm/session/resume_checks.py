@@ -147,24 +147,20 @@ def check_same_tokenizer(plan: Plan, saved: SavedRun, tokenizer: Tokenizer) -> S
     """Refuses to resume with a tokenizer or a chat template of other content, such as a tokenizer that was trained again."""
     if saved.tokenizer is None or _TOKENIZER in saved.allowed:
         return saved
-    now = rendering(plan, tokenizer)
-    first = {phase: {source: _of_version_1(key) for source, key in sources.items()} for phase, sources in now.items()}
-    before = saved.rendering or {phase: first[phase] for phase in saved.data or () if phase in first}
-    sections = dict(zip([phase.name for phase in plan.phases], plan.data, strict=True))
-    lines = []
-    for phase in [phase for phase in before if phase in now]:
-        for source in sections[phase].sources():
-            if source.name in before[phase] and source.name in now[phase]:
-                now[phase][source.name] = source.rendering(TRAIN, tokenizer, before[phase][source.name])
-        lines += _differences(f"data of {phase}", before[phase], now[phase])
+    now, lines = rendering(plan, tokenizer), []
+    for phase, data in zip(plan.phases, plan.data, strict=True):
+        keys = now[phase.name]
+        # Checkpoints without it are of version 1.
+        of_version_1 = {name: {k: v for k, v in key.items() if k != CONVERSATIONS} for name, key in keys.items()}
+        first = of_version_1 if not saved.rendering and phase.name in (saved.data or {}) else keys
+        before = saved.rendering.get(phase.name, first)
+        for source in data.sources():
+            if source.name in keys:
+                keys[source.name] = source.rendering(TRAIN, tokenizer, before.get(source.name))
+        lines += _differences(f"data of {phase.name}", before, keys)
     if saved.tokenizer != tokenizer.fingerprint:
         lines.insert(0, f"tokenizer: {saved.tokenizer[:12]} -> {tokenizer.fingerprint[:12]}")
     return _allowed(plan, saved, {_TOKENIZER: lines}) if lines else saved
-
-
-def _of_version_1(key: Mapping[str, Any]) -> dict[str, Any]:
-    """What a source was rendered with before checkpoints said so."""
-    return {name: value for name, value in key.items() if name != CONVERSATIONS}
 
 
 def _allowed(plan: Plan, saved: SavedRun, changed: Mapping[str, Sequence[str]]) -> SavedRun:
