@@ -25,6 +25,7 @@ from jaxlm.data.formats.supervised import SupervisedFormat
 from jaxlm.data.formats.text import TextFormat
 from jaxlm.data.formats.unpaired_format import UnpairedFormat
 from jaxlm.data.pairs import PairsConfig
+from jaxlm.data.sources.named import NamedSource
 from jaxlm.data.tokenizer.chat_template import ChatTemplate
 from jaxlm.data.tokenizer.tokenizer import Tokenizer
 from jaxlm.data.tokens import TokensConfig
@@ -155,7 +156,7 @@ def test_keys_that_nobody_reads_are_listed(tokenizer, tmp_path, name):
     assert described(own, tmp_path, [record], record_format) == (expected and f"not read: {expected}")
 
 
-def test_they_are_listed_at_the_start(tokenizer, tmp_path):
+def test_they_are_listed_at_the_start_by_one_process(tokenizer, tmp_path, monkeypatch):
     tokenizer.save(tmp_path / "tokenizer")
     write_records(tmp_path / "a.jsonl", [CHAT, {**CHAT, "images": ["x.png"]}])
     lines: list[str] = []
@@ -163,6 +164,9 @@ def test_they_are_listed_at_the_start(tokenizer, tmp_path):
     config = TokensConfig(train_urls=[f"{tmp_path}/a.jsonl"], format=ChatFormat(chat_template=QWEN), **places)
     open_data(config, 64, lines.append)
     assert "train: not read: images" in lines
+    monkeypatch.setattr("jaxlm.data.config.is_main_process", lambda: False)
+    monkeypatch.setattr(NamedSource, "describe_records", lambda *_: pytest.fail("read by every process"))
+    open_data(config, 64)
 
 
 # --- weights
