@@ -2,16 +2,20 @@
 
 import json
 from types import SimpleNamespace
+from unittest.mock import Mock
 
+import numpy as np
 import pytest
+from tokenizers import AddedToken
 
 from jaxlm.commands import convert
 from jaxlm.core.errors import ConfigError
 from jaxlm.data.tokenizer.added_tokens import open_tokenizer
 from jaxlm.data.tokenizer.chat_template import with_templates
-from jaxlm.data.tokenizer.tokenizer import load_tokenizer
+from jaxlm.data.tokenizer.tokenizer import Tokenizer, load_tokenizer
 from jaxlm.data.tokens import TokensConfig
 from tests.answers import write_tokenizer
+from tests.data.helpers import small_tokenizer
 
 NEW = ["<|im_start|>", "<|im_end|>"]
 
@@ -105,3 +109,17 @@ def test_adapters_alone_are_not_exported_without_the_rows_of_new_tokens(tmp_path
     opened = SimpleNamespace(plan=plan, location="checkpoints/run/step-1")
     with pytest.raises(ConfigError, match=r"step-1 has data\.added_tokens, and base has no rows"):
         convert._write_adapters(tmp_path, opened, None, None, verify=False)
+
+
+@pytest.mark.parametrize("is_greedy", [False, True])
+def test_tokens_that_swallow_white_space_are_looked_up_once(is_greedy, monkeypatch):
+    base = small_tokenizer()
+    base._backend.add_special_tokens([AddedToken("<|x|>", rstrip=is_greedy, normalized=False)])
+    backend = Mock(wraps=base._backend)
+    tokenizer, texts = Tokenizer(backend, base.bos_id, base.eos_id), ["a <|x|> b"] * 3
+    searched = Mock(wraps=np.isin)
+    monkeypatch.setattr(np, "isin", searched)
+    for _ in range(2):
+        tokenizer.encode_with_offsets(texts)
+    assert backend.get_added_tokens_decoder.call_count == 1
+    assert searched.call_count == (6 if is_greedy else 0)

@@ -25,6 +25,7 @@ from jaxlm.data.formats.supervised import SupervisedFormat
 from jaxlm.data.formats.text import TextFormat
 from jaxlm.data.formats.unpaired_format import UnpairedFormat
 from jaxlm.data.pairs import PairsConfig
+from jaxlm.data.sources.named import NamedSource
 from jaxlm.data.tokenizer.chat_template import ChatTemplate
 from jaxlm.data.tokenizer.tokenizer import Tokenizer
 from jaxlm.data.tokens import TokensConfig
@@ -155,7 +156,7 @@ def test_keys_that_nobody_reads_are_listed(tokenizer, tmp_path, name):
     assert described(own, tmp_path, [record], record_format) == (expected and f"not read: {expected}")
 
 
-def test_they_are_listed_at_the_start(tokenizer, tmp_path):
+def test_they_are_listed_at_the_start_by_one_process(tokenizer, tmp_path, monkeypatch):
     tokenizer.save(tmp_path / "tokenizer")
     write_records(tmp_path / "a.jsonl", [CHAT, {**CHAT, "images": ["x.png"]}])
     lines: list[str] = []
@@ -163,6 +164,9 @@ def test_they_are_listed_at_the_start(tokenizer, tmp_path):
     config = TokensConfig(train_urls=[f"{tmp_path}/a.jsonl"], format=ChatFormat(chat_template=QWEN), **places)
     open_data(config, 64, lines.append)
     assert "train: not read: images" in lines
+    monkeypatch.setattr("jaxlm.data.config.is_main_process", lambda: False)
+    monkeypatch.setattr(NamedSource, "describe_records", lambda *_: pytest.fail("read by every process"))
+    open_data(config, 64)
 
 
 # --- weights
@@ -568,6 +572,41 @@ def test_old_caches_of_text_keep_their_keys():
     assert SupervisedFormat().cache_key()["format"].keys() == {
         *("type", "input_field", "output_field", "separate_with", "mask_inputs")
     }
+
+
+ANSWERS = {"chosen": "a", "rejected": "b"}
+
+
+@pytest.mark.parametrize(
+    ("name", "record", "of_version_1", "is_valid"),
+    [
+        ("supervised", {"prompt": "x", "response": "a"}, (), True),
+        ("supervised", {"prompt": [user("x")], "response": [assistant("a")]}, (), False),
+        ("preference", {"prompt": "x", **ANSWERS}, ("chat_template",), True),
+        ("preference", {"prompt": "x", **{k: [assistant(v)] for k, v in ANSWERS.items()}}, ("chat_template",), False),
+        ("chat", {"messages": [user("x"), assistant("a")]}, ("chat_template",), False),
+    ],
+)
+def test_caches_of_texts_outlive_templates_and_those_of_messages_do_not(
+    tokenizer, tmp_path, monkeypatch, name, record, of_version_1, is_valid
+):
+    formats = {"supervised": SupervisedFormat(), "preference": PairsFormat(), "chat": ChatFormat()}
+    write_records(tmp_path / "a.jsonl", [record] * 4)
+    places = {"cache_dir": f"{tmp_path}/cache", "tokenizer": f"{tmp_path}/tokenizer"}
+    kind = PairsConfig if name == "preference" else TokensConfig
+    config = kind(train_urls=[f"{tmp_path}/a.jsonl"], format=formats[name], **places)
+    tokenizer.with_chat_template(QWEN, {}).save(tmp_path / "tokenizer")
+    key = ChatTemplate.cache_key
+    with monkeypatch.context() as patch:
+        patch.setattr(ChatTemplate, "cache_key", lambda self: {name: key(self)[name] for name in of_version_1})
+        open_data(config, 256)
+    for template in (QWEN, QWEN.replace("im_end", "IM_END")):
+        tokenizer.with_chat_template(template, {}).save(tmp_path / "tokenizer")
+        if is_valid:
+            open_data(config, 256)
+        else:
+            with pytest.raises(ConfigError, match=r"was built from other inputs:(.|\n)*conversations: was"):
+                open_data(config, 256)
 
 
 def test_pairs_of_messages_in_tables_open_like_those_in_json(tokenizer, tmp_path):

@@ -5,6 +5,11 @@ from types import SimpleNamespace
 
 import pytest
 
+from jaxlm.data.formats.chat import ChatFormat
+from jaxlm.data.formats.pairs_format import PairsFormat
+from jaxlm.data.formats.prompts_format import PromptsFormat
+from jaxlm.data.formats.sharegpt import ShareGptFormat
+from jaxlm.data.formats.supervised import SupervisedFormat
 from jaxlm.objectives.next_token import NextToken
 from jaxlm.objectives.reward import RewardObjective
 from jaxlm.observe.logged_run import LoggedRun, series_of
@@ -14,7 +19,7 @@ from jaxlm.observe.trackers.wandb import WandbConfig
 from jaxlm.plan.presets.progressive import ProgressiveConfig
 from jaxlm.plan.run_config import PhaseConfig
 from jaxlm.plan.trainer_config import TrainerConfig
-from jaxlm.session.final_report import compressors, how_to_train_longer, how_to_use, outputs, skipped_updates
+from jaxlm.session.final_report import chats, compressors, how_to_train_longer, how_to_use, outputs, skipped_updates
 
 
 def test_compressors_are_measured_on_all_texts_as_one_stream():
@@ -56,6 +61,21 @@ def test_the_report_advises_what_the_model_is_trained_for(objective, chats, comm
     checkpoints = SimpleNamespace(location="checkpoints/run")
     _, text = how_to_use(SimpleNamespace(phases=phases, run_id="run", checkpoints=checkpoints), chats=chats)
     assert text.startswith(command)
+
+
+@pytest.mark.parametrize(
+    ("record_format", "answers"),
+    [
+        (SupervisedFormat(), False),
+        (PairsFormat(), False),
+        (PromptsFormat(), False),
+        (SupervisedFormat(chat_template="chatml"), True),
+        (ChatFormat(), True),
+        (ShareGptFormat(), True),
+    ],
+)
+def test_only_models_that_learn_a_chat_template_chat(record_format, answers):
+    assert chats(record_format) is answers
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from jaxlm.core.errors import ConfigError
+from jaxlm.data.tokenizer.templates import CHATML
 from jaxlm.data.tokenizer.train_bpe import train_bpe
 from jaxlm.engine.checkpoint.integrity import seal
 from jaxlm.engine.checkpoint.local import LocalFolder
@@ -23,9 +24,10 @@ from jaxlm.session.resume_checks import (
     check_cursor,
     check_same_data,
     check_same_run,
+    check_same_tokenizer,
     load_saved_run,
 )
-from tests.data.helpers import some_text
+from tests.data.helpers import some_text, write_records
 
 SIZES = {"seq_len": 16, "hidden_dim": 32, "num_layers": 2, "num_heads": 4, "num_kv_heads": 4, "intermediate_dim": 32}
 STAGES = [[0, {"a": 1, "b": 0}], [50, {"a": 0, "b": 1}]]
@@ -162,6 +164,24 @@ def test_phases_that_are_gone_read_no_other_data(monkeypatch):
         ConfigError, match=rf"step 14 of phase 'polish_2'.*'polish_1' from step 8 to 9\. Set what .*{keys}"
     ):
         check_cursor(cursor, now)
+
+
+@pytest.mark.parametrize(("answer", "is_text"), [("b", True), ([{"role": "assistant", "content": "b"}], False)])
+@pytest.mark.parametrize("keeps", [(), ("chat_template",), ("chat_template", "conversations")])
+def test_runs_with_messages_rendered_otherwise_do_not_continue(answer, is_text, keeps, tmp_path):
+    write_records(tmp_path / "a.jsonl", [{"prompt": "a", "response": answer}] * 4)
+    tokenizer = train_bpe([some_text(seed) for seed in range(20)], 300).with_chat_template(CHATML, {})
+    places = {"train_urls": [f"{tmp_path}/a.jsonl"], "cache_dir": f"{tmp_path}/cache", "tokenizer": f"{tmp_path}/t"}
+    tree = {"model": SIZES, "data": {**places, "format": {"type": "supervised"}}, "trainer": {"num_train_steps": 4}}
+    plan = make_plan(decode_run(ConfigSource(tree), None), "x", 64)
+    (phase,) = now = resume_checks.rendering(plan, tokenizer)
+    before = {phase: {"": {key: now[phase][""][key] for key in keeps}}} if keeps else {}
+    saved = SavedRun("checkpoint", plan.config, {phase: {}}, tokenizer=tokenizer.fingerprint, rendering=before)
+    if is_text or before == now:
+        assert check_same_tokenizer(plan, saved, tokenizer) == saved
+    else:
+        with pytest.raises(ConfigError, match=r"conversations: None -> 2\n(?s:.*)allow_changes '\[tokenizer\]'"):
+            check_same_tokenizer(plan, saved, tokenizer)
 
 
 @pytest.mark.parametrize(

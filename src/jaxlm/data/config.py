@@ -10,6 +10,7 @@ import draccus
 
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.field_types import PositiveFloat, PositiveInt
+from jaxlm.core.runtime import is_main_process
 from jaxlm.data.base import TRAIN, VALIDATION, Log, by_source, given
 from jaxlm.data.batch import BatchSpec, Columns
 from jaxlm.data.cache.block_mirror import FOLDER, BlockMirror
@@ -382,7 +383,7 @@ class DataConfig(SourceConfig, draccus.PluginRegistry, abc.ABC, discover_package
         examples = self.arrange(cache, record_format, seq_len)
         if not len(examples):
             raise ConfigError(no_targets_within(cache, seq_len, source.key, split, record_format.overlong))
-        if options["summarize"] and (how := source.describe_records(split, tokenizer)):
+        if options["summarize"] and is_main_process() and (how := source.describe_records(split, tokenizer)):
             source.log_with_name(log)(f"{split}: {how}")
         if options["summarize"] and examples.summary:
             source.log_with_name(log)(f"{split}: {examples.summary}")

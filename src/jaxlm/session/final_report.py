@@ -10,6 +10,7 @@ from textwrap import shorten
 from jaxlm.core.guards import SKIPPED
 from jaxlm.core.stores import AT_START_S, retried
 from jaxlm.core.values.layer_table import tables_in
+from jaxlm.data.formats.base import FormatConfig
 from jaxlm.engine.metric_names import BEST_BPB, EVAL_BPB, EVAL_CORE, EVAL_LOSS, TRAIN_LOSS
 from jaxlm.observe.console import Console, table
 from jaxlm.observe.events import skipped_steps
@@ -59,15 +60,18 @@ def final_report(plan: Plan, console: Console, *, has_template: bool) -> None:
         *write_plots(plan, run),
         ("report page", report_page(run, plan.log_folder)),
         *outputs(plan),
-        how_to_use(
-            plan, chats=has_template and any("chat_template" in vars(s.config.format) for s in plan.data[-1].sources())
-        ),
+        how_to_use(plan, chats=has_template and any(chats(source.config.format) for source in plan.data[-1].sources())),
     ]
     if plan.phases[-1].scheduled_steps is None:  # otherwise the run has ended early, because it should
         rows += how_to_train_longer(plan)
     if history := phase_history(run):
         console.log(table("phases", [(record.name, record.summary) for record in history]))
     console.log(table("report", rows))
+
+
+def chats(record_format: FormatConfig) -> bool:
+    """Whether a model learns to answer in a chat template: texts need none."""
+    return record_format.begins_as == "template" or record_format.given_template() is not None
 
 
 def how_to_train_longer(plan: Plan) -> list[tuple[str, str]]:

@@ -14,6 +14,7 @@ from jaxlm.core.precision import parse_precision
 from jaxlm.core.redaction import without_secrets
 from jaxlm.core.runtime import main_first, same_on_all_processes
 from jaxlm.data.base import TRAIN
+from jaxlm.data.tokenizer.chat_template import CONVERSATIONS
 from jaxlm.data.tokenizer.tokenizer import Tokenizer, load_tokenizer
 from jaxlm.engine.checkpoint.integrity import DamagedError
 from jaxlm.engine.checkpoint.manifest import Cursor
@@ -146,9 +147,17 @@ def check_same_tokenizer(plan: Plan, saved: SavedRun, tokenizer: Tokenizer) -> S
     """Refuses to resume with a tokenizer or a chat template of other content, such as a tokenizer that was trained again."""
     if saved.tokenizer is None or _TOKENIZER in saved.allowed:
         return saved
-    now = rendering(plan, tokenizer)
-    common = [phase for phase in saved.rendering if phase in now]
-    lines = [line for phase in common for line in _differences(f"data of {phase}", saved.rendering[phase], now[phase])]
+    now, lines = rendering(plan, tokenizer), []
+    for phase, data in zip(plan.phases, plan.data, strict=True):
+        keys = now[phase.name]
+        # Checkpoints without it are of version 1.
+        of_version_1 = {name: {k: v for k, v in key.items() if k != CONVERSATIONS} for name, key in keys.items()}
+        first = of_version_1 if not saved.rendering and phase.name in (saved.data or {}) else keys
+        before = saved.rendering.get(phase.name, first)
+        for source in data.sources():
+            if source.name in keys:
+                keys[source.name] = source.rendering(TRAIN, tokenizer, before.get(source.name))
+        lines += _differences(f"data of {phase.name}", before, keys)
     if saved.tokenizer != tokenizer.fingerprint:
         lines.insert(0, f"tokenizer: {saved.tokenizer[:12]} -> {tokenizer.fingerprint[:12]}")
     return _allowed(plan, saved, {_TOKENIZER: lines}) if lines else saved

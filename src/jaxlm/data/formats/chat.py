@@ -3,7 +3,7 @@
 import abc
 import contextlib
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, TypeGuard
 
@@ -233,6 +233,18 @@ def _untrained(messages: Messages, where: str) -> list[int]:
                 " assistant are trained (1), or not (0). Correct the record"
             )
     return [number for number, _, _, value in given if not value]
+
+
+def renders_messages(config: FormatConfig, files: Iterable[TextFile]) -> bool:
+    """Whether a chat template writes tokens: in formats of conversations, and in others if a record has messages."""
+    if config.begins_as == "template":
+        return True
+    records = (record for file in files for record in file.records((), config.keys))
+    return any(_has_mapping(record.values.get(key)) for record in records for key in config.keys)
+
+
+def _has_mapping(value: Any) -> bool:
+    return isinstance(value, Mapping) or (isinstance(value, list) and any(map(_has_mapping, value)))
 
 
 def plain_text(content: str | Messages) -> str:

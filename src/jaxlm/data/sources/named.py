@@ -18,12 +18,14 @@ from jaxlm.data.cache.shared_cache import describe_cache, find_blocks, open_in_s
 from jaxlm.data.cache.token_cache import METADATA, Provenance, TokenCache, make_provenance, read_metadata
 from jaxlm.data.cache.workers import LOCAL_WORKERS, Workers
 from jaxlm.data.formats.base import Encoder
+from jaxlm.data.formats.chat import renders_messages
 from jaxlm.data.formats.preview import MaskPreview, preview_masks
 from jaxlm.data.formats.unread_keys import describe_records
 from jaxlm.data.sources.files import open_files
 from jaxlm.data.sources.source_config import DEFAULT_TEXT_KEY, ListedUrl, SourceConfig
 from jaxlm.data.sources.text_file import TextFile
 from jaxlm.data.sources.text_ledger import TextLedger
+from jaxlm.data.tokenizer.chat_template import RENDERING
 from jaxlm.data.tokenizer.tokenizer import Tokenizer
 
 _NOT_USUAL = ("drop_overlength", "keep_end")
@@ -153,6 +155,18 @@ class NamedSource:
     def encoder(self, tokenizer: Tokenizer) -> Encoder:
         return self.config.format.encoder(tokenizer, bos=self._bos, eos=self.eos, key=f"{self.key}.format")
 
+    def rendering(self, split: str, tokenizer: Tokenizer, before: Mapping[str, Any] | None) -> dict[str, Any]:
+        """What messages of a split are rendered with. Texts stay what they are, so that their key is what it was `before`."""
+        now = self.encoder(tokenizer).cache_key()
+        kept = {} if before is None else {name: before[name] for name in RENDERING if name in before}
+        if before is None or kept == now:
+            return now
+        try:
+            files = self._files(self._listed(split), lambda _: None, {})
+            return now if renders_messages(self.config.format, files) else kept
+        except ConfigError:  # nobody can tell without the records
+            return now
+
     def preview(self, tokenizer: Tokenizer, seq_len: int, *, copies: Log | None = None) -> MaskPreview | None:
         """What the loss is computed on in the first training records; None for a format without a loss mask.
 
@@ -203,7 +217,10 @@ class NamedSource:
         """
         encoder = self.encoder(tokenizer)
         made_from = cache_key(self.identified(split, log), tokenizer, bos=self.begin(tokenizer), eos=self.eos)
-        made_from = {**made_from, **self.config.format.cache_key(), **encoder.cache_key()}
+        given = self.folder / split
+        before = read_metadata(given)["made_from"] if given.exists() and not separate_cache else None
+        rendering = self.rendering(split, tokenizer, before)
+        made_from = {**made_from, **self.config.format.cache_key(), **rendering}
         for name, value in made_from.items():
             note(f"{self.key}, {split} text, {name}", json.dumps(value))
         key_digest = hashlib.sha256(json.dumps(made_from).encode()).hexdigest()[:16]

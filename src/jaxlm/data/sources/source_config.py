@@ -126,6 +126,7 @@ class SourceConfig:
             mirror,
             key=key,
             given=f"{key}.{option}: {what}",
+            advice="" if split == TRAIN else ", or null for no validation data",
         )
         return [ListedUrl(f"{key}.id", f"{self.id}/{dataset_split}", sources)]
 

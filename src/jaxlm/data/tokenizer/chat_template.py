@@ -27,6 +27,7 @@ _ASSISTANT = "assistant"
 _ANSWERS = ("jaxlm", "haliax")  # of an example: they end differently, in capitals too
 _CALLS = ("tool_calls", "function_call")  # keys of messages
 _VERSION = 2  # of how records become what templates render
+RENDERING = _TEMPLATE, CONVERSATIONS = "chat_template", "conversations"  # keys of what determines rendered text
 Messages: TypeAlias = Sequence[Mapping[str, Any]]
 Variables: TypeAlias = Mapping[str, Any]
 NONE: Variables = MappingProxyType({})
@@ -56,7 +57,7 @@ class ChatTemplate:
     def cache_key(self) -> dict[str, Any]:
         """What determines rendered text, as plain JSON."""
         content = json.dumps([self.text, dict(self.names)])
-        return {"chat_template": hashlib.sha256(content.encode()).hexdigest(), "conversations": _VERSION}
+        return {_TEMPLATE: hashlib.sha256(content.encode()).hexdigest(), CONVERSATIONS: _VERSION}
 
     def reads(self, name: str) -> bool:
         """Whether the template mentions a variable, a key of a message or a type of content."""

@@ -116,12 +116,10 @@ class Tokenizer:
         """
         with pattern_errors():
             encoded = self._backend_with_offsets.encode_batch(texts, add_special_tokens=False)
-        added = self._backend.get_added_tokens_decoder()
-        greedy = {number: token.content for number, token in added.items() if token.lstrip or token.rstrip}
-        tokens = []
+        greedy, tokens = self._greedy, []
         for text, encoding in zip(texts, encoded, strict=True):
             ids, pairs = np.array(encoding.ids, np.int32), np.array(encoding.offsets, np.int32).reshape(-1, 2)
-            for at in np.flatnonzero(np.isin(ids, list(greedy))):
+            for at in np.flatnonzero(np.isin(ids, list(greedy))) if greedy else ():
                 content = greedy[int(ids[at])]
                 begin = text.find(content, *pairs[at].tolist())
                 pairs[at] = (begin, begin + len(content)) if begin >= 0 else pairs[at]
@@ -137,6 +135,11 @@ class Tokenizer:
         """
         with pattern_errors():
             return self._unmodified_backend.encode(text, add_special_tokens=add_special_tokens).ids
+
+    @functools.cached_property
+    def _greedy(self) -> dict[int, str]:
+        added = self._backend.get_added_tokens_decoder()
+        return {number: token.content for number, token in added.items() if token.lstrip or token.rstrip}
 
     @functools.cached_property
     def text_prefix(self) -> tuple[int, ...] | None:
