@@ -311,6 +311,11 @@ def test_the_fingerprint_depends_on_the_special_tokens(small, tmp_path):
         (None, r"no tokenizer\.json found .*or 'bpe' to train one"),
         ("{", r"is not JSON"),
         ('{"version": 1}', r"is not a tokenizer: it has no \"model\""),
+        (
+            '{"model": {"type": "BPE", "vocab": {"a": 0}, "merges": []},'
+            ' "normalizer": {"type": "Precompiled", "precompiled_charsmap": "AAAA"}}',
+            r"is not a tokenizer: .*precompiled_charsmap",
+        ),
     ],
 )
 def test_invalid_tokenizers_are_refused(tmp_path, content, message):
