@@ -312,8 +312,7 @@ def test_the_fingerprint_depends_on_the_special_tokens(small, tmp_path):
         ("{", r"is not JSON"),
         ('{"version": 1}', r"is not a tokenizer: it has no \"model\""),
         (
-            '{"model": {"type": "BPE", "vocab": {"a": 0}, "merges": []},'
-            ' "normalizer": {"type": "Precompiled", "precompiled_charsmap": "AAAA"}}',
+            '{"model": {"type": "BPE", "vocab": {}, "merges": []}, "normalizer": {"type": "Precompiled", "precompiled_charsmap": "A"}}',
             r"is not a tokenizer: .*precompiled_charsmap",
         ),
     ],

@@ -168,5 +168,5 @@ def test_a_damaged_key_that_is_only_noted_is_refused(value):
         **{"num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 8, "vocab_size": 64},
         "_sliding_window_pattern": value,
     }
-    with pytest.raises(ConfigError, match="_sliding_window_pattern: .* which this family does not support"):
+    with pytest.raises(ConfigError, match=r"_sliding_window_pattern: .* which this family does not support"):
         config_from_json(family_of_json(content, "config.json"), content, "config.json")
