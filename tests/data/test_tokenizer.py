@@ -305,12 +305,17 @@ def test_the_fingerprint_depends_on_the_special_tokens(small, tmp_path):
     assert before != after
 
 
+NO_MERGES = {"type": "BPE", "vocab": {"a": 0}, "merges": []}
+UNREADABLE = {"type": "Precompiled", "precompiled_charsmap": "AAAA"}  # the library panics
+
+
 @pytest.mark.parametrize(
     ("content", "message"),
     [
         (None, r"no tokenizer\.json found .*or 'bpe' to train one"),
         ("{", r"is not JSON"),
         ('{"version": 1}', r"is not a tokenizer: it has no \"model\""),
+        (json.dumps({"model": NO_MERGES, "normalizer": UNREADABLE}), r"is not a tokenizer: .*precompiled_charsmap"),
     ],
 )
 def test_invalid_tokenizers_are_refused(tmp_path, content, message):

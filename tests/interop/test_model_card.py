@@ -59,6 +59,14 @@ def test_no_header_of_a_base_model_ends_the_export(line):
         assert header["language"] == "no", "Norwegian, and not false"
 
 
+@pytest.mark.parametrize("depth", range(1, 500, 7))
+def test_a_nested_license_is_left_out(depth):
+    of_base = f"---\nlicense: {'[' * depth}mit{']' * depth}\nlanguage: no\n---\n# Base\n"
+    text = ModelCard("m", "transformers", "It is.", {}, of_base=of_base).text()
+    assert "# Base" in text
+    assert ("mit" in yaml.safe_load(text.split("---")[1]).get("license", [])) == (depth == 1)
+
+
 def test_a_card_of_many_rules_is_split_in_linear_time():
     began, card = time.perf_counter(), "---\n" + "\n" * 200_000
     assert card.strip() in ModelCard("m", "transformers", "It is.", {}, of_base=card).text()

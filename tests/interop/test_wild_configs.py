@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from jaxlm.core.errors import ConfigError
+from jaxlm.interop.hf.family import config_from_json, family_of_json
 from jaxlm.interop.hf.folder import load_model, open_folder
 from tests.engine.helpers import one_device
 from tests.interop.cases import FIRST, abstract_of, inputs_of, logits_of, tokens
@@ -158,3 +159,14 @@ def test_a_tied_model_whose_file_has_only_the_head(tmp_path):
     folder = opened(tmp_path, content)
     model = load_model(tmp_path, abstract_of(folder.config), folder.config, one_device())
     np.testing.assert_allclose(logits_of(model, inputs_of(tokens())), expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("value", ["x", [None], {"a": 1}])
+def test_a_damaged_key_that_is_only_noted_is_refused(value):
+    content = {
+        **{"model_type": "gemma3_text", "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1},
+        **{"num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 8, "vocab_size": 64},
+        "_sliding_window_pattern": value,
+    }
+    with pytest.raises(ConfigError, match=r"_sliding_window_pattern: .* which this family does not support"):
+        config_from_json(family_of_json(content, "config.json"), content, "config.json")

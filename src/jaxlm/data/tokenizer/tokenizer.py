@@ -18,7 +18,7 @@ from jaxlm.core.errors import ConfigError
 from jaxlm.core.values.files_read import name_of, note_files
 from jaxlm.core.values.token_scores import DummyPrefix
 from jaxlm.data.tokenizer.folder_settings import with_folder_settings
-from jaxlm.data.tokenizer.pattern_errors import pattern_errors
+from jaxlm.data.tokenizer.pattern_errors import is_panic, pattern_errors
 from jaxlm.interop.json_object import read_json_object
 
 if TYPE_CHECKING:
@@ -391,7 +391,9 @@ def load_tokenizer(path: str, vocab_size: int | None = None) -> Tokenizer:
         backend = tokenizers.Tokenizer.from_file(str(file))
     except ConfigError:
         raise
-    except Exception as error:  # the library raises plain exceptions
+    except BaseException as error:  # the library raises plain exceptions, and panics
+        if not (isinstance(error, Exception) or is_panic(error)):
+            raise
         raise ConfigError(f"data.tokenizer: '{file}' is not a tokenizer: {error}") from error
     if not backend.get_vocab(with_added_tokens=True):
         raise ConfigError(

@@ -173,7 +173,7 @@ def config_from_json(family: Family, content: Mapping[str, Any], where: str) -> 
         ConfigError: lists all keys that are missing, have an unsupported value, or are unknown and change the numbers.
     """
     content, outvoted = _by_own_names(family, content)
-    fields, problems = _fields_of(family, content)
+    fields, notes, problems = _fields_of(family, content)
     names = [key.theirs if isinstance(key, KeyGroup) else (key.theirs,) for key in family.keys]
     changing, unknown = sort_unread(content, set(content).difference(*names))
     problems += changing
@@ -184,7 +184,7 @@ def config_from_json(family: Family, content: Mapping[str, Any], where: str) -> 
         config.check()
     except (ConfigError, TypeError) as error:
         raise ConfigError(f"{where} ({family.model_types[0]}): {error}") from error
-    notes = [*outvoted, *(note for key in family.keys if isinstance(key, KeyGroup) for note in key.notes(content))]
+    notes = [*outvoted, *notes]
     if unknown:
         notes.append(f"keys that jaxlm does not know for this family: {', '.join(unknown)}")
     return config, tuple(f"{where}: ignored: {note}" for note in notes)
@@ -202,8 +202,9 @@ def _by_own_names(family: Family, content: Mapping[str, Any]) -> tuple[Json, lis
     return others | given, notes
 
 
-def _fields_of(family: Family, content: Mapping[str, Any]) -> tuple[Json, list[str]]:
-    """The fields of the model config, and what is wrong with the keys that the family reads."""
+def _fields_of(family: Family, content: Mapping[str, Any]) -> tuple[Json, list[str], list[str]]:
+    """The fields of the model config, notes about what is ignored, and what is wrong with the keys that the family reads."""
+    notes: list[str] = []
     problems: list[str] = []
     fields: Json = {}
     missing = False  # or wrong, so that keys which are computed from several cannot be
@@ -211,6 +212,7 @@ def _fields_of(family: Family, content: Mapping[str, Any]) -> tuple[Json, list[s
         try:
             if isinstance(key, KeyGroup):
                 fields |= {} if missing else key.to_ours(content)
+                notes += [] if missing else key.notes(content)
             elif isinstance(key, FixedKey):
                 _check_fixed(key, content)
             elif (value := content.get(key.theirs, key.default)) is REQUIRED:
@@ -226,7 +228,7 @@ def _fields_of(family: Family, content: Mapping[str, Any]) -> tuple[Json, list[s
             names = key.theirs if isinstance(key, KeyGroup) else (key.theirs,)
             values = ", ".join(f"{name}: {content[name]!r}" for name in names if name in content)
             problems.append(f"{values or ', '.join(names)} given, which this family does not support")
-    return fields, problems
+    return fields, notes, problems
 
 
 def _check_fixed(key: FixedKey, content: Mapping[str, Any]) -> None:

@@ -44,7 +44,7 @@ class ModelCard:
     def text(self) -> str:
         """The content of README.md, which others will read: without secrets."""
         inherited, of_base = _split(self.of_base or "")
-        header = {key: inherited[key] for key in _INHERITED if key in inherited}
+        header = {key: inherited[key] for key in _INHERITED if _is_flat(inherited.get(key))}
         header |= {"library_name": self.library, "pipeline_tag": self.task}
         header |= {"base_model": self.base_model} if self.base_model else {}
         header |= {"datasets": list(self.datasets)} if self.datasets else {}
@@ -67,6 +67,11 @@ def _split(card: str) -> tuple[Mapping[str, Any], str]:
     except (yaml.YAMLError, ValueError, OverflowError, RecursionError):
         header = None
     return (header, "\n".join(lines[end + 1 :])) if isinstance(header, dict) else ({}, card)
+
+
+def _is_flat(value: object) -> bool:
+    """Whether a value is a text or a list of texts, as all inherited keys are: nested ones may be too deep to write."""
+    return isinstance(value, str) or (isinstance(value, list) and all(isinstance(one, str) for one in value))
 
 
 def _table(rows: Sequence[tuple[str, str]]) -> str:
