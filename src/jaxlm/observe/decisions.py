@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from jaxlm.core.redaction import redact
 from jaxlm.observe.console import Console
 from jaxlm.observe.decision_notes import described, numbers
 from jaxlm.observe.log_file import LogFile
@@ -41,7 +42,7 @@ class DecisionLog:
         """Logs a decision. Args: step: whose metrics led to it. note: JSON, with an `event`."""
         attempt = {"attempt": self._attempt} if self._attempt else {}
         record = {"step": step, **attempt, "controller": controller, **_finite(note)}
-        self._file.append(json.dumps(record) + "\n")
+        self._file.append(json.dumps(redact(record)) + "\n")
         self._file.flush(sync=False)
         for tracker in self._trackers:
             tracker.log(step, numbers(controller, note))

@@ -6,8 +6,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import BinaryIO
 
-from jaxlm.core.redaction import redacted
-
 _BUFFER_BYTES = 1 << 13
 
 
@@ -36,9 +34,9 @@ class LogFile:
         self._size = os.fstat(self._file.fileno()).st_size
 
     def append(self, text: str) -> None:
-        """Adds whole lines, without their secrets. They may wait in memory until `flush`."""
+        """Adds whole lines as they are: their texts are redacted before. They may wait in memory until `flush`."""
         with self._adding:
-            self._waiting += redacted(text).encode(errors="surrogatepass")
+            self._waiting += text.encode(errors="surrogatepass")
         if len(self._waiting) >= _BUFFER_BYTES:
             self._write(sync=False)
 
