@@ -6,8 +6,8 @@ from io import StringIO
 import numpy as np
 import pytest
 
-from jaxlm.core.errors import ConfigError
 from jaxlm.core import redaction
+from jaxlm.core.errors import ConfigError
 from jaxlm.core.redaction import MASK
 from jaxlm.core.values.logged import Completion, Histogram, Sample
 from jaxlm.engine.checkpoint.manifest import History

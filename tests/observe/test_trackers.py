@@ -690,6 +690,23 @@ def test_mlflow_stores_and_resumes_a_run(tmp_path, monkeypatch):
     assert stored == [dataclasses.asdict(sample) for sample in SAMPLES]
 
 
+def test_mlflow_keeps_what_its_names_cannot_tell_apart(tmp_path, monkeypatch):
+    """It refuses parameters of one name and long names, and would mix the metrics of one name."""
+    mlflow = pytest.importorskip("mlflow")
+    monkeypatch.chdir(tmp_path)
+    config = MlflowConfig(f"sqlite:///{tmp_path / 'kept.db'}")
+    given = {"a[0]": 1, "a(0)": 2, "a_0_": 3, "x" * 300: 4, "x" * 300 + "y": 5}
+    for step in (1, 2):  # the second start resumes the first
+        tracker = config.open(dataclasses.replace(FACTS, is_new=step == 1, config=given, resume_step=step - 1))
+        tracker.log(step, {name: float(value) for name, value in given.items()})
+        tracker.close()
+    client = mlflow.MlflowClient(config.tracking_uri)
+    (run,) = client.search_runs([client.get_experiment_by_name("jaxlm").experiment_id])
+    names = ["a_0_", "a_0__2", "a_0__3", "x" * 250, "x" * 242 + "_2"]
+    assert [run.data.params[name] for name in names] == ["1", "2", "3", "4", "5"]
+    assert [run.data.metrics[name] for name in names] == [1, 2, 3, 4, 5]
+
+
 def test_mlflow_sends_many_metrics_in_several_requests():
     pytest.importorskip("mlflow")
     client, handle = mock.MagicMock(), mock.MagicMock()

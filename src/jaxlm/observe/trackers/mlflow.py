@@ -1,5 +1,6 @@
 """MLflow: metrics, parameters and texts on a tracking server, or in a local database."""
 
+import itertools
 import json
 import os
 import re
@@ -20,6 +21,7 @@ from jaxlm.reading.decode import flattened
 _LOCAL = "sqlite:///mlflow.db"
 _RUN_ID, _NEXT_STEP = "jaxlm.run_id", "jaxlm.next_step"  # tags of an MLflow run
 _MAX_METRICS, _MAX_PARAMS, _MAX_CHARACTERS = 1000, 100, 6000  # of a request, and of a parameter's value
+_MAX_NAME = 250  # characters
 _SEND_S = 5.0
 _FORBIDDEN = re.compile(r"[^\w\-. /:]")  # in names of metrics and parameters
 
@@ -89,7 +91,8 @@ class MlflowTracker(Tracker):
         """Logs facts as parameters. Args: known: those that the run has, which MLflow does not change."""
         from mlflow.entities import Param  # pyright: ignore[reportMissingImports]
 
-        named = ((_FORBIDDEN.sub("_", key), str(value)[:_MAX_CHARACTERS]) for key, value in flattened(facts))
+        names = _Names()
+        named = ((names[key], str(value)[:_MAX_CHARACTERS]) for key, value in flattened(facts))
         params = [Param(key, value) for key, value in named if key not in known]
         for first in range(0, len(params), _MAX_PARAMS):
             self._client.log_batch(self._id, params=params[first : first + _MAX_PARAMS])
@@ -119,12 +122,23 @@ class MlflowTracker(Tracker):
         self._client.log_text(self._id, json.dumps(records, ensure_ascii=False, indent=1), path)
 
 
+class _Names(dict[str, str]):
+    """Names as MLflow allows them: short, of few characters, and different if those that were given are."""
+
+    def __missing__(self, given: str) -> str:
+        name, taken = _FORBIDDEN.sub("_", given)[:_MAX_NAME], set(self.values())
+        numbered = (f"{name[: _MAX_NAME - 8]}_{number}" for number in itertools.count(2))
+        self[given] = next(one for one in itertools.chain([name], numbered) if one not in taken)
+        return self[given]
+
+
 class _Requests:
     """Collects metrics, and sends them when there are many, or after some seconds."""
 
     def __init__(self, client: Any, run_id: str):
         self._client, self._id = client, run_id
         self._metrics: list[Any] = []
+        self._names = _Names()
         self._next_step = 0
         self._sent = time.monotonic()
 
@@ -132,7 +146,7 @@ class _Requests:
         from mlflow.entities import Metric  # pyright: ignore[reportMissingImports]
 
         now = int(time.time() * 1000)
-        self._metrics += [Metric(_FORBIDDEN.sub("_", name), float(value), now, step) for name, value in values.items()]
+        self._metrics += [Metric(self._names[name], float(value), now, step) for name, value in values.items()]
         self._next_step = step + 1
         if len(self._metrics) >= _MAX_METRICS or time.monotonic() - self._sent >= _SEND_S:
             self.send()
