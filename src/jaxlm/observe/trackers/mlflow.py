@@ -1,10 +1,10 @@
 """MLflow: metrics, parameters and texts on a tracking server, or in a local database."""
 
-import itertools
 import json
 import os
 import re
 import time
+import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
@@ -20,8 +20,8 @@ from jaxlm.reading.decode import flattened
 
 _LOCAL = "sqlite:///mlflow.db"
 _RUN_ID, _NEXT_STEP = "jaxlm.run_id", "jaxlm.next_step"  # tags of an MLflow run
-_MAX_METRICS, _MAX_PARAMS, _MAX_CHARACTERS = 1000, 100, 6000  # of a request, and of a parameter's value
-_MAX_NAME = 250  # characters
+_MAX_METRICS, _MAX_PARAMS = 1000, 100  # of a request
+_MAX_NAME, _MAX_CHARACTERS = 250, 6000  # of a name, and of a parameter's value
 _SEND_S = 5.0
 _FORBIDDEN = re.compile(r"[^\w\-. /:]")  # in names of metrics and parameters
 
@@ -126,10 +126,9 @@ class _Names(dict[str, str]):
     """Names as MLflow allows them: short, of few characters, and different if those that were given are."""
 
     def __missing__(self, given: str) -> str:
-        name, taken = _FORBIDDEN.sub("_", given)[:_MAX_NAME], set(self.values())
-        numbered = (f"{name[: _MAX_NAME - 8]}_{number}" for number in itertools.count(2))
-        self[given] = next(one for one in itertools.chain([name], numbered) if one not in taken)
-        return self[given]
+        name = _FORBIDDEN.sub("_", given)[:_MAX_NAME]
+        is_taken, digest = name in self.values(), f"_{zlib.crc32(given.encode()):08x}"
+        return self.setdefault(given, name[: _MAX_NAME - len(digest)] + digest if is_taken else name)
 
 
 class _Requests:
