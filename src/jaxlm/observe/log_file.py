@@ -38,21 +38,10 @@ class LogFile:
         with self._adding:
             self._waiting += text.encode(errors="surrogatepass")
         if len(self._waiting) >= _BUFFER_BYTES:
-            self._write(sync=False)
+            self.flush(sync=False)
 
     def flush(self, *, sync: bool = True) -> None:
         """Writes all lines. Args: sync: also wait until they are on the disk."""
-        self._write(sync=sync)
-
-    def close(self) -> None:
-        """Writes all lines and closes the file."""
-        self._write(sync=True)
-        if self._waiting:
-            self._warn(f"warning: {self._waiting.count(10)} lines are missing in {self._path} ({self._problem})")
-        if self._file is not None:
-            self._file.close()
-
-    def _write(self, *, sync: bool) -> None:
         if self._file is None and not self._waiting:
             return
         if not self._writing.acquire(blocking=sync):
@@ -61,6 +50,14 @@ class LogFile:
             self._write_all(sync=sync)
         finally:
             self._writing.release()
+
+    def close(self) -> None:
+        """Writes all lines and closes the file."""
+        self.flush()
+        if self._waiting:
+            self._warn(f"warning: {self._waiting.count(10)} lines are missing in {self._path} ({self._problem})")
+        if self._file is not None:
+            self._file.close()
 
     def _write_all(self, *, sync: bool) -> None:
         try:

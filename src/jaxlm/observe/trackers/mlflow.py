@@ -21,7 +21,7 @@ from jaxlm.reading.decode import flattened
 _LOCAL = "sqlite:///mlflow.db"
 _RUN_ID, _NEXT_STEP = "jaxlm.run_id", "jaxlm.next_step"  # tags of an MLflow run
 _MAX_METRICS, _MAX_PARAMS = 1000, 100  # of a request
-_MAX_NAME, _MAX_CHARACTERS = 250, 6000  # of a name, and of a parameter's value
+_MAX_NAME, _MAX_CHARACTERS = 250, 6000  # of a name, and of a value
 _SEND_S = 5.0
 _FORBIDDEN = re.compile(r"[^\w\-. /:]")  # in names of metrics and parameters
 
