@@ -140,8 +140,9 @@ def test_a_port_that_is_taken_is_refused_by_its_key(started):
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="names of sockets without files")
-def test_a_number_that_runs_on_this_machine_is_refused(started):
-    config = DistributedConfig(f"127.0.0.1:{reserved_port()}", 3, 1)
+@pytest.mark.parametrize("host", ["127.0.0.1", f"{'long-name.' * 20}example.org"])
+def test_a_number_that_runs_on_this_machine_is_refused(started, host):
+    config = DistributedConfig(f"{host}:{reserved_port()}", 3, 1)
     config.join()
     for failed in (None, 2):
         with pytest.raises(ConfigError, match=r"^trainer\.distributed\.process_id: 1 given, but process 1 of the run"):

@@ -185,7 +185,7 @@ def test_variables_without_secrets_are_left_alone(monkeypatch, name):
 
 
 def test_nothing_else_writes_texts_for_people():
-    """They go through `redaction.write_text`, `LogFile` or a tracker."""
+    """They go through `redaction.write_text`, `redacted` and a `LogFile`, or a tracker."""
     data = ("data/", "engine/checkpoint/", "evals/core_files.py", "session/compilation/")
     published = ("interop/hf/", "interop/peft/write.py", "interop/torch/nanochat.py")  # model cards are redacted before
     unchanged = ("core/redaction.py", "session/scaling/members.py")  # docs/reliability.md
@@ -196,6 +196,8 @@ def test_nothing_else_writes_texts_for_people():
         and not (name := path.relative_to(SOURCES).as_posix()).startswith((*data, *published, *unchanged))
     ]
     assert found == []
+    logs = {path.stem for path in SOURCES.rglob("*.py") if "import LogFile" in path.read_text(encoding="utf-8")}
+    assert logs == {"console", "decisions", "jsonl"}, "each redacts texts: tests/observe/test_decisions.py"
 
 
 def test_a_url_that_is_a_key_has_no_password():

@@ -6,7 +6,10 @@ from io import StringIO
 import numpy as np
 import pytest
 
+from jaxlm.core import redaction
 from jaxlm.core.errors import ConfigError
+from jaxlm.core.redaction import MASK
+from jaxlm.core.values.logged import Completion, Histogram, Sample
 from jaxlm.engine.checkpoint.manifest import History
 from jaxlm.engine.metrics import Totals
 from jaxlm.observe import plots
@@ -44,6 +47,40 @@ def opened(folder, resume_step=0, attempt=0) -> tuple[DecisionLog, JsonlTracker,
     begin = {"resume_step": resume_step, "attempt": attempt}
     log = DecisionLog(folder / "decisions.jsonl", [tracker], Console(output), **begin)
     return log, tracker, output
+
+
+def test_a_secret_of_digits_is_masked_in_texts_and_changes_no_number(tmp_path, monkeypatch):
+    """In what is written and in what a report reads. Records of numbers alone are not even searched, in each step."""
+    monkeypatch.setenv("DB_PASSWORD", "12345678")
+    value, texts = 0.12345678, {"say": "it is 12345678", "number": 0.12345678}
+    log, tracker, output = opened(tmp_path)
+    with monkeypatch.context() as patch:
+        patch.setattr(redaction, "_masked", pytest.fail)
+        tracker.log(8, {"train/loss": value})
+        tracker.log_histograms(8, {"grads": Histogram(-value, value, (12345678, 1))})
+    tracker.log_samples(12345678, [Sample("eval", "Say 12345678", "12345678!")])
+    done = Completion("train", "a:1", "12345678?", "It is 12345678", {"exact": value}, value, -value, True)
+    tracker.log_completions(12345678, [done])
+    log.write(8, "mine", {"event": "seen", **texts})
+    for file in (log, tracker):
+        file.close()
+    assert read_jsonl(tmp_path / "metrics.jsonl")[0] == {"step": 8, "train/loss": value}
+    (histogram,) = read_jsonl(tmp_path / "histograms.jsonl")
+    assert (histogram["low"], histogram["high"], histogram["counts"]) == (-value, value, [12345678, 1])
+    (sample,) = read_jsonl(tmp_path / "samples.jsonl")
+    assert sample == {"step": 12345678, "name": "eval", "prompt": f"Say {MASK}", "text": f"{MASK}!"}
+    (completion,) = read_jsonl(tmp_path / "completions.jsonl")
+    assert (completion["prompt"], completion["completion"]) == (f"{MASK}?", f"It is {MASK}")
+    assert (completion["step"], completion["rewards"], completion["advantage"]) == (12345678, {"exact": value}, -value)
+    (decision,) = lines(tmp_path)
+    assert decision == {"step": 8, "controller": "mine", "event": "seen", "say": f"it is {MASK}", "number": value}
+    assert "12345678" not in output.getvalue()
+    for name in ("samples.jsonl", "decisions.jsonl"):  # as an earlier version wrote them
+        path = tmp_path / name
+        path.write_text(path.read_text().replace(MASK, "12345678"))
+    run = read_run(str(tmp_path))
+    assert (run.samples, run.completions, run.unread) == ([sample], [completion], [])
+    assert run.decisions[0].note == {"event": "seen", "say": f"it is {MASK}", "number": value}
 
 
 def lines(folder) -> list[dict]:

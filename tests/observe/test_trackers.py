@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 import time
+import zlib
 from pathlib import Path
 from unittest import mock
 
@@ -688,6 +689,24 @@ def test_mlflow_stores_and_resumes_a_run(tmp_path, monkeypatch):
     (samples,) = client.list_artifacts(older.info.run_id, "samples")
     stored = mlflow.artifacts.load_dict(f"{older.info.artifact_uri}/{samples.path}")
     assert stored == [dataclasses.asdict(sample) for sample in SAMPLES]
+
+
+def test_mlflow_keeps_what_its_names_cannot_tell_apart(tmp_path, monkeypatch):
+    """It refuses parameters of one name and long names, and would mix the metrics of one name."""
+    mlflow = pytest.importorskip("mlflow")
+    monkeypatch.chdir(tmp_path)
+    config = MlflowConfig(f"sqlite:///{tmp_path / 'kept.db'}")
+    given = {"a[0]": 1, "a(0)": 2, "a_0_": 3, "x" * 300: 4, "x" * 300 + "y": 5}
+    for step in (1, 2):  # the second start resumes the first
+        tracker = config.open(dataclasses.replace(FACTS, is_new=step == 1, config=given, resume_step=step - 1))
+        tracker.log(step, {name: float(value) for name, value in given.items()})
+        tracker.close()
+    client = mlflow.MlflowClient(config.tracking_uri)
+    (run,) = client.search_runs([client.get_experiment_by_name("jaxlm").experiment_id])
+    marked = [f"_{zlib.crc32(name.encode()):08x}" for name in given]
+    names = ["a_0_", f"a_0_{marked[1]}", f"a_0_{marked[2]}", "x" * 250, f"{'x' * 241}{marked[4]}"]
+    assert [run.data.params[name] for name in names] == ["1", "2", "3", "4", "5"]
+    assert [run.data.metrics[name] for name in names] == [1, 2, 3, 4, 5]
 
 
 def test_mlflow_sends_many_metrics_in_several_requests():

@@ -4,6 +4,7 @@ import importlib.util
 import json
 import shutil
 from pathlib import Path
+from unittest import mock
 
 import haliax as hax
 import jax
@@ -19,6 +20,7 @@ from jaxlm.engine.state import place_state
 from jaxlm.interop.hf.family import family_of_config
 from jaxlm.interop.hf.folder import save_folder
 from jaxlm.interop.hf.safetensors_file import SafetensorsFile, TensorInfo, write_safetensors
+from jaxlm.interop.peft.base_rows import BaseRows
 from jaxlm.interop.peft.fused import Arrays, FusedMatrix
 from jaxlm.interop.peft.read import lora_keys, read_adapters
 from jaxlm.models.base import Inputs
@@ -36,6 +38,7 @@ from jaxlm.surgery.base import merge_surgeries
 from jaxlm.surgery.lora import LoraConfig, add_adapters, save_peft
 from jaxlm.train import train
 from tests.answers import LLAMA, write_instructions, write_model, write_tokenizer
+from tests.processes import together
 
 SIZES = {"seq_len": 64, "hidden_dim": 32, "intermediate_dim": 48, "num_layers": 2, "num_heads": 4, "num_kv_heads": 2}
 LORA = {"type": "lora", "target": "q_proj|v_proj|mlp", "rank": 4, "alpha": 8.0, "dropout": 0.1}
@@ -75,6 +78,25 @@ def lora_of(plan):
 
 def save_adapters_of(model, folder, plan):
     save_peft(folder, model, plan.config.model, plan.layout, dtype=jnp.float32, base="base")
+
+
+def test_a_base_that_cannot_be_read_ends_every_process(adapted, tmp_path):
+    """Process 0 alone reads it; the others must not take the adapters for written."""
+    plan, _, model, _ = adapted
+    rows = BaseRows("base", 10**6, mock.Mock(side_effect=ConfigError("base: gone")))
+
+    def write() -> None:
+        saved, options = ["^tokens"], {"dtype": jnp.float32, "base": "base"}
+        with plan.layout.use():
+            save_peft(tmp_path / "adapter", model, plan.config.model, plan.layout, saved=saved, rows=rows, **options)
+
+    ends = together(write, write)
+    assert [(type(end), str(end)) for end in ends] == [
+        (ConfigError, "base: gone"),
+        (ConfigError, "process 0: base: gone"),
+    ]
+    assert rows.open.call_count == 1
+    assert not (tmp_path / "adapter").exists()
 
 
 @pytest.mark.slow

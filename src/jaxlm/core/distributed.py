@@ -1,6 +1,7 @@
 """Connecting the processes of a multi-process run, with timeouts for lost processes."""
 
 import glob
+import hashlib
 import importlib.util
 import os
 import re
@@ -180,9 +181,8 @@ class DistributedConfig:
         address, number = str(self.coordinator_address), self.process_id
         if number == 0:
             with socket.socket(socket.AF_INET6 if socket.has_dualstack_ipv6() else socket.AF_INET) as port:
-                port.setsockopt(
-                    socket.SOL_SOCKET, socket.SO_REUSEADDR, 1
-                )  # the port of a run that has just ended is free
+                # The port of a run that has just ended is free.
+                port.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
                 if port.family == socket.AF_INET6:
                     port.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
                 _bind(
@@ -197,7 +197,7 @@ class DistributedConfig:
             _own_number.append(socket.socket(socket.AF_UNIX))
             _bind(
                 _own_number[-1],
-                f"\0jaxlm/{address}/{number}",
+                f"\0jaxlm/{hashlib.sha256(f'{address}/{number}'.encode()).hexdigest()}",  # 108 bytes at most
                 (
                     f"trainer.distributed.process_id: {number} given, but process {number} of the run at {address} runs on"
                     " this machine already. Give each process its own number"

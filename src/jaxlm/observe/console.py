@@ -48,6 +48,7 @@ class Console:
         """Prints one or more lines."""
         if not is_main_process():
             return
+        text = redacted(text)
         if self._showing_progress:
             self._print("\r\x1b[2K", end="")
             self._showing_progress = False

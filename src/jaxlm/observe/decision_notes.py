@@ -4,6 +4,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from textwrap import shorten
 from typing import Any, NamedTuple
 
+from jaxlm.core.redaction import redact
 from jaxlm.observe.records import is_count, parse_jsonl
 
 _MAX_CHARACTERS = 400  # of a decision in words
@@ -53,7 +54,7 @@ def parse_decisions(content: bytes, attempt_ends: Mapping[int, float]) -> tuple[
     """
     records, num_others = parse_jsonl(content)
     decisions = []
-    for record in records:
+    for record in redact(records):
         if not all(isinstance(record.get(key), str) for key in ("controller", "event")):
             continue
         step, end = record["step"], attempt_ends.get(record.get("attempt", 0))

@@ -1,11 +1,11 @@
 """Writes what controllers decide: to `decisions.jsonl`, to the trackers, and on the console."""
 
 import json
-import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from jaxlm.core.redaction import redact
 from jaxlm.observe.console import Console
 from jaxlm.observe.decision_notes import described, numbers
 from jaxlm.observe.log_file import LogFile
@@ -40,8 +40,9 @@ class DecisionLog:
     def write(self, step: int, controller: str, note: Mapping[str, Any]) -> None:
         """Logs a decision. Args: step: whose metrics led to it. note: JSON, with an `event`."""
         attempt = {"attempt": self._attempt} if self._attempt else {}
-        record = {"step": step, **attempt, "controller": controller, **_finite(note)}
-        self._file.append(json.dumps(record) + "\n")
+        record = {"step": step, **attempt, "controller": controller, **note}
+        finite = json.loads(json.dumps(redact(record)), parse_constant=lambda _: None)  # NaN and infinity are null
+        self._file.append(json.dumps(finite) + "\n")
         self._file.flush(sync=False)
         for tracker in self._trackers:
             tracker.log(step, numbers(controller, note))
@@ -57,12 +58,3 @@ class DecisionLog:
 
     def close(self) -> None:
         self._file.close()
-
-
-def _finite(value: Any) -> Any:
-    """A JSON value in which NaN and infinity are null."""
-    if isinstance(value, Mapping):
-        return {name: _finite(one) for name, one in value.items()}
-    if isinstance(value, list | tuple):
-        return [_finite(one) for one in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -6,8 +6,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import BinaryIO
 
-from jaxlm.core.redaction import redacted
-
 _BUFFER_BYTES = 1 << 13
 
 
@@ -36,25 +34,14 @@ class LogFile:
         self._size = os.fstat(self._file.fileno()).st_size
 
     def append(self, text: str) -> None:
-        """Adds whole lines, without their secrets. They may wait in memory until `flush`."""
+        """Adds whole lines as they are: their texts are redacted before. They may wait in memory until `flush`."""
         with self._adding:
-            self._waiting += redacted(text).encode(errors="surrogatepass")
+            self._waiting += text.encode(errors="surrogatepass")
         if len(self._waiting) >= _BUFFER_BYTES:
-            self._write(sync=False)
+            self.flush(sync=False)
 
     def flush(self, *, sync: bool = True) -> None:
         """Writes all lines. Args: sync: also wait until they are on the disk."""
-        self._write(sync=sync)
-
-    def close(self) -> None:
-        """Writes all lines and closes the file."""
-        self._write(sync=True)
-        if self._waiting:
-            self._warn(f"warning: {self._waiting.count(10)} lines are missing in {self._path} ({self._problem})")
-        if self._file is not None:
-            self._file.close()
-
-    def _write(self, *, sync: bool) -> None:
         if self._file is None and not self._waiting:
             return
         if not self._writing.acquire(blocking=sync):
@@ -63,6 +50,14 @@ class LogFile:
             self._write_all(sync=sync)
         finally:
             self._writing.release()
+
+    def close(self) -> None:
+        """Writes all lines and closes the file."""
+        self.flush()
+        if self._waiting:
+            self._warn(f"warning: {self._waiting.count(10)} lines are missing in {self._path} ({self._problem})")
+        if self._file is not None:
+            self._file.close()
 
     def _write_all(self, *, sync: bool) -> None:
         try:

@@ -12,7 +12,7 @@ import numpy as np
 
 from jaxlm.core.bounded_read import read_bytes, read_stored
 from jaxlm.core.errors import ConfigError
-from jaxlm.core.redaction import redacted_bytes
+from jaxlm.core.redaction import redact, redacted
 from jaxlm.core.stores import is_url, open_store, storage_errors
 from jaxlm.observe.decision_notes import LoggedDecision, parse_decisions
 from jaxlm.observe.ledger import account, parse_lines
@@ -138,14 +138,13 @@ def _unreadable(what: str) -> Callable[[str], ConfigError]:
 
 def _read(name: str, location: str, read: Callable[[str], bytes]) -> LoggedRun:
     def optional(file: str) -> bytes:
-        """Without secrets, which earlier versions wrote: a page is for others."""
         try:
-            return redacted_bytes(read(file))
+            return read(file)
         except FileNotFoundError:
             return b""
 
     def text(file: str) -> str:
-        return optional(file).decode(errors="replace")
+        return redacted(optional(file).decode(errors="replace"))
 
     try:
         records, num_damaged = parse_jsonl(read(METRICS))
@@ -183,10 +182,10 @@ def _read(name: str, location: str, read: Callable[[str], bytes]) -> LoggedRun:
 
 
 def _valid(content: bytes, is_valid: Callable[[dict[str, Any]], bool]) -> tuple[list[dict[str, Any]], int]:
-    """The records of a file that are valid, and the number of its other lines."""
+    """The records of a file that are valid, without secrets, which earlier versions wrote, and the number of other lines."""
     records, num_others = parse_jsonl(content)
     valid = list(filter(is_valid, records))
-    return valid, num_others + len(records) - len(valid)
+    return redact(valid), num_others + len(records) - len(valid)
 
 
 def _is_sample(record: Mapping[str, Any]) -> bool:

@@ -19,7 +19,7 @@ from haliax import NamedArray
 from jaxlm.core.axes import LAYERS, LORA, VOCAB, axes_of
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.publish import Location, check_unused, publish_folder
-from jaxlm.core.runtime import is_main_process
+from jaxlm.core.runtime import is_main_process, main_only
 from jaxlm.core.sharding import Layout
 from jaxlm.interop.hf.family import family_of_config
 from jaxlm.interop.hf.safetensors_file import TensorInfo, write_safetensors
@@ -129,7 +129,7 @@ def save_adapters(
         rows: the vocabulary of the base; None if it has the model's.
 
     Raises:
-        ConfigError: PEFT has no such adapters.
+        ConfigError: PEFT has no such adapters, or the base cannot be read. On all processes.
     """
     check_unused(folder, "adapter_config.json")
     table = peft_tensors(config)
@@ -142,10 +142,8 @@ def save_adapters(
         is_shared = is_shared or is_table
     tensors = _adapter_tensors(modules, model.tables)
     tensors |= {_saved_name(name, adapted): array for name, array in others.items()}
-    if not is_main_process():
-        return
     if rows is not None:
-        tensors = rows.added_to(tensors, table, model.sizes[VOCAB])
+        tensors = main_only(lambda: rows.added_to(tensors, table, model.sizes[VOCAB])) or tensors
     described = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
@@ -158,6 +156,8 @@ def save_adapters(
         **_modules_to_save(others, adapted, table, model.num_layers),
         **({"ensure_weight_tying": True} if is_shared else {}),
     }
+    if not is_main_process():
+        return
     infos = {name: TensorInfo(array.shape, array.dtype) for name, array in tensors.items()}
     with publish_folder(folder, "adapter_config.json") as unfinished:
         for name, content in files.items():

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from jaxlm.core.redaction import redact
 from jaxlm.core.values.logged import Completion, Histogram, Sample
 from jaxlm.engine.metric_names import DURATION, RESUMED_FROM
 from jaxlm.observe.log_file import LogFile
@@ -74,13 +75,13 @@ class JsonlTracker:
         self._histograms.flush(sync=False)
 
     def log_samples(self, step: int, samples: Sequence[Sample]) -> None:
-        for sample in samples:
+        for sample in redact(samples):
             record = self._key(step) | {"name": sample.name, "prompt": sample.prompt, "text": sample.text}
             self._samples.append(json.dumps(record, ensure_ascii=False) + "\n")
         self._samples.flush(sync=False)
 
     def log_completions(self, step: int, completions: Sequence[Completion]) -> None:
-        for one in completions:
+        for one in redact(completions):
             rewards = {name: value if value is None else finite(value) for name, value in one.rewards.items()}
             record = self._key(step) | {
                 "name": one.name,

@@ -4,6 +4,7 @@ import json
 import os
 import re
 import time
+import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
@@ -19,7 +20,8 @@ from jaxlm.reading.decode import flattened
 
 _LOCAL = "sqlite:///mlflow.db"
 _RUN_ID, _NEXT_STEP = "jaxlm.run_id", "jaxlm.next_step"  # tags of an MLflow run
-_MAX_METRICS, _MAX_PARAMS, _MAX_CHARACTERS = 1000, 100, 6000  # of a request, and of a parameter's value
+_MAX_METRICS, _MAX_PARAMS = 1000, 100  # of a request
+_MAX_NAME, _MAX_CHARACTERS = 250, 6000  # of a name, and of a value
 _SEND_S = 5.0
 _FORBIDDEN = re.compile(r"[^\w\-. /:]")  # in names of metrics and parameters
 
@@ -89,7 +91,8 @@ class MlflowTracker(Tracker):
         """Logs facts as parameters. Args: known: those that the run has, which MLflow does not change."""
         from mlflow.entities import Param  # pyright: ignore[reportMissingImports]
 
-        named = ((_FORBIDDEN.sub("_", key), str(value)[:_MAX_CHARACTERS]) for key, value in flattened(facts))
+        names = _Names()
+        named = ((names[key], str(value)[:_MAX_CHARACTERS]) for key, value in flattened(facts))
         params = [Param(key, value) for key, value in named if key not in known]
         for first in range(0, len(params), _MAX_PARAMS):
             self._client.log_batch(self._id, params=params[first : first + _MAX_PARAMS])
@@ -119,12 +122,22 @@ class MlflowTracker(Tracker):
         self._client.log_text(self._id, json.dumps(records, ensure_ascii=False, indent=1), path)
 
 
+class _Names(dict[str, str]):
+    """Names as MLflow allows them: short, of few characters, and different if those that were given are."""
+
+    def __missing__(self, given: str) -> str:
+        name = _FORBIDDEN.sub("_", given)[:_MAX_NAME]
+        is_taken, digest = name in self.values(), f"_{zlib.crc32(given.encode()):08x}"
+        return self.setdefault(given, name[: _MAX_NAME - len(digest)] + digest if is_taken else name)
+
+
 class _Requests:
     """Collects metrics, and sends them when there are many, or after some seconds."""
 
     def __init__(self, client: Any, run_id: str):
         self._client, self._id = client, run_id
         self._metrics: list[Any] = []
+        self._names = _Names()
         self._next_step = 0
         self._sent = time.monotonic()
 
@@ -132,7 +145,7 @@ class _Requests:
         from mlflow.entities import Metric  # pyright: ignore[reportMissingImports]
 
         now = int(time.time() * 1000)
-        self._metrics += [Metric(_FORBIDDEN.sub("_", name), float(value), now, step) for name, value in values.items()]
+        self._metrics += [Metric(self._names[name], float(value), now, step) for name, value in values.items()]
         self._next_step = step + 1
         if len(self._metrics) >= _MAX_METRICS or time.monotonic() - self._sent >= _SEND_S:
             self.send()
