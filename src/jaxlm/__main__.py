@@ -34,13 +34,8 @@ COMMANDS = {
 }
 RECIPES = "recipes"
 REPORT = "report"  # reads files alone
-_NOT_OURS = {
-    "version",
-    "training",
-    "vars",
-    "targets",
-    "entrypoints",
-}  # of other programs' files, and of those with variants
+# Keys of other programs' files, and of files with variants.
+_NOT_OURS = {"version", "training", "vars", "targets", "entrypoints"}
 # A process of several first connects to the others, to say what is wrong.
 _PEERS = {"SLURM_PROCID", "OMPI_COMM_WORLD_SIZE", "TPU_WORKER_HOSTNAMES", "MEGASCALE_NUM_SLICES"}
 

@@ -185,24 +185,19 @@ class DistributedConfig:
                 port.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
                 if port.family == socket.AF_INET6:
                     port.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
-                _bind(
-                    port,
-                    ("", int(address.rpartition(":")[2])),
-                    (
-                        f"trainer.distributed.coordinator_address: '{address}' given, but process 0 cannot listen on its"
-                        " port. Give another port to all processes, or end what has it"
-                    ),
+                problem = (
+                    f"trainer.distributed.coordinator_address: '{address}' given, but process 0 cannot listen on its port."
+                    " Give another port to all processes, or end what has it"
                 )
+                _bind(port, ("", int(address.rpartition(":")[2])), problem)
         if sys.platform == "linux":
-            _own_number.append(socket.socket(socket.AF_UNIX))
-            _bind(
-                _own_number[-1],
-                f"\0jaxlm/{hashlib.sha256(f'{address}/{number}'.encode()).hexdigest()}",  # 108 bytes at most
-                (
-                    f"trainer.distributed.process_id: {number} given, but process {number} of the run at {address} runs on"
-                    " this machine already. Give each process its own number"
-                ),
+            problem = (
+                f"trainer.distributed.process_id: {number} given, but process {number} of the run at {address} runs on this"
+                " machine already. Give each process its own number"
             )
+            _own_number.append(socket.socket(socket.AF_UNIX))
+            name = hashlib.sha256(f"{address}/{number}".encode()).hexdigest()  # names end at 108 bytes
+            _bind(_own_number[-1], f"\0jaxlm/{name}", problem)
 
     def _devices(self) -> list[int] | None:
         if isinstance(self.local_device_ids, int):

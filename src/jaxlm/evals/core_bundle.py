@@ -169,9 +169,8 @@ def _settings(file: Path, names: Sequence[str]) -> dict[str, Mapping[str, Any]]:
     try:
         entries = yaml.safe_load(read_text(file))["icl_tasks"]
         settings = {entry["label"]: entry for entry in entries if entry["label"] in names}
-    except (
-        Exception
-    ) as error:  # yaml raises ValueError, AttributeError, IndexError and others for values it cannot read
+    # For values that it cannot read, yaml raises ValueError, AttributeError, IndexError and others.
+    except Exception as error:
         raise ConfigError(f"{_WHERE}: {file} is damaged: a list `icl_tasks` of tasks with `label` expected") from error
     for name, entry in settings.items():
         shots = entry.get("num_fewshot")

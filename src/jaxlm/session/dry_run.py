@@ -284,9 +284,8 @@ def _answers(questions: Sequence[_Question]) -> Iterator[tuple[str, str]]:
         while thread.is_alive() and waited_s < _ANSWER_S and time.monotonic() < until:
             used_s = time.process_time()
             thread.join(_SLICE_S)
-            if (
-                time.process_time() - used_s < _WORKING * _SLICE_S
-            ):  # it waits for an answer; otherwise the processor is busy
+            # Else this process computes, or waits for a busy processor.
+            if time.process_time() - used_s < _WORKING * _SLICE_S:
                 waited_s += _SLICE_S
         answer = answers.get(number, f"{_UNCHECKED}{question.whom} has not answered for {_ANSWER_S:g} s")
         if answer is not None:
