@@ -625,7 +625,7 @@ OPENED: dict[str, tuple[Any, ...]] = {
             vocab_size=152064,
         ),
         7_615_616_512,
-        "rope_scaling.mscale",
+        "mscale",
     ),
     "R1-Distill-Qwen-1.5B": (
         _qwen2(1536, 8960, 28, 12, 2, tied=False, **_R1, max_window_layers=21, sliding_window=4096, rope_theta=10000),
