@@ -87,7 +87,7 @@ def is_inexact(leaf: Any) -> bool:
 
 
 def is_wide(leaf: Any) -> bool:
-    """Whether a leaf is a floating-point array whose dtype is that of its sums."""
+    """Returns whether a leaf is a floating-point array whose dtype is that of its sums."""
     return is_inexact(leaf) and raw(leaf).dtype == sum_dtype(raw(leaf).dtype)
 
 

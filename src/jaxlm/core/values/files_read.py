@@ -1,4 +1,4 @@
-"""What this process has read that every process of a run reads for itself, such as weights: their copies must be the same.
+"""Compares the files that every process of a run reads by itself, such as weights: all copies must be the same.
 
 Each place that reads such a file notes it here. Small files are compared as a whole, larger ones by their size and by blocks
 that are spread evenly over them: a process reads only its own parts of large weights, and need not read the others for this.

@@ -1,4 +1,4 @@
-"""What records say that nobody reads: keys that neither the format, nor the chat template, nor rewards read are listed."""
+"""Lists the keys of records that neither the format, nor the chat template, nor rewards read."""
 
 import contextlib
 import itertools
@@ -20,7 +20,7 @@ _MAX_FILES, _RECORDS = 10, 100  # of each file
 def describe_records(
     config: FormatConfig, tokenizer: Tokenizer, files: Sequence[TextFile], text_key: str
 ) -> str | None:
-    """How the first records are read, and which of their keys are not; None if they are read as the configuration says."""
+    """Says how the first records are read, and which of their keys are not; None if the configuration says it all."""
     first = [file for file in files if file.has_records][:_MAX_FILES]
     records: list[Record] = []
     with contextlib.suppress(ConfigError):  # said when they are tokenized, unless nobody reads what is wrong with them
