@@ -22,7 +22,7 @@ from jaxlm.models.families.llama import LlamaConfig
 from jaxlm.plan.load_config import decode_run
 from jaxlm.plan.plan import make_plan, upload_repository
 from jaxlm.reading.yaml import ConfigSource
-from jaxlm.session.export import ExportHook, logged_evaluation, model_card
+from jaxlm.session.export import Exporter, ExportHook, logged_evaluation, model_card
 from tests.answers import write_tokenizer
 from tests.engine.helpers import one_device
 
@@ -198,7 +198,7 @@ def test_exports_are_pushed_and_a_failed_push_ends_nothing(tmp_path, hub):
     assert upload_repository(plan.config) == "mine"
     (phase,) = plan.phases
     hook = ExportHook(
-        *(tmp_path / "out", 1, phase, plan, tokenizer, np.float32, lines.append),
+        *(tmp_path / "out", 1, phase, Exporter(plan, tokenizer, {}, np.float32), lines.append),
         latest=lambda: {"eval/loss": 2.5},
         upload="mine",
     )

@@ -6,12 +6,13 @@ import pytest
 
 from jaxlm.core import tree
 from jaxlm.data.tokenizer.added_tokens import open_tokenizer
+from jaxlm.interop.json_object import read_json_object
 from jaxlm.models.base import vocab_axis
 from jaxlm.models.families.llama import LlamaConfig
 from jaxlm.plan.load_config import decode_run
 from jaxlm.plan.plan import make_plan
 from jaxlm.reading.yaml import ConfigSource
-from jaxlm.session.export import export_model, model_card
+from jaxlm.session.export import Exporter, model_card
 from jaxlm.session.init_from import InitFrom
 from tests.answers import write_model, write_tokenizer
 from tests.interop.cases import exported
@@ -73,9 +74,8 @@ def test_transformers_resizes_to_the_same_model_and_reads_the_export(tmp_path, t
     plan, model, _ = started(folder, num_tokens)
     grown = open_tokenizer(str(folder), NEW, None)
     assert grown.vocab_size == len(tokenizer)
-    export_model(
-        tmp_path / "export", model, plan.model, plan, grown, np.float32, model_card(plan, plan.model, None, {})
-    )
+    exporter = Exporter(plan, grown, read_json_object(folder / "config.json"), np.float32)
+    exporter.write(tmp_path / "export", model, plan.model, model_card(plan, plan.model, None, {}))
     ours = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "export")
     assert ours.config.vocab_size == len(tokenizer)
     expected, found = theirs.state_dict(), ours.state_dict()

@@ -25,7 +25,7 @@ from jaxlm.models.families.llama import LlamaConfig
 from jaxlm.objectives.next_token import score_batch
 from jaxlm.plan.load_config import decode_run
 from jaxlm.reading.yaml import ConfigSource
-from jaxlm.session.export import export_model, model_card
+from jaxlm.session.export import Exporter, model_card
 from jaxlm.session.inference_model import load
 from jaxlm.session.init_from import InitFrom
 from jaxlm.session.load_model import open_model
@@ -96,7 +96,8 @@ def test_the_generation_settings_are_exported_and_all_end_tokens_stop(folder, tm
     tokenizer = load_tokenizer(str(tmp_path / "run"))
     with opened.plan.layout.use():
         card = model_card(opened.plan, opened.model, None, {})
-        export_model(tmp_path / "out", opened.load(), opened.model, opened.plan, tokenizer, np.float32, card)
+        exporter = Exporter(opened.plan, tokenizer, opened.source, np.float32)
+        exporter.write(tmp_path / "out", opened.load(), opened.model, card)
     assert json.loads((tmp_path / "out" / "generation_config.json").read_text()) == GENERATION
     written = json.loads((tmp_path / "out" / "config.json").read_text())
     assert {key: written[key] for key in SPECIAL_IDS} == SPECIAL_IDS

@@ -16,7 +16,7 @@ from jaxlm.plan.load_config import decode_run
 from jaxlm.plan.plan import make_plan, plan_phases
 from jaxlm.reading.decode import encode
 from jaxlm.reading.yaml import ConfigSource
-from jaxlm.session.export import ExportHook
+from jaxlm.session.export import Exporter, ExportHook
 from tests.answers import write_tokenizer
 from tests.interop.cases import inputs_of, logits_of, tokens
 
@@ -147,7 +147,7 @@ def test_transformers_reads_exports_with_the_same_logits(name, tmp_path):
     with plan.layout.use():
         states = [enter_phase(plan.state_builder, one, plan.layout, None)() for one in (plan.phases[0], phase)]
         tokenizer = load_tokenizer(str(tmp_path / "tokenizer"))
-        ExportHook(tmp_path / "out", 1, phase, plan, tokenizer, np.float32, print).run(3, states[1])
+        ExportHook(tmp_path / "out", 1, phase, Exporter(plan, tokenizer, {}, np.float32), print).run(3, states[1])
     folder = tmp_path / "out" / "step-3"
     config = json.loads((folder / "config.json").read_text())
     assert config["max_position_embeddings"] == 128

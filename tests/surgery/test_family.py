@@ -22,7 +22,7 @@ from jaxlm.plan.load_config import decode_run
 from jaxlm.plan.plan import make_plan
 from jaxlm.reading.decode import encode
 from jaxlm.reading.yaml import ConfigSource
-from jaxlm.session.export import ExportHook
+from jaxlm.session.export import Exporter, ExportHook
 from jaxlm.surgery.base import SurgeryConfig
 from tests.answers import write_tokenizer
 
@@ -113,7 +113,7 @@ def test_a_surgery_brings_leaves_and_merges_itself_into_exports(tmp_path, gains)
         assert not state.model.body.layers.stacked.mlp.down_proj.gain.array.sharding.is_fully_replicated
         # A later phase without a surgery has the same tree.
         tokenizer = load_tokenizer(str(tmp_path / "tokenizer"))
-        ExportHook(tmp_path / "out", 1, second, plan, tokenizer, np.float32, print).run(2, state)
+        ExportHook(tmp_path / "out", 1, second, Exporter(plan, tokenizer, {}, np.float32), print).run(2, state)
     written = SafetensorsFile(tmp_path / "out" / "step-2" / "model.safetensors")
     for layer, (gain, weight) in enumerate(zip(gains, leaves[f"{DOWN}.base.weight"].array, strict=True)):
         expected = weight.astype(np.float64) * gain[:, None]

@@ -38,7 +38,7 @@ from jaxlm.plan.load_config import FOREIGN, foreign_as_yaml
 from jaxlm.reading.decode import choice_name
 from jaxlm.reading.overrides import Arguments
 from jaxlm.session.exit_codes import command
-from jaxlm.session.export import export_model, logged_evaluation, model_card, source_config
+from jaxlm.session.export import Exporter, logged_evaluation, model_card
 from jaxlm.session.generation_options import add_adapter_option
 from jaxlm.session.inference_model import InferenceModel
 from jaxlm.session.load_model import LoadedModel, add_checkpoint_options, open_model, with_adapter
@@ -147,7 +147,8 @@ def _card(opened: LoadedModel, name: str, library: str) -> ModelCard:
 def _write_model(folder: Location, opened: LoadedModel, dtype: Any, card: ModelCard, *, verify: bool) -> None:
     plan = opened.plan
     model = export_form(opened.load(), opened.surgeries)
-    export_model(folder, model, opened.model, plan, opened.tokenizer, dtype, card, opened.merged)
+    exporter = Exporter(plan, opened.tokenizer, opened.source, dtype)
+    exporter.write(folder, model, opened.model, card, opened.merged)
     print(f"wrote {opened.location} to {folder} as {jnp.dtype(dtype).name}")
     if verify:
         print(verify_folder(Path(folder), model, opened.model, plan.layout))
@@ -174,9 +175,8 @@ def _write_adapters(folder: Location, opened: LoadedModel, dtype: Any, card: Mod
         )
     model, saved = opened.load(), saved_modules(opened.surgeries)
     files = {README: card.text().encode()}
-    source = source_config(plan, opened.tokenizer) or {}
     rows = None
-    if base is not None and type(num_rows := source.get("vocab_size")) is int:
+    if base is not None and type(num_rows := opened.source.get("vocab_size")) is int:
         rows = BaseRows(base, num_rows, lambda: open_tensors(local_folder(base, "--adapters only", weights=True)))
     save_peft(
         folder, model, opened.model, plan.layout, dtype=dtype, base=base or "", files=files, saved=saved, rows=rows

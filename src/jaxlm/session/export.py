@@ -22,7 +22,6 @@ from jaxlm.interop.hf.folder import save_folder
 from jaxlm.interop.hf.hub import repository_of, upload_folder
 from jaxlm.interop.hf.model_card import README, ModelCard
 from jaxlm.interop.hf.model_section import hf_name
-from jaxlm.interop.json_object import read_json_object
 from jaxlm.interop.peft.merged import MergedAdapter, merged_file
 from jaxlm.models.base import LanguageModel, ModelConfig
 from jaxlm.observe.records import METRICS, read_metrics
@@ -37,56 +36,60 @@ _HUB_URL = "hf:"  # a dataset as one of the train_urls
 _MAX_URLS = 20
 
 
-def export_model(
-    folder: Location,
-    model: LanguageModel,
-    config: ModelConfig,
-    plan: Plan,
-    tokenizer: Tokenizer,
-    dtype: Any,
-    card: ModelCard,
-    merged: Sequence[MergedAdapter] = (),
-) -> None:
-    """Writes a complete new folder: configuration, weights, tokenizer and model card. All processes must call this.
+@dataclass(frozen=True)
+class Exporter:
+    """Writes models as folders for transformers.
 
-    Args:
-        model: in the form of `export_form`.
-        config: of the model.
-        merged: the adapters that it contains.
+    Attributes:
+        tokenizer: is saved with the models.
+        source: config.json of the model that training began with; empty for random weights.
+        dtype: of the weights in the files.
     """
-    files = tokenizer.files(max_length=config.seq_len)
-    of_tokenizer = files.pop(README, None)
-    if of_tokenizer is not None and _tokenizer_is_of_base(plan):
-        card = replace(card, of_base=of_tokenizer.decode("utf-8", errors="replace"))
-    if is_reward_model(model):
-        card = replace(card, task="text-classification")
-    files[README] = card.text().encode()
-    files |= merged_file(merged)
-    _save(folder, model, config, plan, tokenizer, dtype, files)
 
+    plan: Plan
+    tokenizer: Tokenizer
+    source: Mapping[str, Any]
+    dtype: Any
 
-def weights_exporter(plan: Plan, phase: Phase, tokenizer: Tokenizer) -> Callable[[LanguageModel, Path], None]:
-    """What writes the weights of a model that trains, without adapters, for an inference server. All processes call it."""
-    surgeries = plan.state_builder.surgeries_until(phase)
+    def write(
+        self,
+        folder: Location,
+        model: LanguageModel,
+        config: ModelConfig,
+        card: ModelCard | None = None,
+        merged: Sequence[MergedAdapter] = (),
+    ) -> None:
+        """Writes a complete new folder: configuration, weights, tokenizer and model card. All processes must call this.
 
-    def export(model: LanguageModel, folder: Path) -> None:
-        files = tokenizer.files(max_length=phase.model.seq_len)
-        _save(folder, export_form(model, surgeries), phase.model, plan, tokenizer, plan.precision.params, files)
+        Args:
+            model: in the form of `export_form`.
+            config: of the model.
+            merged: the adapters that it contains.
+        """
+        files = self.tokenizer.files(max_length=config.seq_len)
+        if card is not None:
+            of_tokenizer = files.pop(README, None)
+            if of_tokenizer is not None and self._tokenizer_is_of_base():
+                card = replace(card, of_base=of_tokenizer.decode("utf-8", errors="replace"))
+            if is_reward_model(model):
+                card = replace(card, task="text-classification")
+            files |= {README: card.text().encode(), **merged_file(merged)}
+        save_folder(
+            folder,
+            model,
+            config,
+            self.plan.layout,
+            dtype=self.dtype,
+            files=files,
+            special_ids=self.tokenizer.special_ids,
+            source=self.source,
+        )
 
-    return export
-
-
-def _save(
-    folder: Location,
-    model: LanguageModel,
-    config: ModelConfig,
-    plan: Plan,
-    tokenizer: Tokenizer,
-    dtype: Any,
-    files: Mapping[str, bytes],
-) -> None:
-    others = {"files": files, "special_ids": tokenizer.special_ids, "source": source_config(plan, tokenizer)}
-    save_folder(folder, model, config, plan.layout, dtype=dtype, **others)
+    def _tokenizer_is_of_base(self) -> bool:
+        """Whether the tokenizer comes from the folder of the initial weights, so that README.md beside it is about them."""
+        tokenizer = self.plan.data[0].tokenizer
+        base = hf_name(self.plan.config.initialize_from_hf, tokenizer)
+        return base is not None and base == hf_name(True, tokenizer)
 
 
 @dataclass(frozen=True)
@@ -103,9 +106,7 @@ class ExportHook:
     folder: Location
     every_steps: int
     phase: Phase
-    plan: Plan
-    tokenizer: Tokenizer
-    dtype: Any
+    exporter: Exporter
     log: Callable[[str], None]
     latest: Callable[[], Mapping[str, float]] = dict
     upload: str | None = None
@@ -122,14 +123,13 @@ class ExportHook:
         if is_taken(folder, LAST_EXPORTED):
             self.log(f"step {step}: not exported again: {folder} exists")
             return
-        surgeries = self.plan.state_builder.surgeries_until(self.phase)
-        model, name = export_form(state.model, surgeries), f"{run_id_of(self.plan.config)}/step-{step}"
+        plan, config = self.exporter.plan, self.phase.model
+        surgeries, devices = plan.state_builder.surgeries_until(self.phase), plan.layout.mesh.devices.ravel()
+        model, name = export_form(state.model, surgeries), f"{run_id_of(plan.config)}/step-{step}"
         merged = [MergedAdapter.of_checkpoint(name)] if adds_adapters(surgeries) else []
-        config = self.phase.model
-        devices = self.plan.layout.mesh.devices.ravel()
-        card = model_card(self.plan, config, step, self.latest(), hardware=f"{len(devices)} x {devices[0].device_kind}")
+        card = model_card(plan, config, step, self.latest(), hardware=f"{len(devices)} x {devices[0].device_kind}")
         try:
-            export_model(folder, model, config, self.plan, self.tokenizer, self.dtype, card, merged)
+            self.exporter.write(folder, model, config, card, merged)
         except PublishError as error:
             self.log(f"warning: step {step}: not exported: {error}. To export it later, run jaxlm convert")
         else:
@@ -236,19 +236,3 @@ def _datasets(sections: tuple[DataConfig, ...]) -> Iterator[str]:
         locations = [config.id] if config.id else [url for url in config.train_urls if url.startswith(_HUB_URL)]
         names = (repository_of(url.removeprefix(_HUB_URL).partition("?")[0]) for url in locations)
         yield from (name for name in names if name is not None)
-
-
-def source_config(plan: Plan, tokenizer: Tokenizer) -> Mapping[str, Any] | None:
-    """The config.json of the folder of the initial weights; None if the run had none, or it is not on this machine."""
-    base = hf_name(plan.config.initialize_from_hf, plan.data[0].tokenizer)
-    if base is None or _tokenizer_is_of_base(plan):
-        return None if base is None else tokenizer.model_json
-    file = Path(base).expanduser() / "config.json"
-    return read_json_object(file) if file.is_file() else None
-
-
-def _tokenizer_is_of_base(plan: Plan) -> bool:
-    """Whether the tokenizer comes from the folder of the initial weights, so that README.md beside it is about them."""
-    tokenizer = plan.data[0].tokenizer
-    base = hf_name(plan.config.initialize_from_hf, tokenizer)
-    return base is not None and base == hf_name(True, tokenizer)

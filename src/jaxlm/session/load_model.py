@@ -4,7 +4,7 @@ import argparse
 import functools
 import sys
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,7 @@ from jaxlm.engine.phases import Phase
 from jaxlm.evals.samples import prompt_ids
 from jaxlm.interop.hf.folder import ReadOptions, load_model, open_folder, parameter_dtype
 from jaxlm.interop.hf.hub import local_folder, may_be_repository
+from jaxlm.interop.json_object import read_json_object
 from jaxlm.interop.peft.merged import MergedAdapter, has_adapters_of, read_merged
 from jaxlm.models.base import LanguageModel, ModelConfig
 from jaxlm.models.inference.quantized import describe_weights, quantized
@@ -31,6 +32,7 @@ from jaxlm.plan.load_config import decode_run, read_saved
 from jaxlm.plan.plan import Plan, make_plan
 from jaxlm.reading.overrides import OPTION, option_tree, override, parse_arguments
 from jaxlm.reading.yaml import ConfigSource
+from jaxlm.session.source import saved_source
 from jaxlm.surgery.base import SurgeryConfig, merge_surgeries
 from jaxlm.surgery.lora import add_adapters, adds_adapters, lora_for_inference
 
@@ -246,6 +248,7 @@ class LoadedModel:
         eval_batch: sequences per evaluation batch of the checkpoint's phase.
         is_hugging_face: whether prompts are tokenized as transformers does: what looks like a special token is one.
         merged: the adapters that its merged form contains.
+        source: config.json of the model that it was made from; empty for random weights.
     """
 
     location: Path | str
@@ -260,6 +263,7 @@ class LoadedModel:
     eval_batch: int
     is_hugging_face: bool = False
     merged: tuple[MergedAdapter, ...] = ()
+    source: Mapping[str, Any] = field(default_factory=dict)
 
     @functools.cached_property
     def tokenizer(self) -> Tokenizer:
@@ -384,6 +388,7 @@ def _open_checkpoint(
         adds_bos=trained.data.prompt_bos,
         eval_batch=trained.plan.batches.eval_of(trained.phase),
         merged=(MergedAdapter.of_checkpoint(trained.checkpoint.location),) if adds_adapters(trained.surgeries) else (),
+        source=saved_source(trained.checkpoint.checkpoint),
     )
 
 
@@ -440,6 +445,7 @@ def _open_hf_model(
         eval_batch=plan.batches.eval,
         is_hugging_face=True,
         merged=merged,
+        source=read_json_object(folder / "config.json"),
     )
 
 

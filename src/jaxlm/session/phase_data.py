@@ -17,8 +17,8 @@ from jaxlm.plan.num_steps import small_sources
 from jaxlm.plan.plan import Plan
 from jaxlm.session.annotate import Log, with_annotations
 from jaxlm.session.compilation.options import step_options
-from jaxlm.session.export import weights_exporter
 from jaxlm.session.run import Run
+from jaxlm.surgery.base import export_form
 
 
 @dataclass(frozen=True)
@@ -83,7 +83,8 @@ def open_data(plan: Plan, tokenizer: Tokenizer, phase: Phase, log: Log) -> Data:
 def _services(run: Run, phase: Phase) -> RunServices:
     """What batches that ask the model may use."""
     plan, tokenizer = run.plan, run.saved_tokenizer
-    export = weights_exporter(plan, phase, tokenizer)
+    exporter, surgeries = run.exporter(plan.precision.params), plan.state_builder.surgeries_until(phase)
+    export = lambda model, folder: exporter.write(folder, export_form(model, surgeries), phase.model)  # noqa: E731
     shared = (plan.precision, run.console.log, tokenizer.stop_ids, run.clock.progress)
     options = step_options(plan)
     return RunServices(*shared, run.records.completions().log, export, tuple(options.xla.items()), options.sizes)

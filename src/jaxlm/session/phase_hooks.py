@@ -170,7 +170,7 @@ def _open_exports(run: Run, phase: Phase, evaluations: EvalHook) -> list[ExportH
     if config.hf_save_dtype is not None:
         dtype = parse_dtype(config.hf_save_dtype, "hf_save_dtype")
     folder = location_of(config.hf_save_path)
-    target = (folder, config.hf_save_steps, phase, run.plan, run.saved_tokenizer, dtype, run.console.log)
+    target = (folder, config.hf_save_steps, phase, run.exporter(dtype), run.console.log)
     return [ExportHook(*target, latest=lambda: evaluations.latest, upload=upload_repository(config))]
 
 

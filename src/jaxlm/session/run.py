@@ -1,8 +1,9 @@
 """A run whose folders, checkpoint writer and records are open."""
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from jaxlm.core.runtime import is_main_process, main_only
 from jaxlm.core.stores import check_writable, is_url
@@ -17,9 +18,11 @@ from jaxlm.interop.hf.hub import check_upload
 from jaxlm.observe.console import Console
 from jaxlm.observe.log_store import LogStore
 from jaxlm.plan.plan import Plan
+from jaxlm.session.export import Exporter
 from jaxlm.session.init_from import InitFrom
 from jaxlm.session.run_records import Beginning, RunRecords, open_records
-from jaxlm.session.saving import open_writer
+from jaxlm.session.saving import open_writer, run_files
+from jaxlm.session.source import source_of_run
 
 
 @dataclass(frozen=True)
@@ -28,6 +31,7 @@ class Run:
 
     Attributes:
         tokenizer: as the run's data is tokenized with it.
+        source: config.json of the model that training began with; empty for random weights.
         clock: what this process spends its time on.
         flag_sync: how the processes agree to save or stop.
         beginning: what is written when the run begins: its records, and the checkpoint that it resumes from.
@@ -35,6 +39,7 @@ class Run:
 
     plan: Plan
     tokenizer: Tokenizer
+    source: Mapping[str, Any]
     console: Console
     clock: ActivityClock
     records: RunRecords
@@ -46,6 +51,10 @@ class Run:
     def saved_tokenizer(self) -> Tokenizer:
         """The tokenizer as it is saved with the model."""
         return _with_templates(self.tokenizer, self.plan)
+
+    def exporter(self, dtype: Any) -> Exporter:
+        """Writes the run's models with weights of this dtype."""
+        return Exporter(self.plan, self.saved_tokenizer, self.source, dtype)
 
 
 @contextlib.contextmanager
@@ -60,7 +69,8 @@ def open_run(
     clock: ActivityClock,
 ) -> Iterator[Run]:
     """Opens a run's folders and records, and closes them when the context exits, even after an error."""
-    saved_tokenizer, beginning = _with_templates(tokenizer, plan), Beginning()
+    beginning, source = Beginning(), source_of_run(plan, init_from)
+    files = run_files(plan, _with_templates(tokenizer, plan), tokenizer, source)
     plan.checkpoints.prepare()
     if is_url(exports := plan.config.hf_save_path or ""):
         main_only(lambda: check_writable(exports, "hf_save_path"))
@@ -68,8 +78,8 @@ def open_run(
         main_only(lambda: check_upload("hf_upload"))
     with open_records(plan, console, init_from, clock, beginning) as records:
         flush = [records.flush, *([logs.upload] if is_main_process() else [])]
-        with open_writer(plan, saved_tokenizer, tokenizer, init_from, console.log, clock, still_held, flush) as writer:
-            yield Run(plan, tokenizer, console, clock, records, writer, FlagSync(plan.layout, stop), beginning)
+        with open_writer(plan, files, init_from, console.log, clock, still_held, flush) as writer:
+            yield Run(plan, tokenizer, source, console, clock, records, writer, FlagSync(plan.layout, stop), beginning)
 
 
 def _with_templates(tokenizer: Tokenizer, plan: Plan) -> Tokenizer:

@@ -3,9 +3,10 @@
 import contextlib
 import json
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from jaxlm.core.runtime import main_only
 from jaxlm.core.values.activity import Activity
@@ -31,13 +32,13 @@ from jaxlm.session.resume_checks import (
     data_identity,
     rendering,
 )
+from jaxlm.session.source import SOURCE
 
 
 @contextlib.contextmanager
 def open_writer(
     plan: Plan,
-    tokenizer: Tokenizer,
-    of_data: Tokenizer,
+    files: Mapping[str, bytes],
     init_from: InitFrom,
     log: Log,
     clock: ActivityClock,
@@ -50,14 +51,12 @@ def open_writer(
     another process is gone, that save cannot end.
 
     Args:
-        tokenizer: is saved with the model.
-        of_data: as the data is tokenized with it.
+        files: of `run_files`.
         flush: called before a checkpoint becomes visible.
     """
     checkpoint = init_from.state
     newest = checkpoint.checkpoint.name if checkpoint is not None and init_from.is_newest else None
     health = SaveHealth(plan.config.trainer.checkpointer, newest, log)
-    files = _run_files(plan, tokenizer, of_data)
     writer = CheckpointWriter(plan.checkpoints, files, health, log, still_held, flush, clock.progress)
     try:
         yield writer
@@ -92,13 +91,20 @@ def settle(plan: Plan, writer: CheckpointWriter, init_from: InitFrom, state: Run
         main_only(abandon)
 
 
-def _run_files(plan: Plan, tokenizer: Tokenizer, of_data: Tokenizer) -> dict[str, bytes]:
-    """The files in the folder `run/` of every checkpoint. Args: of_data: the tokenizer as the data is tokenized with it."""
+def run_files(plan: Plan, tokenizer: Tokenizer, of_data: Tokenizer, source: Mapping[str, Any]) -> dict[str, bytes]:
+    """The files in the folder `run/` of every checkpoint.
+
+    Args:
+        tokenizer: is saved with the model.
+        of_data: as the data is tokenized with it.
+        source: see `source_of_run`.
+    """
     texts = {
         "config.yaml": dump(as_run_config(plan.config)),
         DATA_IDENTITY: json.dumps(data_identity(plan)),
         RENDERING: json.dumps(rendering(plan, of_data)),
         ENVIRONMENT: json.dumps(computing_facts(plan.config, step_options(plan)), indent=1),
+        SOURCE: json.dumps(source),
     }
     if plan.refs:
         texts[REFERENCES_IDENTITY] = json.dumps(references_identity(plan))

@@ -274,7 +274,8 @@ def config_to_json(family: Family, config: ModelConfig) -> Json:
 def edited_json(family: Family, config: ModelConfig, source: Mapping[str, Any]) -> Json:
     """The config.json of a model that was made from another one: `source`, with the keys that describe a difference.
 
-    A model that was trained on shorter texts keeps the source's length, unless it has lost rows of its table of positions.
+    A model that was trained on shorter texts keeps the source's length, unless it has lost rows of its table of positions, or
+    has another rotary embedding.
     """
     where, config = "the config.json of the source", config.as_family()
     if source.get("model_type") not in family.model_types:
@@ -284,7 +285,7 @@ def edited_json(family: Family, config: ModelConfig, source: Mapping[str, Any]) 
     except ConfigError:  # the run skips keys of it
         return config_to_json(family, config)
     is_learned = any((POSITION,) in part.dims for tensor in family.tensors(config) for part in tensor.parts)
-    if config.seq_len < original.seq_len and not is_learned:
+    if config.seq_len < original.seq_len and config.rotary == original.rotary and not is_learned:
         config = dataclasses.replace(config, seq_len=original.seq_len)
     before, after = config_to_json(family, original), config_to_json(family, config)
     changed = {key: value for key, value in after.items() if key not in before or before[key] != value}

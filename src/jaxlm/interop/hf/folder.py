@@ -6,6 +6,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import jax.numpy as jnp
@@ -21,7 +22,6 @@ from jaxlm.interop.hf.family import (
     Family,
     Json,
     config_from_json,
-    config_to_json,
     edited_json,
     family_of_config,
     family_of_json,
@@ -211,7 +211,7 @@ def save_folder(
     dtype: Any,
     files: Mapping[str, bytes],
     special_ids: Mapping[str, int | list[int] | None],
-    source: Mapping[str, Any] | None = None,
+    source: Mapping[str, Any] = MappingProxyType({}),
     largest_file: int = LARGEST_FILE,
 ) -> None:
     """Exports a model in the format of transformers. Every process must call this; process 0 writes.
@@ -224,7 +224,7 @@ def save_folder(
         files: additional files to write, such as the tokenizer's. Without a generation_config.json among them, one with
             the special ids is written.
         special_ids: `bos_token_id`, `eos_token_id` and `pad_token_id`. Ids that the model does not have become null.
-        source: config.json of the model that it was made from.
+        source: config.json of the model that it was made from; empty for random weights.
         largest_file: maximum size of a weights file in bytes.
 
     Raises:
@@ -237,9 +237,9 @@ def save_folder(
     none = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
     special_ids = {key: _known_ids(ids, model.Vocab.size) for key, ids in special_ids.items()}
     vocabulary = {"vocab_size": model.Vocab.size, **none, **special_ids}
-    if source is not None and source.get("vocab_size") == model.Vocab.size:
+    if source.get("vocab_size") == model.Vocab.size:
         vocabulary = {key: value for key, value in vocabulary.items() if key in source or value is not None}
-    keys = config_to_json(family, config) if source is None else edited_json(family, config, source)
+    keys = edited_json(family, config, source)
     described = {**keys, **vocabulary, "dtype" if "dtype" in keys else "torch_dtype": np.dtype(dtype).name}
     described.setdefault("use_cache", True)
     tensors, left_out = list(family.tensors(config.as_family())), set()
