@@ -96,7 +96,7 @@ def test_a_whole_number_is_exported_as_transformers_reads_it(tmp_path):
     content = OPENED["mpt-7b-clipped"][0]
     content = content | {"attn_config": content["attn_config"] | {"clip_qkv": 6, "softmax_scale": 1}}
     opened = open_folder(folder_of(tmp_path, content))
-    written = json.dumps(config_to_json(opened.family, opened.config)["attn_config"])
+    written = json.dumps(config_to_json(family_of_config(opened.config), opened.config)["attn_config"])
     assert '"softmax_scale": 1.0, "clip_qkv": 6.0' in written
 
 

@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from jaxlm.interop.hf.family import config_to_json
-from jaxlm.interop.hf.folder import HfFolder, open_folder
+from jaxlm.interop.hf.family import config_to_json, family_of_config
+from jaxlm.interop.hf.folder import PretrainedModel, open_folder
 from tests.interop.cases import CASES, FIRST, GPT2, LLAMA, MPT, NEOX, NO_DROPOUT, VOCAB, tokens
 
 
@@ -40,7 +40,7 @@ def logits_of_transformers(path: Path, content: dict[str, Any], *, save: bool = 
         return model.eval()(torch.tensor(tokens())).logits.numpy()
 
 
-def opened(path: Path, content: dict[str, Any]) -> HfFolder:
+def opened(path: Path, content: dict[str, Any]) -> PretrainedModel:
     """The folder with this config.json alone."""
     (path / "config.json").write_text(json.dumps(content))
     return open_folder(path)
@@ -49,4 +49,5 @@ def opened(path: Path, content: dict[str, Any]) -> HfFolder:
 def as_read(path: Path, content: dict[str, Any]) -> dict[str, Any]:
     """The config.json that jaxlm writes for what it has read in another."""
     folder = opened(path, content)
-    return {"pad_token_id": None, **config_to_json(folder.family, folder.config), "vocab_size": folder.vocab_size}
+    keys = config_to_json(family_of_config(folder.config), folder.config)
+    return {"pad_token_id": None, **keys, "vocab_size": folder.vocab_size}

@@ -280,6 +280,34 @@ def test_a_checkpoint_with_another_vocabulary_is_refused_before_anything_is_toke
 
 
 @pytest.mark.slow
+def test_a_vocabulary_grows_by_an_export_and_then_stays(trainings, capsys):
+    """The way that the refusal names works; rows of tokens that a checkpoint has are its own."""
+    added, saved = ["<|im_start|>", "<|im_end|>"], trainings.place("whole") / "step-6"
+    data = {"train_urls": [f"{trainings.folder}/text"], "cache_dir": f"{trainings.folder}/grown"}
+    tokens = {"tokenizer": str(saved / "run" / "tokenizer"), "added_tokens": added}
+    for partial in ({}, {"allow_partial_checkpoint": True}):
+        with pytest.raises(ConfigError, match=r"has 282 tokens, but .* was trained with 280") as caught:
+            trainings.run("more", 2, trainer={"initialize_from": str(saved), **partial}, data=data | tokens)
+    folder = trainings.folder / "whole-hf"
+    command = re.search(r"jaxlm convert (.*?) FOLDER", str(caught.value))
+    assert command is not None
+    assert convert.main([*command[1].split(), str(folder)]) == 0, capsys.readouterr().err
+    tokens = {"tokenizer": str(folder), "added_tokens": added}
+    keys = {"initialize_from_hf": str(folder), "use_hf_model_config": True, "model": {"seq_len": 16}}
+    frozen = {"optimizer": {"learning_rate": 0.0}}
+    grown = parameters(trainings.run("grown", 1, **keys, **frozen, data=data | tokens).state)
+    before = saved_arrays(saved)["model.tokens.weight"]
+    np.testing.assert_array_equal(grown["tokens.weight"][:280], before)
+    np.testing.assert_allclose(grown["tokens.weight"][280:], [before.mean(0, np.float64)] * 2, rtol=0, atol=1e-8)
+    start = {"initialize_from": str(trainings.place("grown"))}
+    of_run = {"tokenizer": str(trainings.place("grown") / "step-1" / "run" / "tokenizer")}
+    for name, one, partial in (("same", tokens, False), ("saved", of_run, False), ("partial", tokens, True)):
+        trainer = {**start, "allow_partial_checkpoint": partial}
+        assert same(parameters(trainings.run(name, 1, trainer=trainer, **frozen, data=data | one).state), grown), name
+        assert "another tokenizer" not in trainings.output
+
+
+@pytest.mark.slow
 def test_a_checkpoint_whose_surgeries_kept_the_names_is_a_start(trainings):
     trainings.run("fp8", 2, phases=[{"name": "only", "surgery": [{"type": "fp8", "min_features": 1}]}])
     trainings.run("from_fp8", 2, trainer={"initialize_from": str(trainings.place("fp8"))})

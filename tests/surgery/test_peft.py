@@ -25,6 +25,7 @@ from jaxlm.interop.peft.fused import Arrays, FusedMatrix
 from jaxlm.interop.peft.read import lora_keys, read_adapters
 from jaxlm.models.base import Inputs
 from jaxlm.models.families.gpt_neox import GptNeoxConfig
+from jaxlm.models.families.llama import LlamaConfig
 from jaxlm.models.families.mixtral import MixtralConfig
 from jaxlm.models.families.qwen3_moe import Qwen3MoeConfig
 from jaxlm.observe.trackers import read_jsonl
@@ -168,14 +169,38 @@ def test_adapters_of_a_model_with_experts(tmp_path, config):
     arrays = write_adapter(tmp_path / "attention", attention)
     read = read_adapters(tmp_path / "attention", config, {"layers": 2})
     path = "body.layers.stacked.attn.q_proj"
-    assert list(read.a) == list(read.b) == [path]
-    for side, found in (("A", read.a), ("B", read.b)):
+    assert list(read.adapters) == [path]
+    for side, found in (("A", read.adapters[path].a), ("B", read.adapters[path].b)):
         expected = [arrays[f"base_model.model.{module}.lora_{side}.weight"] for module in attention]
-        np.testing.assert_array_equal(found[path], np.stack(expected))
+        np.testing.assert_array_equal(found, np.stack(expected))
     assert lora_keys(tmp_path / "attention", config) == read.keys
     write_adapter(tmp_path / "experts", [*attention, "model.layers.0.block_sparse_moe.experts.0.w1"])
     with pytest.raises(ConfigError, match=r"experts\.0\.w1\.lora_A\.weight.* belong to no layer"):
         read_adapters(tmp_path / "experts", config, {"layers": 2})
+
+
+def test_an_embedding_that_was_trained_for_a_token_without_a_row_is_refused(tmp_path):
+    """PEFT makes the rows of an embedding's A zero; those of tokens that are in no text stay so. A head's rows change."""
+    write_adapter(tmp_path / "adapter", [])
+    arrays = {"embed_tokens.lora_embedding_A": np.zeros((3, 60)), "embed_tokens.lora_embedding_B": np.ones((32, 3))}
+    arrays = {f"model.{name}": array for name, array in arrays.items()}
+    arrays |= {"lm_head.lora_A.weight": np.ones((3, 32)), "lm_head.lora_B.weight": np.ones((60, 3))}
+    arrays = {f"base_model.model.{name}": array.astype(np.float32) for name, array in arrays.items()}
+    table = arrays["base_model.model.model.embed_tokens.lora_embedding_A"]
+    table[:, :50] = 1.0
+
+    def read():
+        infos = {name: TensorInfo(array.shape, array.dtype) for name, array in arrays.items()}
+        write_safetensors(tmp_path / "adapter" / "adapter_model.safetensors", infos, arrays.values())
+        return read_adapters(tmp_path / "adapter", LlamaConfig(**SIZES), {"vocab": 50, "embed": 32}).adapters
+
+    adapters = read()
+    assert (adapters["tokens"].a.shape, adapters["head"].b.shape) == ((3, 50), (50, 3))
+    table[1, 57:59] = 0.5
+    with pytest.raises(
+        ConfigError, match=r"the embeddings of 2 tokens that are not among this model's 50: 57 is the first"
+    ):
+        read()
 
 
 @pytest.mark.slow
@@ -297,7 +322,7 @@ def test_adapters_of_different_layers_come_back(tmp_path):
     assert sizes.layers_to_transform is None
     leaves = dict(tree.leaves(model))
     for path, (name, rank, layer) in {"0": ("q_proj", 4, 0), "1": ("v_proj", 3, 1)}.items():
-        found = read.a[f"body.layers.stacked.attn.{name}"]
+        found = read.adapters[f"body.layers.stacked.attn.{name}"].a
         assert found.shape == (2, rank, 32)
         np.testing.assert_array_equal(found[layer], leaves[f"body.{path}.layers.stacked.attn.{name}.a"].array[0])
         assert not found[1 - layer].any()
@@ -710,7 +735,7 @@ def test_an_adapter_of_a_whole_matrix_becomes_one_of_each_part():
     a, b = rng.normal(size=(2, 4, 6)), rng.normal(size=(2, 18, 4))
     matrix = FusedMatrix(qkv, sizes)
     magnitude = rng.normal(size=(2, 18))
-    parts = {path: (rank, arrays) for path, rank, arrays in matrix.split(a, b, magnitude, 4)}
+    parts = {path: (rank, arrays) for path, rank, arrays in matrix.split(Arrays(a, b, magnitude), 4)}
     whole = (b @ a).reshape(2, 2, 3, 3, 6)  # layer, head, query or key or value, feature, input
     for number, name in enumerate("qkv"):
         rank, part = parts[f"body.layers.stacked.attn.{name}_proj"]
@@ -721,9 +746,9 @@ def test_an_adapter_of_a_whole_matrix_becomes_one_of_each_part():
     np.testing.assert_allclose(joined.b @ joined.a, (b @ a)[0], rtol=1e-12)
     np.testing.assert_array_equal(joined.magnitude, magnitude[0])
     for rank in (2, 3):  # not blocks of these sizes, so each parameter has all ranks
-        assert all(len(arrays.a[0]) == 4 for _, _, arrays in matrix.split(a, b, None, rank))
+        assert all(len(arrays.a[0]) == 4 for _, _, arrays in matrix.split(Arrays(a, b), rank))
     with pytest.raises(ConfigError, match=r"lora_B \[12, 4\], but .* \[18, 4\] expected"):
-        dict(matrix.split(a, b[:, :12], None, 4))
+        dict(matrix.split(Arrays(a, b[:, :12]), 4))
     del parts["body.layers.stacked.attn.v_proj"]
     with pytest.raises(ConfigError, match="with DoRA, all parameters of this matrix must have adapters"):
         matrix.fuse({path: Arrays(*(each[0] for each in part)) for path, (_, part) in parts.items()})

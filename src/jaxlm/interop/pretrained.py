@@ -1,36 +1,20 @@
 """Pretrained models in a folder, in Hugging Face's format or in nanochat's."""
 
-from dataclasses import dataclass
 from pathlib import Path
 
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.sharding import Layout
-from jaxlm.interop.hf.folder import AS_THEY_ARE, ReadOptions, load_model, open_folder
+from jaxlm.interop.hf.folder import AS_THEY_ARE, PretrainedModel, ReadOptions, load_model, open_folder
 from jaxlm.interop.hf.tensor_files import open_tensors
 from jaxlm.interop.torch.nanochat import check_vocabulary, load_nanochat, model_file, read_config
 from jaxlm.models.base import LanguageModel, ModelConfig
-
-
-@dataclass(frozen=True)
-class PretrainedModel:
-    """A model in a folder, without its weights.
-
-    Attributes:
-        vocab_size: number of rows of the embedding; may be larger than the number of tokens.
-        notes: what is ignored or read in another way than config.json says.
-    """
-
-    config: ModelConfig
-    vocab_size: int
-    notes: tuple[str, ...] = ()
 
 
 def open_pretrained(path: Path, options: ReadOptions = AS_THEY_ARE) -> PretrainedModel:
     """Reads the configuration of a folder, or of one of nanochat's files. Errors as of `open_folder`."""
     if (file := model_file(path)) is not None:
         return PretrainedModel(*read_config(file))
-    opened = open_folder(path, options)
-    return PretrainedModel(opened.config, opened.vocab_size, opened.notes)
+    return open_folder(path, options)
 
 
 def check_weights(path: Path, options: ReadOptions = AS_THEY_ARE) -> None:

@@ -473,7 +473,9 @@ def check_tokenizer(init_from: InitFrom, tokenizer: Tokenizer, log: Log) -> None
     if theirs.vocab_size != tokenizer.vocab_size:
         raise ConfigError(
             f"data.tokenizer: it has {tokenizer.vocab_size:,} tokens, but {checkpoint.location} was trained with"
-            f" {theirs.vocab_size:,}. Set data.tokenizer to the tokenizer of that run, which is in run/tokenizer there"
+            f" {theirs.vocab_size:,}. Set data.tokenizer to the tokenizer of that run, which is in run/tokenizer there. For"
+            f" more tokens, export its model: jaxlm convert to-hf --checkpoint {checkpoint.location} --output_dir FOLDER."
+            " Then set initialize_from_hf and data.tokenizer to FOLDER, and name the tokens in data.added_tokens"
         )
     if theirs.fingerprint != tokenizer.fingerprint:
         log(

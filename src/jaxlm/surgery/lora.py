@@ -413,11 +413,13 @@ class LoraConfig(SurgeryConfig):
             if key not in ("target", "embeddings") and getattr(self, key) != value
         ]
         problems += [
-            f"target: matches {path}, which has no adapter in the folder" for path in matched if path not in read.a
+            f"target: matches {path}, which has no adapter in the folder"
+            for path in matched
+            if path not in read.adapters
         ]
         problems += [
             f"target: '{self.target}' does not match {path}, which has an adapter in the folder"
-            for path in read.a
+            for path in read.adapters
             if path not in matched
         ]
         if problems:

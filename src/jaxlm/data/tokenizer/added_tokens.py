@@ -50,4 +50,4 @@ def with_added_tokens(tokenizer: Tokenizer, added: Sequence[str]) -> Tokenizer:
             f"{_KEY}: the new tokens got the ids {ids}, but the tokenizer's last id is {tokenizer.vocab_size - 1}: its ids"
             " have gaps. Give it a tokenizer.json without gaps"
         )
-    return Tokenizer(backend, tokenizer.bos_id, tokenizer.eos_id, files, tokenizer.model_json)
+    return Tokenizer(backend, tokenizer.bos_id, tokenizer.eos_id, files)

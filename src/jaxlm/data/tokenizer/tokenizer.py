@@ -39,7 +39,7 @@ _GENERATION, _MODEL = "generation_config.json", "config.json"
 # Further files of a Hugging Face folder that speak of its tokens, copied for other programs, and its model card.
 _EXTRA_FILES = (
     *(_SETTINGS, "special_tokens_map.json", "added_tokens.json", "README.md"),
-    *(_CHAT_TEMPLATE, "chat_template.json", _GIVEN_TEMPLATES, _GENERATION),
+    *(_CHAT_TEMPLATE, "chat_template.json", _GIVEN_TEMPLATES, _GENERATION, _MODEL),
 )
 _MODEL_KEYS = ("bos_token_id", "eos_token_id", "pad_token_id")  # the keys of config.json that speak of tokens
 _LARGEST_VOCABULARY = 1 << 24
@@ -59,7 +59,6 @@ class Tokenizer:
         vocab_size: all ids are below this.
         bos_id, eos_id: ids of the tokens that begin and end a document; None if the tokenizer has none.
         stop_ids: ids that end generated text: EOS, and those that generation_config.json and config.json list.
-        model_json: the config.json beside the tokenizer; empty without one.
         special_ids: `bos_token_id`, `eos_token_id` and `pad_token_id` for a config.json: as they were in the one beside the
             tokenizer, else its own. May have lists.
     """
@@ -70,13 +69,11 @@ class Tokenizer:
         bos_id: int | None,
         eos_id: int | None,
         extra_files: Mapping[str, bytes] | None = None,
-        model_json: Mapping[str, Any] | None = None,
     ):
         """Wraps a tokenizer of the library.
 
         Args:
             extra_files: name -> content of files saved with the tokenizer (settings, chat template, ...).
-            model_json: config.json of the tokenizer's model.
         """
         backend.no_truncation()
         backend.no_padding()
@@ -87,12 +84,12 @@ class Tokenizer:
         self.bos_id = bos_id
         self.eos_id = eos_id
         self._extra_files = dict(extra_files or {})
-        self.model_json = dict(model_json or {})
-        model_ids = {key: self.model_json[key] for key in _MODEL_KEYS if key in self.model_json}
+        model = json.loads(self._extra_files.get(_MODEL, b"{}"))
+        self._model_ids = {key: model[key] for key in _MODEL_KEYS if key in model}
         generation = json.loads(self._extra_files.get(_GENERATION, b"{}"))
-        listed = [*_as_list(generation.get("eos_token_id")), *_as_list(model_ids.get("eos_token_id")), eos_id]
+        listed = [*_as_list(generation.get("eos_token_id")), *_as_list(self._model_ids.get("eos_token_id")), eos_id]
         self.stop_ids: tuple[int, ...] = tuple(dict.fromkeys(number for number in listed if type(number) is int))
-        self.special_ids: dict[str, Any] = {"bos_token_id": bos_id, "eos_token_id": eos_id, **model_ids}
+        self.special_ids: dict[str, Any] = {"bos_token_id": bos_id, "eos_token_id": eos_id, **self._model_ids}
 
     def encode(self, text: str) -> list[int]:
         """Ids of a text, without added special tokens."""
@@ -148,7 +145,7 @@ class Tokenizer:
         plain, whole = (self.encode_like_transformers("a", add_special_tokens=add) for add in (False, True))
         starts = [start for start in range(len(whole)) if whole[start : start + len(plain)] == plain]
         prefix = tuple(whole[: starts[0]]) if plain and starts else ()
-        is_hugging_face = "tokenizer_class" in self._settings or any(key in self.model_json for key in _MODEL_KEYS)
+        is_hugging_face = "tokenizer_class" in self._settings or bool(self._model_ids)
         return prefix if prefix or is_hugging_face else None
 
     def ids_before(self, *, bos: bool | None) -> tuple[int, ...]:
@@ -192,7 +189,7 @@ class Tokenizer:
         """A copy whose settings name this token as the one that hides others."""
         settings = json.dumps({**self._settings, "mask_token": self._backend.id_to_token(number)}).encode()
         files = self._extra_files | {_SETTINGS: settings}
-        return Tokenizer(self._backend, self.bos_id, self.eos_id, files, self.model_json)
+        return Tokenizer(self._backend, self.bos_id, self.eos_id, files)
 
     def writes_text_with(self, number: int) -> bool:
         """Whether texts can have this token: one that was learned, and not an added one."""
@@ -237,7 +234,7 @@ class Tokenizer:
             generation.pop("_from_model_config", None)  # transformers would read config.json instead
             files[_GENERATION] = json.dumps(generation | {"eos_token_id": [*self.stop_ids, *turn_ends]})
         encoded = {name: content.encode("utf-8") for name, content in files.items()}
-        return Tokenizer(self._backend, self.bos_id, self.eos_id, self._extra_files | encoded, self.model_json)
+        return Tokenizer(self._backend, self.bos_id, self.eos_id, self._extra_files | encoded)
 
     @property
     def template_names(self) -> dict[str, str]:
@@ -300,18 +297,16 @@ class Tokenizer:
         return hashlib.sha256(f"{self._json()} {self.bos_id} {self.eos_id}".encode()).hexdigest()
 
     def save(self, folder: Path | str) -> None:
-        """Writes `tokenizer.json`, `tokenizer_config.json` and the extra files, in the layout of Hugging Face folders.
-
-        The config.json of the tokenizer's model is one of them.
-        """
+        """Writes the tokenizer, its settings and the config.json of its model, in the layout of Hugging Face folders."""
         folder = Path(folder)
         folder.mkdir(parents=True, exist_ok=True)
-        model = {_MODEL: json.dumps(self.model_json).encode()} if self.model_json else {}
-        for name, content in (self.files() | model).items():
+        for name, content in self.files().items():
             (folder / name).write_bytes(content)
 
     def files(self, *, max_length: int | None = None) -> dict[str, bytes]:
-        """The files of a Hugging Face folder. `max_length` adds the settings that transformers needs to open them."""
+        """The files of a Hugging Face folder. `max_length` makes them those of an export, with the settings that transformers
+        needs to open them, and without the config.json of another model.
+        """
         defaults = {"tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": max_length}
         ids = {"bos_token": self.bos_id, "eos_token": self.eos_id}
         names = {key: None if i is None else self._backend.id_to_token(i) for key, i in ids.items()}
@@ -320,7 +315,7 @@ class Tokenizer:
             settings = self._settings
         extra = dict(self._extra_files)
         if max_length is not None:
-            extra.pop(_GIVEN_TEMPLATES, None)
+            extra = {name: content for name, content in extra.items() if name not in (_GIVEN_TEMPLATES, _MODEL)}
         return {**extra, _SETTINGS: json.dumps(settings).encode(), "tokenizer.json": self._json().encode()}
 
     def _json(self) -> str:
@@ -406,16 +401,15 @@ def load_tokenizer(path: str, vocab_size: int | None = None) -> Tokenizer:
         raise ConfigError(
             f"data.tokenizer: the tokens that the files beside '{file}' add are damaged: {error}"
         ) from error
-    for beside in (file.with_name(name) for name in (*_EXTRA_FILES, _MODEL) if name != "README.md"):
+    for beside in (file.with_name(name) for name in _EXTRA_FILES if name != "README.md"):
         if beside.is_file():
             note_files(f"tokenizer {name_of(beside)}", [beside])
     extra_files = {
         name: read_bytes(file.with_name(name), SMALL) for name in _EXTRA_FILES if file.with_name(name).is_file()
     }
     _read_json(file.with_name(_GENERATION))  # raises if it is damaged
-    model = _read_json(file.with_name(_MODEL))
     bos, eos = (_special_id(backend, file, side) for side in ("bos", "eos"))
-    tokenizer = Tokenizer(backend, bos, eos, extra_files, model)
+    tokenizer = Tokenizer(backend, bos, eos, extra_files)
     if vocab_size not in (None, tokenizer.vocab_size):
         raise ConfigError(
             f"data.vocab_size: {vocab_size} given, but the tokenizer {path} has {tokenizer.vocab_size} tokens. Remove"

@@ -194,12 +194,13 @@ def _by_own_names(family: Family, content: Mapping[str, Any]) -> tuple[Json, lis
     """The content with the family's names in place of their aliases, and notes about values that were replaced."""
     given = {own: content[alias] for alias, own in family.aliases.items() if alias in content}
     others = {name: value for name, value in content.items() if name not in family.aliases}
-    notes = [
-        f"{own}: {others[own]}: transformers follows its other name, which is {value}"
-        for own, value in given.items()
-        if others.get(own, value) != value
-    ]
-    return others | given, notes
+    why = "transformers follows its other name, which is"
+    return others | given, [note for o, v in given.items() for note in unfollowed(others, [o], v, f"{why} {v}")]
+
+
+def unfollowed(theirs: Mapping[str, Any], names: Sequence[str], followed: Any, why: str) -> list[str]:
+    """A note for each of these keys of config.json that has another value than the one that transformers follows."""
+    return [f"{name}: {theirs[name]}: {why}" for name in names if theirs.get(name) not in (None, followed)]
 
 
 def _fields_of(family: Family, content: Mapping[str, Any]) -> tuple[Json, list[str], list[str]]:

@@ -75,15 +75,14 @@ AS_THEY_ARE = ReadOptions()
 
 
 @dataclass(frozen=True)
-class HfFolder:
-    """A folder with config.json and weights.
+class PretrainedModel:
+    """A model in a folder, without its weights.
 
     Attributes:
         vocab_size: number of rows of the embedding; may be larger than the number of tokens.
         notes: what is ignored or read in another way than config.json says.
     """
 
-    family: Family
     config: ModelConfig
     vocab_size: int
     notes: tuple[str, ...] = ()
@@ -107,9 +106,10 @@ def load_model(
     config, vocab_size, unused = config.as_family(), None, ()
     if not options.rules:
         opened = open_folder(path, options)
-        if not isinstance(config, opened.family.config):
+        theirs = family_of_config(opened.config)
+        if not isinstance(config, theirs.config):
             raise ConfigError(
-                f"model.type: {type(config).__name__} given, but {path} contains a {opened.family.model_types[0]} model."
+                f"model.type: {type(config).__name__} given, but {path} contains a {theirs.model_types[0]} model."
                 " Set use_hf_model_config: true, or set model.type"
             )
         vocab_size = opened.vocab_size
@@ -130,7 +130,7 @@ def load_model(
     )
 
 
-def open_folder(path: Path, options: ReadOptions = AS_THEY_ARE) -> HfFolder:
+def open_folder(path: Path, options: ReadOptions = AS_THEY_ARE) -> PretrainedModel:
     """Reads config.json of a folder.
 
     Raises:
@@ -151,7 +151,7 @@ def open_folder(path: Path, options: ReadOptions = AS_THEY_ARE) -> HfFolder:
     config, more = _untied_if_different(path, family, config)
     if is_classifier(content):
         config, more = _tied(path, config)
-    return HfFolder(family, config, vocab_size, (*notes, *unread_indices(path), *more))
+    return PretrainedModel(config, vocab_size, (*notes, *unread_indices(path), *more))
 
 
 def _tied(path: Path, config: Any) -> tuple[ModelConfig, tuple[str, ...]]:

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from jaxlm.core.errors import ConfigError
-from jaxlm.interop.hf.family import REQUIRED, FixedKey, Json, JsonKey, KeyGroup
+from jaxlm.interop.hf.family import REQUIRED, FixedKey, Json, JsonKey, KeyGroup, unfollowed
 from jaxlm.models.activations import ACTIVATIONS
 from jaxlm.models.rope import (
     DefaultRotary,
@@ -161,21 +161,15 @@ def rope(
         return {"rope": rope_from_json(settings, lengths)}
 
     def notes(theirs: Mapping[str, Any]) -> list[str]:
-        settings, unread = _followed(parameters(theirs), rotates_part=rotates_part)
-        if theirs.get("rope_scaling") and theirs.get("rope_parameters") not in (None, {}, theirs["rope_scaling"]):
-            unread.append(f"rope_parameters: {theirs['rope_parameters']}: transformers follows rope_scaling instead")
-        if original is None and theirs.get(_ORIGINAL) is not None and settings["rope_type"] not in _STRETCHED:
-            unread.append(f"{_ORIGINAL}: {theirs[_ORIGINAL]}: the type '{settings['rope_type']}' has no such key")
-        for followed, names in (
-            ("rope_theta", {theta_key, "rope_theta"}),
-            ("partial_rotary_factor", {partial_key, "partial_rotary_factor"}),
-        ):
-            value = parameters(theirs)[followed]
-            unread += [
-                f"{name}: {theirs[name]}: transformers follows another key, which is {value}"
-                for name in sorted(names)
-                if theirs.get(name, value) not in (None, value)
-            ]
+        given, scaling = parameters(theirs), theirs.get("rope_scaling")
+        _, unread = _followed(given, rotates_part=rotates_part)
+        if scaling and theirs.get("rope_parameters"):
+            unread += unfollowed(theirs, ["rope_parameters"], scaling, "transformers follows rope_scaling instead")
+        if original is None and (kind := given["rope_type"]) not in _STRETCHED:
+            unread += unfollowed(theirs, [_ORIGINAL], None, f"the type '{kind}' has no such key")
+        for name, own_name in (("rope_theta", theta_key), ("partial_rotary_factor", partial_key)):
+            why = f"transformers follows another key, which is {given[name]}"
+            unread += unfollowed(theirs, sorted({name, own_name}), given[name], why)
         return unread
 
     def to_theirs(config: Any) -> Json:
@@ -255,15 +249,12 @@ def layer_ropes(*, theta: float, local_theta: float, local_key: str | None = Non
             f"rope_parameters.{key}: {given[key]}: transformers reads those of {_GLOBAL} and {_LOCAL}"
             for key in sorted(set(given) - {_GLOBAL, _LOCAL, "truncate"})
         ]
-        if theirs.get(_ORIGINAL) is not None:
-            unread.append(f"{_ORIGINAL}: {theirs[_ORIGINAL]}: transformers reads it only in rope_parameters")
-        for name, kind in (("rope_theta", _GLOBAL), (local_key, _LOCAL)):
-            value = ropes[kind][0]["rope_theta"]
-            if name and theirs.get(name, value) != value:
-                unread.append(f"{name}: {theirs[name]}: transformers follows the {value} of {kind}")
-        if local_key is None and "rope_theta" in theirs and theirs["rope_theta"] != ropes[_LOCAL][0]["rope_theta"]:
-            unread.append(f"rope_theta: {theirs['rope_theta']}: transformers follows it in {_GLOBAL} only")
-        return unread
+        unread += unfollowed(theirs, [_ORIGINAL], None, "transformers reads it only in rope_parameters")
+        full, sliding = (ropes[kind][0]["rope_theta"] for kind in (_GLOBAL, _LOCAL))
+        unread += unfollowed(theirs, ["rope_theta"], full, f"transformers follows the {full} of {_GLOBAL}")
+        if local_key is None:
+            return unread + unfollowed(theirs, ["rope_theta"], sliding, f"transformers follows it in {_GLOBAL} only")
+        return unread + unfollowed(theirs, [local_key], sliding, f"transformers follows the {sliding} of {_LOCAL}")
 
     def to_theirs(config: Any) -> Json:
         ropes = {_GLOBAL: rope_to_json(config.rope), _LOCAL: rope_to_json(config.local_rope)}

@@ -32,6 +32,10 @@ class Arrays(NamedTuple):
     b: np.ndarray
     magnitude: np.ndarray | None = None
 
+    def present(self) -> dict[str, np.ndarray]:
+        """Those that there are, by name."""
+        return {name: array for name, array in self._asdict().items() if array is not None}
+
 
 @dataclass(frozen=True)
 class FusedMatrix:
@@ -86,20 +90,18 @@ class FusedMatrix:
         whole = self._with_inputs(name).write(parts, axes, {**self.sizes, name: size})
         return whole.T if self._has_inputs_first else whole
 
-    def split(
-        self, a: np.ndarray, b: np.ndarray, magnitude: np.ndarray | None, rank: int
-    ) -> Iterator[tuple[str, int | None, Arrays]]:
+    def split(self, adapter: Arrays, rank: int) -> Iterator[tuple[str, int | None, Arrays]]:
         """(path, rank, adapter) of each module. The rank is None if it has all ranks of the whole adapter.
 
         Args:
-            a, b, magnitude: the whole adapter, [layers, ranks, in], [layers, out, ranks] and [layers, out]. Those of modules
-                are stacked alike.
+            adapter: the whole one, with arrays [layers, ...]. Those of modules are stacked alike.
             rank: if the ranks are blocks of this size, and no parameter has values in more than one of them, each gets its
                 own block.
 
         Raises:
             ConfigError: the whole adapter has another shape.
         """
+        a, b, magnitude = adapter
         num_ranks = a.shape[1]
         outputs = self._with_inputs(LORA).shape({**self.sizes, LORA: num_ranks})
         expected = (outputs[:: -1 if self._has_inputs_first else 1], self.sizes[self._inputs[0]])

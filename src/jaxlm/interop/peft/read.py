@@ -18,7 +18,7 @@ from jaxlm.interop.hf.hub import local_folder
 from jaxlm.interop.hf.safetensors_file import SafetensorsFile
 from jaxlm.interop.hf.weights import Part, Sizes, Tensor, axis_sizes
 from jaxlm.interop.json_object import read_json_object
-from jaxlm.interop.peft.fused import FusedMatrix
+from jaxlm.interop.peft.fused import Arrays, FusedMatrix
 from jaxlm.interop.peft.names import (
     EMBEDDING,
     HEAD,
@@ -78,19 +78,15 @@ class ReadAdapters:
     Attributes:
         folder: where they were read from.
         keys: keys of the `lora` surgery that adds these adapters.
-        a: path -> [layers, rank, in], without `layers` if the module is not in a layer. Layers with a smaller rank, or
-            without an adapter, are filled up with zeros.
-        b: path -> [layers, out, rank], likewise.
-        magnitudes: path -> [layers, out], likewise; empty without DoRA.
+        adapters: path -> a [layers, rank, in], b [layers, out, rank] and magnitude [layers, out], without `layers` if the
+            module is not in a layer. Layers with a smaller rank, or without an adapter, are filled up with zeros.
         saved: path -> a parameter outside the adapters.
         sizes: axis sizes of the model.
     """
 
     folder: Path
     keys: Mapping[str, Any]
-    a: Mapping[str, np.ndarray]
-    b: Mapping[str, np.ndarray]
-    magnitudes: Mapping[str, np.ndarray]
+    adapters: Mapping[str, Arrays]
     saved: Mapping[str, Saved]
     sizes: Sizes
 
@@ -101,8 +97,8 @@ class ReadAdapters:
             ConfigError: an array does not have the shape of its leaf.
         """
         leaves, values = dict(tree.leaves(model)), {}
-        for name, arrays in (("a", self.a), ("b", self.b), ("magnitude", self.magnitudes)):
-            for module, array in arrays.items():
+        for module, arrays in self.adapters.items():
+            for name, array in arrays.present().items():
                 path = f"{_place(module, leaves)}.{name}"
                 axes = leaves[path].axes
                 shape = tuple(axis.size for axis in axes)
@@ -113,7 +109,6 @@ class ReadAdapters:
                         f" first) does not match {dict(zip([axis.name for axis in axes], shape, strict=True))}"
                     )
                 values[path] = array.reshape(shape)
-        for module in self.a:
             if (layer := f"{_place(module, leaves)}.layer") in leaves:
                 values[layer] = np.arange(leaves[layer].axes[0].size, dtype=np.int32)
         for path, saved in self.saved.items():
@@ -151,8 +146,8 @@ class _Adapters:
     scales: Mapping[int | None, float]
     kind: tuple[str, str]
 
-    def stacked(self, file: SafetensorsFile, num_layers: int, unread: set[str], *, dora: bool) -> tuple[Any, Any, Any]:
-        """a [layers, rank, in], b [layers, out, rank] and magnitude [layers, out] or None, filled up with zeros."""
+    def stacked(self, file: SafetensorsFile, num_layers: int, unread: set[str], *, dora: bool) -> Arrays:
+        """Those of all layers, filled up with zeros, as in `ReadAdapters`."""
         layers, rank = layers_of(self.tensor, num_layers), max(self.ranks.values())
         a, b, magnitude = None, None, None
         for at, layer in enumerate(layers):
@@ -170,7 +165,9 @@ class _Adapters:
                 unread.discard(key)
                 magnitude = np.zeros(b.shape[:2], file.tensors[key].dtype) if magnitude is None else magnitude
                 magnitude[at] = file.view(key).reshape(-1)
-        return a, b, magnitude
+        assert a is not None
+        assert b is not None
+        return Arrays(a, b, magnitude)
 
     def _magnitude(self, layer: int | None, unread: Iterable[str]) -> str:
         key = f"{PREFIX}{self.names[layer]}.{MAGNITUDE}"
@@ -323,8 +320,8 @@ def read_adapters(folder: Path, config: ModelConfig, sizes: Sizes) -> ReadAdapte
     unread = set(file.tensors)
     modules, arrays = {}, {}
     for adapters in opened.adapters:
-        for path, one, factors in _by_module(opened, adapters, file, sizes, unread):
-            modules[path], arrays[path] = one, _rows_of_tokens(adapters, factors, sizes, folder)
+        for path, one, whole in _by_module(opened, adapters, file, sizes, unread):
+            modules[path], arrays[path] = one, _rows_of_tokens(adapters, whole, sizes, folder)
     saved = {}
     for tensor, names in opened.saved:
         unread -= set(names)
@@ -339,9 +336,7 @@ def read_adapters(folder: Path, config: ModelConfig, sizes: Sizes) -> ReadAdapte
         unread -= {name for name in unread if name.startswith(head) and (shared or name.endswith(".weight"))}
     if unread:
         raise _wrong_model(folder, f"{', '.join(sorted(unread)[:_MAX_LISTED])} belong to no layer of this model")
-    a, b, magnitudes = ({path: parts[n] for path, parts in arrays.items() if parts[n] is not None} for n in range(3))
-    keys = _lora_keys(opened, modules)
-    return ReadAdapters(folder, keys, a=a, b=b, magnitudes=magnitudes, saved=saved, sizes=sizes)
+    return ReadAdapters(folder, _lora_keys(opened, modules), arrays, saved, sizes)
 
 
 def lora_keys(folder: Path, config: ModelConfig) -> dict[str, Any]:
@@ -380,17 +375,16 @@ class _Module:
 
 def _by_module(
     opened: _Folder, adapters: _Adapters, file: SafetensorsFile, sizes: Sizes, unread: set[str]
-) -> Iterable[tuple[str, _Module, tuple[Any, Any, Any]]]:
+) -> Iterable[tuple[str, _Module, Arrays]]:
     """(path, sizes, arrays) of the adapter of each parameter in a matrix."""
-    a, b, magnitude = adapters.stacked(file, opened.num_layers, unread, dora=opened.dora)
-    tensor = adapters.tensor
+    whole, tensor = adapters.stacked(file, opened.num_layers, unread, dora=opened.dora), adapters.tensor
     if len(tensor.parts) == 1:
-        arrays = [(module_path(tensor.parts[0]), None, (a, b, magnitude))]
+        parts = [(module_path(tensor.parts[0]), None, whole)]
     else:
-        arrays = FusedMatrix(tensor, sizes).split(a, b, magnitude, int(opened.settings["r"]))
-    for path, rank, factors in arrays:
-        layered = factors if tensor.is_stacked else tuple(None if array is None else array[0] for array in factors)
-        yield path, _Module.of(adapters, opened.num_layers, rank), (layered[0], layered[1], layered[2])
+        parts = FusedMatrix(tensor, sizes).split(whole, int(opened.settings["r"]))
+    for path, rank, arrays in parts:
+        layered = arrays if tensor.is_stacked else Arrays(**{name: one[0] for name, one in arrays.present().items()})
+        yield path, _Module.of(adapters, opened.num_layers, rank), layered
 
 
 def _lora_keys(opened: _Folder, modules: Mapping[str, _Module]) -> dict[str, Any]:
@@ -458,23 +452,31 @@ def _patterns(path: str, values: Mapping[int | None, Any], num_all: int) -> dict
     return patterns
 
 
-def _rows_of_tokens(
-    adapters: _Adapters, factors: tuple[Any, Any, Any], sizes: Sizes, folder: Path
-) -> tuple[Any, Any, Any]:
-    """The factors of an adapter without rows that no token has, as weights are read."""
-    a, b, magnitude = factors
+def _rows_of_tokens(adapters: _Adapters, arrays: Arrays, sizes: Sizes, folder: Path) -> Arrays:
+    """The arrays of an adapter without rows that no token has, as weights are read.
+
+    Raises:
+        ConfigError: training has changed such a row of an embedding, which only its token does.
+    """
+    a, b, magnitude = arrays
     is_table = adapters.kind == EMBEDDING
     rows = a.shape[-1] if is_table else b.shape[-2]
     if adapters.tensor.parts[0].dims[0] != (VOCAB,) or rows <= sizes[VOCAB]:
-        return factors
+        return arrays
     if is_table and magnitude is not None:
         raise ConfigError(
             f"{folder / WEIGHTS}: the DoRA magnitudes of the token embedding depend on all of its {rows} rows, but the model"
             f" has {sizes[VOCAB]}. Merge the adapter in PEFT and import the merged model"
         )
+    if is_table and (changed := np.flatnonzero(a[..., sizes[VOCAB] :].any(axis=tuple(range(a.ndim - 1))))).size:
+        raise ConfigError(
+            f"{folder / WEIGHTS}: it changes the embeddings of {changed.size} tokens that are not among this model's"
+            f" {sizes[VOCAB]}: {sizes[VOCAB] + changed[0]} is the first id. Set data.tokenizer to the tokenizer that the"
+            " adapter was trained with"
+        )
     if is_table:
-        return a[..., : sizes[VOCAB]], b, magnitude
-    return a, b[..., : sizes[VOCAB], :], None if magnitude is None else magnitude[..., : sizes[VOCAB]]
+        return Arrays(a[..., : sizes[VOCAB]], b)
+    return Arrays(a, b[..., : sizes[VOCAB], :], None if magnitude is None else magnitude[..., : sizes[VOCAB]])
 
 
 def _check_shape(tensor: Tensor, shape: Sequence[int], sizes: Sizes, where: str) -> None:

@@ -16,7 +16,7 @@ from jaxlm.core.errors import ConfigError
 from jaxlm.core.runtime import main_first
 from jaxlm.core.sharding import Layout
 from jaxlm.data.tokenizer.tokenizer import Tokenizer, load_tokenizer
-from jaxlm.interop.hf.folder import HfFolder, ReadOptions, load_model, open_folder
+from jaxlm.interop.hf.folder import PretrainedModel, ReadOptions, load_model, open_folder
 from jaxlm.interop.hf.hub import local_folder
 from jaxlm.models.base import LanguageModel, ModelConfig
 from jaxlm.plan.refs.base import Log, Ref, RefConfig
@@ -81,7 +81,7 @@ class _HfRef(Ref[HfRefConfig]):
         return main_first(lambda: local_folder(self.config.path, f"{self.key}.path", weights=True))
 
     @functools.cached_property
-    def _opened(self) -> HfFolder:
+    def _opened(self) -> PretrainedModel:
         return open_folder(self._folder, self._options)
 
     @property
