@@ -66,30 +66,16 @@ class Exporter:
             config: of the model.
             merged: the adapters that it contains.
         """
-        files = self.tokenizer.files(max_length=config.seq_len)
+        plan, files = self.plan, self.tokenizer.files(max_length=config.seq_len)
         if card is not None:
-            of_tokenizer = files.pop(README, None)
-            if of_tokenizer is not None and self._tokenizer_is_of_base():
+            of_tokenizer, base, where = files.pop(README, None), plan.config.initialize_from_hf, plan.data[0].tokenizer
+            if base and of_tokenizer is not None and hf_name(base, where) == hf_name(True, where):
                 card = replace(card, of_base=of_tokenizer.decode("utf-8", errors="replace"))
             if is_reward_model(model):
                 card = replace(card, task="text-classification")
             files |= {README: card.text().encode(), **merged_file(merged)}
-        save_folder(
-            folder,
-            model,
-            config,
-            self.plan.layout,
-            dtype=self.dtype,
-            files=files,
-            special_ids=self.tokenizer.special_ids,
-            source=self.source,
-        )
-
-    def _tokenizer_is_of_base(self) -> bool:
-        """Whether the tokenizer comes from the folder of the initial weights, so that README.md beside it is about them."""
-        tokenizer = self.plan.data[0].tokenizer
-        base = hf_name(self.plan.config.initialize_from_hf, tokenizer)
-        return base is not None and base == hf_name(True, tokenizer)
+        made_from = {"special_ids": self.tokenizer.special_ids, "source": self.source}
+        save_folder(folder, model, config, plan.layout, dtype=self.dtype, files=files, **made_from)
 
 
 @dataclass(frozen=True)

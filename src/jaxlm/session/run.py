@@ -31,6 +31,7 @@ class Run:
 
     Attributes:
         tokenizer: as the run's data is tokenized with it.
+        saved_tokenizer: as it is saved with the model.
         source: config.json of the model that training began with; empty for random weights.
         clock: what this process spends its time on.
         flag_sync: how the processes agree to save or stop.
@@ -39,6 +40,7 @@ class Run:
 
     plan: Plan
     tokenizer: Tokenizer
+    saved_tokenizer: Tokenizer
     source: Mapping[str, Any]
     console: Console
     clock: ActivityClock
@@ -46,11 +48,6 @@ class Run:
     writer: CheckpointWriter
     flag_sync: FlagSync
     beginning: Beginning
-
-    @property
-    def saved_tokenizer(self) -> Tokenizer:
-        """The tokenizer as it is saved with the model."""
-        return _with_templates(self.tokenizer, self.plan)
 
     def exporter(self, dtype: Any) -> Exporter:
         """Writes the run's models with weights of this dtype."""
@@ -69,8 +66,12 @@ def open_run(
     clock: ActivityClock,
 ) -> Iterator[Run]:
     """Opens a run's folders and records, and closes them when the context exits, even after an error."""
-    beginning, source = Beginning(), source_of_run(plan, init_from)
-    files = run_files(plan, _with_templates(tokenizer, plan), tokenizer, source)
+    beginning, tokenizers, source = (
+        Beginning(),
+        (tokenizer, _with_templates(tokenizer, plan)),
+        source_of_run(plan, init_from),
+    )
+    files = run_files(plan, *tokenizers, source)
     plan.checkpoints.prepare()
     if is_url(exports := plan.config.hf_save_path or ""):
         main_only(lambda: check_writable(exports, "hf_save_path"))
@@ -79,7 +80,8 @@ def open_run(
     with open_records(plan, console, init_from, clock, beginning) as records:
         flush = [records.flush, *([logs.upload] if is_main_process() else [])]
         with open_writer(plan, files, init_from, console.log, clock, still_held, flush) as writer:
-            yield Run(plan, tokenizer, source, console, clock, records, writer, FlagSync(plan.layout, stop), beginning)
+            opened = (console, clock, records, writer, FlagSync(plan.layout, stop), beginning)
+            yield Run(plan, *tokenizers, source, *opened)
 
 
 def _with_templates(tokenizer: Tokenizer, plan: Plan) -> Tokenizer:

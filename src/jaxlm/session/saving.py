@@ -2,10 +2,8 @@
 
 import contextlib
 import json
-import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 from jaxlm.core.runtime import main_only
@@ -91,14 +89,8 @@ def settle(plan: Plan, writer: CheckpointWriter, init_from: InitFrom, state: Run
         main_only(abandon)
 
 
-def run_files(plan: Plan, tokenizer: Tokenizer, of_data: Tokenizer, source: Mapping[str, Any]) -> dict[str, bytes]:
-    """The files in the folder `run/` of every checkpoint.
-
-    Args:
-        tokenizer: is saved with the model.
-        of_data: as the data is tokenized with it.
-        source: see `source_of_run`.
-    """
+def run_files(plan: Plan, of_data: Tokenizer, tokenizer: Tokenizer, source: Mapping[str, Any]) -> dict[str, bytes]:
+    """The files in the folder `run/` of every checkpoint. Args: as of `Run`; of_data: its `tokenizer`."""
     texts = {
         "config.yaml": dump(as_run_config(plan.config)),
         DATA_IDENTITY: json.dumps(data_identity(plan)),
@@ -109,6 +101,4 @@ def run_files(plan: Plan, tokenizer: Tokenizer, of_data: Tokenizer, source: Mapp
     if plan.refs:
         texts[REFERENCES_IDENTITY] = json.dumps(references_identity(plan))
     files = {name: text.encode() for name, text in texts.items()}
-    with tempfile.TemporaryDirectory() as folder:
-        tokenizer.save(folder)
-        return files | {f"tokenizer/{path.name}": path.read_bytes() for path in Path(folder).iterdir()}
+    return files | {f"tokenizer/{name}": content for name, content in tokenizer.files().items()}

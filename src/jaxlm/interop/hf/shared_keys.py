@@ -283,16 +283,13 @@ def _followed(
         followed["truncate"] = outer.get("truncate", True)
         if settings.get("truncate", followed["truncate"]) != followed["truncate"]:
             unread["truncate"] = "transformers reads it beside the kinds of layers"
-    alone = dict.fromkeys(_unused_mscales(settings), f"transformers reads it only with the other of {_MSCALES}")
-    for key in {**unread, **alone}:
+    if not all(map(settings.get, _MSCALES)):
+        alone = [key for key in _MSCALES if settings.get(key) is not None]
+        unread |= dict.fromkeys(alone, f"transformers reads it only with the other of {_MSCALES}")
+    for key in unread:
         followed.pop(key) if key != "truncate" or kind == "default" else None
     followed.setdefault("partial_rotary_factor", 1.0)
-    return followed, [f"{key}: {settings[key]}: {why}" for key, why in {**unread, **alone}.items()]
-
-
-def _unused_mscales(settings: Mapping[str, Any]) -> list[str]:
-    """The keys of `_MSCALES` that are present although transformers does not read them, because one is missing or 0."""
-    return [key for key in _MSCALES if settings.get(key) is not None and not all(map(settings.get, _MSCALES))]
+    return followed, [f"{key}: {settings[key]}: {why}" for key, why in unread.items()]
 
 
 def _rope_type(settings: Mapping[str, Any]) -> str:

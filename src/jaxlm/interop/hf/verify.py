@@ -22,6 +22,7 @@ from jaxlm.interop.json_object import read_json_object
 from jaxlm.models.base import Inputs, LanguageModel, ModelConfig
 from jaxlm.models.inference.generate import generate
 
+_ALONE = "jaxlm (transformers is not installed)"
 _PROMPT_LENGTH, _NUM_NEW_TOKENS = 16, 32
 _RELATIVE_TOLERANCE = 1e-3  # of the largest logit; both sides compute in float32, in different orders
 
@@ -46,13 +47,7 @@ def verify_folder(folder: Path, model: LanguageModel, config: ModelConfig, layou
     ids = np.random.default_rng(0).integers(0, model.Vocab.size, size=(layout.mesh.size, length))
     ours = np.asarray(_logits(rounded, ids))
     reader, logits, tokens = _reader(folder, config, layout)
-    theirs = logits(ids)
-    difference = float(np.abs(ours - theirs).max())
-    if not difference <= _RELATIVE_TOLERANCE * float(np.abs(ours).max()):
-        raise ConfigError(
-            f"{folder}: loaded with {reader}, logits differ by up to {difference:.3g} from the checkpoint"
-        )
-    agreed = f"verified with {reader}: logits within {difference:.1e}"
+    agreed = _agreed(ours, logits(ids), "logits", folder, reader)
     if not model.is_causal:  # and does not generate token by token
         return agreed
     new = max(0, min(_NUM_NEW_TOKENS, length - 1))
@@ -76,13 +71,16 @@ def _verify_scores(folder: Path, model: LanguageModel, seq_len: int, layout: Lay
     ids = np.random.default_rng(0).choice(known, min(seq_len, _PROMPT_LENGTH))
     reader, rewards = _classifier(folder, layout)
     head = jax.jit(lambda model: model.reward_head())(model)
-    ours, theirs = _scores(model, head.array, ids, layout), rewards(ids)
+    return _agreed(_scores(model, head.array, ids, layout), rewards(ids), "rewards", folder, reader)
+
+
+def _agreed(ours: np.ndarray, theirs: np.ndarray, name: str, folder: Path, reader: str) -> str:
     difference = float(np.abs(ours - theirs).max())
     if not difference <= _RELATIVE_TOLERANCE * float(np.abs(ours).max()):
         raise ConfigError(
-            f"{folder}: loaded with {reader}, rewards differ by up to {difference:.3g} from the checkpoint"
+            f"{folder}: loaded with {reader}, {name} differ by up to {difference:.3g} from the checkpoint"
         )
-    return f"verified with {reader}: rewards within {difference:.1e}"
+    return f"verified with {reader}: {name} within {difference:.1e}"
 
 
 def _scores(model: LanguageModel, head: Any, ids: np.ndarray, layout: Layout) -> np.ndarray:
@@ -107,11 +105,14 @@ def _classifier(folder: Path, layout: Layout) -> tuple[str, Callable[[np.ndarray
                 )
 
         return f"transformers {transformers.__version__}", of_beginnings
-    opened = open_folder(folder)
-    vocab = Axis("vocab", opened.vocab_size)
-    abstract = jax.eval_shape(lambda: opened.config.build(vocab, key=jax.random.key(0)))
-    base, head = load_model(folder, abstract, opened.config, layout), read_score(folder, "--output_dir")
-    return "jaxlm (transformers is not installed)", lambda ids: _scores(base, head, ids, layout)
+    base, head = _loaded(folder, open_folder(folder).config, layout), read_score(folder, "--output_dir")
+    return _ALONE, lambda ids: _scores(base, head, ids, layout)
+
+
+def _loaded(folder: Path, config: ModelConfig, layout: Layout) -> LanguageModel:
+    vocab = Axis("vocab", open_folder(folder).vocab_size)
+    abstract = jax.eval_shape(lambda: config.build(vocab, key=jax.random.key(0)))
+    return load_model(folder, abstract, config, layout)
 
 
 @jax.jit
@@ -138,14 +139,12 @@ def _reader(folder: Path, config: ModelConfig, layout: Layout) -> tuple[str, Cal
     """The library that loads the folder: (name, ids -> logits, (prompt, count) -> greedy tokens)."""
     if _has_transformers():
         return _transformers(folder)
-    vocab = Axis("vocab", open_folder(folder).vocab_size)
-    abstract = jax.eval_shape(lambda: config.build(vocab, key=jax.random.key(0)))
-    model = load_model(folder, abstract, config, layout)
+    model = _loaded(folder, config, layout)
 
     def tokens(prompt: list[list[int]], count: int) -> list[int]:
         return generate(model, prompt, max_new_tokens=count, temperature=0.0)[0]
 
-    return "jaxlm (transformers is not installed)", lambda ids: np.asarray(_logits(model, ids)), tokens
+    return _ALONE, lambda ids: np.asarray(_logits(model, ids)), tokens
 
 
 def _transformers(folder: Path) -> tuple[str, Callable[..., Any], Callable[..., Any]]:

@@ -235,12 +235,7 @@ def _adapters_of(
         adapted = {layer: name for layer, name in modules.items() if f"{PREFIX}{name}.{kind[0]}" in names}
         if not adapted:
             continue
-        ranks = {layer: names[f"{PREFIX}{name}.{kind[0]}"].shape[0] for layer, name in adapted.items()}
-        adapters = _Adapters(tensor, adapted, ranks, {}, kind)
-        missing = adapters.missing(names, dora=bool(settings.get("use_dora")))
-        if missing:
-            raise ConfigError(f"{file}: missing: {', '.join(missing[:_MAX_LISTED])}")
-        scales = {}
+        ranks, scales = {layer: names[f"{PREFIX}{name}.{kind[0]}"].shape[0] for layer, name in adapted.items()}, {}
         for layer, name in adapted.items():
             expected = by_pattern(settings.get("rank_pattern") or {}, name, settings["r"])
             alpha = by_pattern(settings.get("alpha_pattern") or {}, name, settings["lora_alpha"])
@@ -250,7 +245,10 @@ def _adapters_of(
                     f" {expected}. Check that the two files belong together"
                 )
             scales[layer] = float(alpha) / expected ** (0.5 if settings.get("use_rslora") else 1)
-        return _Adapters(tensor, adapted, ranks, scales, kind)
+        adapters = _Adapters(tensor, adapted, ranks, scales, kind)
+        if missing := adapters.missing(names, dora=bool(settings.get("use_dora"))):
+            raise ConfigError(f"{file}: missing: {', '.join(missing[:_MAX_LISTED])}")
+        return adapters
     return None
 
 
