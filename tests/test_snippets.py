@@ -176,7 +176,6 @@ def check_jaxlm(name: str, arguments: list[str], monkeypatch) -> None:
 
     with monkeypatch.context() as patched:
         for function in (
-            "open_checkpoint",
             "open_model",
             "evaluate_tasks",
             "read_runs",

@@ -19,7 +19,7 @@ from jaxlm.core.errors import ConfigError
 from jaxlm.observe.console import Console
 from jaxlm.plan.load_config import load_config, read_config
 from jaxlm.plan.refs.checkpoint import CheckpointRefConfig
-from jaxlm.session.load_model import open_checkpoint
+from jaxlm.session.load_model import open_model
 from jaxlm.train import train
 
 pytestmark = pytest.mark.slow
@@ -61,10 +61,11 @@ def test_a_run_of_an_earlier_version_continues(place, name):
 
 def test_its_configuration_and_its_average_are_read(place):
     """Commands that read a checkpoint use the configuration that it was saved with."""
-    loaded = open_checkpoint(EARLIER / "step-6", {"trainer.fsdp_axis": None})
-    phase = loaded.plan.phases[loaded.checkpoint.cursor.phase]
+    keys, name = {"trainer.fsdp_axis": None}, str(EARLIER / "step-6")
+    loaded = open_model(name, keys)
+    (phase,) = (phase for phase in loaded.plan.phases if phase.start < 6 <= phase.end)
     with loaded.plan.layout.use():
-        trained, average = loaded.load_model(), loaded.load_model("ema")
+        trained, average = loaded.load(), open_model(name, keys, weights="ema").load()
     mask = dict(tree.leaves(phase.mask(trained)))
     assert [path for path, trains in mask.items() if trains and path.endswith(".a")] == [
         f"body.layers.stacked.attn.{name}_proj.a" for name in "qkvo"
@@ -85,7 +86,7 @@ def test_its_model_is_read_without_the_modules_that_followed_its_training(place)
     config.write_text("".join(lines).replace("trainer:\n", following))
     hashes = json.loads(checksums.read_text())
     checksums.write_text(json.dumps(hashes | {"run/config.yaml": hashlib.sha256(config.read_bytes()).hexdigest()}))
-    assert open_checkpoint("run", {"trainer.fsdp_axis": None}).plan.config.trainer.callbacks == []
+    assert open_model("run", {"trainer.fsdp_axis": None}).plan.config.trainer.callbacks == []
     assert CheckpointRefConfig("run").open("refs.teacher").model_config().num_layers == 2
     with pytest.raises(ConfigError, match="importing gone failed: ModuleNotFoundError"):
         read_config(config)

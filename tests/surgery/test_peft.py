@@ -34,7 +34,7 @@ from jaxlm.plan.plan import make_plan
 from jaxlm.reading.decode import encode
 from jaxlm.reading.yaml import ConfigSource
 from jaxlm.session.inference_model import load
-from jaxlm.session.load_model import open_checkpoint, open_model
+from jaxlm.session.load_model import open_model
 from jaxlm.surgery.base import merge_surgeries
 from jaxlm.surgery.lora import LoraConfig, add_adapters, save_peft
 from jaxlm.train import train
@@ -179,28 +179,39 @@ def test_adapters_of_a_model_with_experts(tmp_path, config):
         read_adapters(tmp_path / "experts", config, {"layers": 2})
 
 
-def test_an_embedding_that_was_trained_for_a_token_without_a_row_is_refused(tmp_path):
+def test_rows_of_trained_tokens_that_the_model_lacks_are_refused(tmp_path):
     """PEFT makes the rows of an embedding's A zero; those of tokens that are in no text stay so. A head's rows change."""
-    write_adapter(tmp_path / "adapter", [])
-    arrays = {"embed_tokens.lora_embedding_A": np.zeros((3, 60)), "embed_tokens.lora_embedding_B": np.ones((32, 3))}
-    arrays = {f"model.{name}": array for name, array in arrays.items()}
-    arrays |= {"lm_head.lora_A.weight": np.ones((3, 32)), "lm_head.lora_B.weight": np.ones((60, 3))}
-    arrays = {f"base_model.model.{name}": array.astype(np.float32) for name, array in arrays.items()}
-    table = arrays["base_model.model.model.embed_tokens.lora_embedding_A"]
-    table[:, :50] = 1.0
+    attention = write_adapter(tmp_path / "adapter", ["model.layers.0.self_attn.q_proj"])
+    prefix, table = "base_model.model", np.zeros((3, 60), np.float32)
+    ones = lambda *shape: np.ones(shape, np.float32)  # noqa: E731
+    tokens, head = f"{prefix}.model.embed_tokens.lora_embedding", f"{prefix}.lm_head.lora"
+    of_table = {f"{tokens}_A": table, f"{tokens}_B": ones(32, 3)}
+    of_head = {f"{head}_A.weight": ones(3, 32), f"{head}_B.weight": ones(60, 3)}
+    saved = {f"{prefix}.lm_head.weight": ones(60, 32)}
 
-    def read():
+    def read(arrays):
         infos = {name: TensorInfo(array.shape, array.dtype) for name, array in arrays.items()}
         write_safetensors(tmp_path / "adapter" / "adapter_model.safetensors", infos, arrays.values())
-        return read_adapters(tmp_path / "adapter", LlamaConfig(**SIZES), {"vocab": 50, "embed": 32}).adapters
+        return read_adapters(
+            tmp_path / "adapter", LlamaConfig(**SIZES), {"vocab": 50, "embed": 32, "layers": 2}
+        ).adapters
 
-    adapters = read()
+    table[:, :50] = 1.0
+    adapters = read(attention | of_table | of_head)
     assert (adapters["tokens"].a.shape, adapters["head"].b.shape) == ((3, 50), (50, 3))
+    read(attention | saved)
     table[1, 57:59] = 0.5
     with pytest.raises(
-        ConfigError, match=r"the embeddings of 2 tokens that are not among this model's 50: 57 is the first"
+        ConfigError, match="the embeddings of 2 tokens that are not among this model's 50: 57 is the first"
     ):
-        read()
+        read(attention | of_table)
+    table[1, 57:59] = 0.0
+    added = [{"id": 3, "content": "<s>"}, {"id": 51, "content": "<|im_start|>"}]
+    (tmp_path / "adapter" / "tokenizer.json").write_text(json.dumps({"added_tokens": added}))
+    for more in (of_table, of_head, saved):
+        with pytest.raises(ConfigError, match=r"tokenizer\.json: '<\|im_start\|>': tokens beyond the 50 of the model"):
+            read(attention | more)
+    read(attention)
 
 
 @pytest.mark.slow
@@ -272,10 +283,10 @@ def test_adapters_of_the_upper_layers_only(tmp_path):
     upper = {**LORA, "target": r"body\.1.*(q_proj|mlp)"}
     write_instructions(tmp_path / "train.jsonl")
     tuned(tmp_path, tmp_path / "train.jsonl", 6, {"type": "split_at", "layer": 1}, upper)
-    trained = open_checkpoint(tmp_path / "checkpoints" / "lora")
+    trained = open_model(str(tmp_path / "checkpoints" / "lora"), {})
     ids = np.random.default_rng(0).integers(0, trained.plan.state_builder.Vocab.size, size=(8, 24))
     with trained.plan.layout.use():
-        model = trained.load_model()
+        model = trained.load()
         ours = logits_of(model, ids)
         save_adapters_of(model, tmp_path / "adapter", trained.plan)
         some = {path: leaf for path, leaf in tree.leaves(model) if path.endswith("q_proj.a")}
@@ -412,7 +423,7 @@ def test_training_continues_from_peft(tmp_path):
         for r in tuned(tmp_path, instructions, 1, {"type": "lora", "from_peft": str(tmp_path / "adapter")})
         if "train/loss" in r
     )
-    trained = open_checkpoint(tmp_path / "checkpoints" / "lora")
+    trained = open_model(str(tmp_path / "checkpoints" / "lora"), {})
     plan = trained.plan
     data = plan.data[0].open(trained.tokenizer, plan.config.model.seq_len, log=lambda _: None)
     sizes = plan.batches.train
@@ -484,10 +495,10 @@ def test_lora_on_instructions(tmp_path, real):
     records = tuned(tmp_path, DOLLY if real else write_instructions(tmp_path / "train.jsonl"), steps)
     losses = [r["train/loss"] for r in records if "train/loss" in r]
     assert np.mean(losses[-3:]) < losses[0] - (0.1 if real else 1.0)
-    trained = open_checkpoint(tmp_path / "checkpoints" / "lora")
+    trained = open_model(str(tmp_path / "checkpoints" / "lora"), {})
     plan = trained.plan
     with plan.layout.use():
-        model = trained.load_model()
+        model = trained.load()
         before = dict(tree.leaves(plan_base(tmp_path / "hf", plan)))
         for path, leaf in tree.leaves(model):
             if path.endswith((".a", ".b")):
@@ -521,10 +532,10 @@ def test_a_run_with_dora_ranks_by_layer_and_a_trained_head_is_exported(tmp_path,
     losses = [r["train/loss"] for r in records if "train/loss" in r]
     assert losses[-1] < losses[0] - 0.5
     checkpoint = str(tmp_path / "checkpoints" / "lora")
-    trained = open_checkpoint(tmp_path / "checkpoints" / "lora")
+    trained = open_model(str(tmp_path / "checkpoints" / "lora"), {})
     with trained.plan.layout.use():
         before = dict(tree.leaves(plan_base(tmp_path / "hf", trained.plan)))
-        for path, leaf in tree.leaves(trained.load_model()):
+        for path, leaf in tree.leaves(trained.load()):
             if ".base." in path and "v_proj" not in path:
                 np.testing.assert_array_equal(leaf.array, before[path.replace(".base.", ".")].array, err_msg=path)
     for adapters in ("only", "merge"):

@@ -73,51 +73,6 @@ ARGUMENTS = Spelling("name", "adapter", "weights", "=", "keys: ")
 """As arguments of `jaxlm.load`."""
 
 
-@dataclass(frozen=True)
-class LoadedCheckpoint:
-    """An open checkpoint, with the run's tokenizer and its plan for the available devices."""
-
-    checkpoint: VerifiedCheckpoint
-    tokenizer: Tokenizer
-    plan: Plan
-
-    @property
-    def data(self) -> DataConfig:
-        """The data section of the checkpoint's phase."""
-        return self.plan.data[self.checkpoint.cursor.phase]
-
-    @property
-    def phase(self) -> Phase:
-        """The phase that the checkpoint is in."""
-        return self.plan.phases[self.checkpoint.cursor.phase]
-
-    @property
-    def surgeries(self) -> tuple[SurgeryConfig, ...]:
-        """The surgeries that the model has been through, in order."""
-        return self.plan.state_builder.surgeries_until(self.phase)
-
-    def load_model(self, weights: str = AS_TRAINED, spelling: Spelling = OPTIONS) -> LanguageModel:
-        """Loads the model in its parameters' dtype. Call it inside `plan.layout.use()`.
-
-        Args:
-            weights: `trained` for the newest weights, or `ema` for their average (`trainer.model_averaging`).
-            spelling: of messages.
-        """
-        phase = self.phase
-        known = (AS_TRAINED, *phase.averages)
-        if weights not in known:
-            raise ConfigError(
-                f"{spelling.weights}: '{weights}' given, but {self.checkpoint.location} only has: {', '.join(known)}. A run"
-                " saves averages if trainer.model_averaging is set"
-            )
-        abstract, layout = self.plan.state_builder.abstract_state(phase), self.plan.layout
-        model = restore(self.checkpoint, abstract.model, layout, prefix="model")
-        if weights == AS_TRAINED:
-            return model
-        average = restore(self.checkpoint, abstract.slots[weights].weights, layout, prefix=f"slots.{weights}.weights")
-        return phase.with_average(model, average)
-
-
 def checkpoint_parser(command: str, description: str, *, or_else: str = "") -> argparse.ArgumentParser:
     """The parser of a command that takes a checkpoint. Args: or_else: help text for what else `--checkpoint` may name."""
     parser = Parser(prog=f"jaxlm {command}", description=description, allow_abbrev=False)
@@ -154,31 +109,6 @@ def parse_with_keys(
                 f" options are {', '.join(f'--{o}' for o in names)}; keys that override the saved configuration contain a dot"
             )
     return options, parsed.options
-
-
-def open_checkpoint(
-    path: Path | str,
-    options: Mapping[str, Any] | None = None,
-    *,
-    also: Collection[str] = (),
-    devices: Devices = None,
-    spelling: Spelling = OPTIONS,
-) -> LoadedCheckpoint:
-    """Opens a checkpoint, or the newest in a run's folder.
-
-    Args:
-        options: dotted key -> value, overriding the saved configuration (`trainer.model_axis_size`, ...).
-        also: additional keys that have an effect for the caller. Options without effect raise `ConfigError`.
-        devices: devices for the model; None means all.
-        spelling: of messages.
-    """
-    checkpoint = find_checkpoint(path, spelling)
-    overrides = dict(options or {})
-    with checkpoint.checkpoint.local("run") as folder:
-        tokenizer = load_tokenizer(str(folder / "tokenizer"))
-        config = read_saved(folder / "config.yaml", overrides, spelling.key)
-    check_effective(overrides, also=also, spelling=spelling)
-    return LoadedCheckpoint(checkpoint, tokenizer, make_plan(config, "trained", tokenizer.vocab_size, devices))
 
 
 def check_effective(options: Mapping[str, Any], *, also: Collection[str] = (), spelling: Spelling = OPTIONS) -> None:
@@ -316,8 +246,8 @@ def open_model(
     Args:
         keys: dotted key -> value, overriding the saved configuration, or the one made from the folder's config.json.
         adapter: a PEFT folder with adapters to add to the model.
-        weights: which weights of a checkpoint, as in `LoadedCheckpoint.load_model`.
-        also: additional keys that have an effect for the caller, as in `open_checkpoint`.
+        weights: of a checkpoint: `trained` for the newest, or `ema` for their average (`trainer.model_averaging`).
+        also: additional keys that have an effect for the caller. Others without effect raise `ConfigError`.
         devices: devices for the model; None means all.
         spelling: of messages.
 
@@ -371,25 +301,49 @@ def _open_checkpoint(
     name: str, keys: Mapping[str, Any], weights: str, also: Collection[str], devices: Devices, spelling: Spelling
 ) -> LoadedModel:
     try:
-        trained = open_checkpoint(name, keys, also=also, devices=devices, spelling=spelling)
+        checkpoint = find_checkpoint(name, spelling)
     except ConfigError as error:
         if Path(name).exists() or not may_be_repository(name):
             raise
         raise ConfigError(f"{error} If you mean a Hugging Face repository, write {name}@main") from error
+    with checkpoint.checkpoint.local("run") as folder:
+        tokenizer = load_tokenizer(str(folder / "tokenizer"))
+        config = read_saved(folder / "config.yaml", keys, spelling.key)
+    check_effective(keys, also=also, spelling=spelling)
+    plan = make_plan(config, "trained", tokenizer.vocab_size, devices)
+    phase = plan.phases[checkpoint.cursor.phase]
+    surgeries, data = plan.state_builder.surgeries_until(phase), plan.data[phase.index]
     return LoadedModel(
-        trained.checkpoint.location,
-        lambda: trained.tokenizer,
-        trained.plan,
-        trained.phase.model,
-        trained.surgeries,
-        trained.data,
-        trained.checkpoint.cursor.step,
-        load=lambda: trained.load_model(weights, spelling),
-        adds_bos=trained.data.prompt_bos,
-        eval_batch=trained.plan.batches.eval_of(trained.phase),
-        merged=(MergedAdapter.of_checkpoint(trained.checkpoint.location),) if adds_adapters(trained.surgeries) else (),
-        source=saved_source(trained.checkpoint.checkpoint),
+        checkpoint.location,
+        lambda: tokenizer,
+        plan,
+        phase.model,
+        surgeries,
+        data,
+        checkpoint.cursor.step,
+        load=lambda: _load_weights(checkpoint, plan, phase, weights, spelling),
+        adds_bos=data.prompt_bos,
+        eval_batch=plan.batches.eval_of(phase),
+        merged=(MergedAdapter.of_checkpoint(checkpoint.location),) if adds_adapters(surgeries) else (),
+        source=saved_source(checkpoint.checkpoint),
     )
+
+
+def _load_weights(
+    checkpoint: VerifiedCheckpoint, plan: Plan, phase: Phase, weights: str, spelling: Spelling
+) -> LanguageModel:
+    known = (AS_TRAINED, *phase.averages)
+    if weights not in known:
+        raise ConfigError(
+            f"{spelling.weights}: '{weights}' given, but {checkpoint.location} only has: {', '.join(known)}. A run saves"
+            " averages if trainer.model_averaging is set"
+        )
+    abstract, layout = plan.state_builder.abstract_state(phase), plan.layout
+    model = restore(checkpoint, abstract.model, layout, prefix="model")
+    if weights == AS_TRAINED:
+        return model
+    average = restore(checkpoint, abstract.slots[weights].weights, layout, prefix=f"slots.{weights}.weights")
+    return phase.with_average(model, average)
 
 
 def _open_hf_model(

@@ -324,7 +324,10 @@ def read_adapters(folder: Path, config: ModelConfig, sizes: Sizes) -> ReadAdapte
     for tensor, names in opened.saved:
         unread -= set(names)
         for name in names:
-            _check_shape(tensor, file.tensors[name].shape, sizes, f"{folder / WEIGHTS}: {name}")
+            shape = file.tensors[name].shape
+            _check_shape(tensor, shape, sizes, f"{folder / WEIGHTS}: {name}")
+            if shape and tensor.parts[0].dims[0] == (VOCAB,) and shape[0] > sizes[VOCAB]:
+                _check_own_tokenizer(folder, sizes)
         saved |= {
             part.path: Saved(tensor, n, [file.view(name) for name in names]) for n, part in enumerate(tensor.parts)
         }
@@ -461,6 +464,7 @@ def _rows_of_tokens(adapters: _Adapters, arrays: Arrays, sizes: Sizes, folder: P
     rows = a.shape[-1] if is_table else b.shape[-2]
     if adapters.tensor.parts[0].dims[0] != (VOCAB,) or rows <= sizes[VOCAB]:
         return arrays
+    _check_own_tokenizer(folder, sizes)
     if is_table and magnitude is not None:
         raise ConfigError(
             f"{folder / WEIGHTS}: the DoRA magnitudes of the token embedding depend on all of its {rows} rows, but the model"
@@ -475,6 +479,18 @@ def _rows_of_tokens(adapters: _Adapters, arrays: Arrays, sizes: Sizes, folder: P
     if is_table:
         return Arrays(a[..., : sizes[VOCAB]], b)
     return Arrays(a, b[..., : sizes[VOCAB], :], None if magnitude is None else magnitude[..., : sizes[VOCAB]])
+
+
+def _check_own_tokenizer(folder: Path, sizes: Sizes) -> None:
+    """Raises `ConfigError` if the folder has a tokenizer with tokens whose rows would be left out."""
+    file = folder / "tokenizer.json"
+    added = read_json_object(file).get("added_tokens") if file.is_file() else None
+    tokens = {token.get("id"): token.get("content") for token in added or () if isinstance(token, dict)}
+    if more := [repr(name) for number, name in tokens.items() if type(number) is int and number >= sizes[VOCAB]]:
+        raise ConfigError(
+            f"{file}: {', '.join(more[:_MAX_LISTED])}: tokens beyond the {sizes[VOCAB]} of the model, whose rows the adapter"
+            f" has. Set data.tokenizer to {folder}, or data.added_tokens to these tokens"
+        )
 
 
 def _check_shape(tensor: Tensor, shape: Sequence[int], sizes: Sizes, where: str) -> None:
