@@ -64,13 +64,14 @@ class Exporter:
         Args:
             model: in the form of `export_form`.
             config: of the model.
+            card: becomes README.md; None keeps the tokenizer's.
             merged: the adapters that it contains.
         """
         plan, files = self.plan, self.tokenizer.files(max_length=config.seq_len)
         if card is not None:
-            of_tokenizer, base, where = files.pop(README, None), plan.config.initialize_from_hf, plan.data[0].tokenizer
-            if base and of_tokenizer is not None and hf_name(base, where) == hf_name(True, where):
-                card = replace(card, of_base=of_tokenizer.decode("utf-8", errors="replace"))
+            readme, base, place = files.pop(README, None), plan.config.initialize_from_hf, plan.data[0].tokenizer
+            if readme is not None and base and hf_name(base, place) == hf_name(True, place):  # it is about the base
+                card = replace(card, of_base=readme.decode("utf-8", errors="replace"))
             if is_reward_model(model):
                 card = replace(card, task="text-classification")
             files |= {README: card.text().encode(), **merged_file(merged)}

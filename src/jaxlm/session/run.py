@@ -66,12 +66,9 @@ def open_run(
     clock: ActivityClock,
 ) -> Iterator[Run]:
     """Opens a run's folders and records, and closes them when the context exits, even after an error."""
-    beginning, tokenizers, source = (
-        Beginning(),
-        (tokenizer, _with_templates(tokenizer, plan)),
-        source_of_run(plan, init_from),
-    )
-    files = run_files(plan, *tokenizers, source)
+    beginning, source = Beginning(), source_of_run(plan, init_from)
+    saved_tokenizer = _with_templates(tokenizer, plan)
+    files = run_files(plan, tokenizer, saved_tokenizer, source)
     plan.checkpoints.prepare()
     if is_url(exports := plan.config.hf_save_path or ""):
         main_only(lambda: check_writable(exports, "hf_save_path"))
@@ -81,7 +78,7 @@ def open_run(
         flush = [records.flush, *([logs.upload] if is_main_process() else [])]
         with open_writer(plan, files, init_from, console.log, clock, still_held, flush) as writer:
             opened = (console, clock, records, writer, FlagSync(plan.layout, stop), beginning)
-            yield Run(plan, *tokenizers, source, *opened)
+            yield Run(plan, tokenizer, saved_tokenizer, source, *opened)
 
 
 def _with_templates(tokenizer: Tokenizer, plan: Plan) -> Tokenizer:
