@@ -66,9 +66,10 @@ def place(tmp_path):
 def test_a_chain_of_runs_exports_the_config_of_its_first_source(place):
     """The source is gone after the first start: checkpoints have what later exports need."""
     source = json.loads((place / "hf" / "config.json").read_text())
-    first = run(place, "a", initialize_from_hf=str(place / "hf"), model={**MODEL, "seq_len": 64})
-    assert differences(first, source) == {}
+    start = {"initialize_from_hf": str(place / "hf"), "model": {**MODEL, "seq_len": 64}}
+    assert differences(run(place, "a", **start), source) == {}
     shutil.rmtree(place / "hf")
+    assert differences(run(place, "a", 2, **start), source) == {}
     again = ["to-hf", "--checkpoint", checkpoint(place, "a"), "--output_dir", str(place / "converted")]
     assert convert.main(again) == 0
     assert differences(place / "converted", source) == {}
