@@ -73,6 +73,7 @@ from jaxlm.session.resume_checks import (
     check_same_data,
     check_same_run,
     check_same_tokenizer,
+    evaluated_changes,
 )
 from jaxlm.session.run import Run, open_run
 from jaxlm.session.saving import settle
@@ -274,7 +275,7 @@ def _start(
         ) from error
     init_from = find_init_from(plan, console.log)
     if (source := init_from.weights or init_from.state) is not None:
-        note("the checkpoint that the run starts from", source.checkpoint.read(CHECKSUMS))
+        note("the checkpoint that the run starts from", source.checkpoint.read(CHECKSUMS).decode())
     if (going_on := read_again(plan, init_from)).past_refs != plan.past_refs:
         plan = going_on
         check_references(plan, tokenizer, console.log)
@@ -291,7 +292,6 @@ def _start(
 
 
 def _restore(run: Run, init_from: InitFrom) -> RunState:
-    """Loads the state of the checkpoint that the run continues from."""
     plan, checkpoint = run.plan, init_from.state
     assert checkpoint is not None
     phase = check_cursor(checkpoint.cursor, plan)
@@ -316,7 +316,7 @@ def _open_phase(
     """
     plan, log = run.plan, run.console.log
     with open_phase_data(run, phase, conductor.resumed) as data:
-        check_same_files()
+        evaluated = check_same_files()
         enter = _entry(run, phase, state, data, init_from) if conductor.resumed is None else None
         # Compiled before the state is made: a step that does not fit into memory ends in a message, not in a killed machine.
         with run.clock.during(Activity.COMPILE):
@@ -327,11 +327,13 @@ def _open_phase(
             check_sanity(plan, phase, refs, data.reopened, log)
             check_evaluation_references(plan, phase, data.reopened, log)
         with open_hooks(run, phase, data, steps, refs) as hooks:
+            for line in evaluated_changes(run.writer.run_files, phase.name, evaluated | check_same_files()):
+                log(f"changed since the last start: {line}")
             run.beginning.happen()
             if enter is not None:
                 state, enter = enter(), None  # frees the references that its surgeries have read
             assert state is not None
-            check_same_files()  # also what its evaluations, and the loading of weights and references, have read
+            check_same_files()  # also what the loading of weights has read
             saver = _begin_phase(run, phase, state, data, conductor)
             skipped = int(state.guard.skipped)
             note = run.records.decided

@@ -5,13 +5,15 @@ file, or a line of it, does so here.
 """
 
 import errno
+import functools
+import hashlib
 import io
 import json
 import os
 import stat
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 from jaxlm.core.errors import ConfigError
 
@@ -29,20 +31,6 @@ class UnreadableFileError(OSError, ConfigError):
 
     def __str__(self) -> str:
         return f"{self.filename}: {self.strerror}. Replace the file, or remove it"
-
-
-class Stream(Protocol):
-    """What bytes are read from."""
-
-    def read(self, size: int, /) -> bytes: ...
-    def readline(self, size: int, /) -> bytes: ...
-
-
-class Store(Protocol):
-    """A file system of fsspec."""
-
-    def size(self, path: str) -> int | None: ...
-    def cat_file(self, path: str) -> bytes: ...
 
 
 def largest() -> int:
@@ -94,6 +82,19 @@ def map_array(path: Path | str) -> "np.ndarray":
     return array
 
 
+def sha256(path: Path) -> str:
+    """The SHA-256 of a file's content. Raises `OSError`."""
+    status = path.stat()
+    return _sha256(path.resolve(), status.st_size, status.st_mtime_ns)
+
+
+@functools.cache
+def _sha256(path: Path, size: int, mtime_ns: int) -> str:
+    # Size and mtime are only cache keys: the file is read again if they change.
+    with open_regular(path) as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
 def read_bytes(path: Path | str, limit: int | None = None) -> bytes:
     """The content of a file.
 
@@ -113,7 +114,7 @@ def read_text(path: Path | str, limit: int | None = SMALL) -> str:
     return read_bytes(path, limit).decode("utf-8").replace("\r\n", "\n").replace("\r", "\n")
 
 
-def read_stream(stream: Stream, path: Path | str, limit: int | None = None) -> bytes:
+def read_stream(stream: BinaryIO, path: Path | str, limit: int | None = None) -> bytes:
     """All bytes of a stream, such as a decompressed one. Args: path: for the message. Raises like `read_bytes`."""
     most = largest() if limit is None else limit
     try:
@@ -125,7 +126,7 @@ def read_stream(stream: Stream, path: Path | str, limit: int | None = None) -> b
     return content
 
 
-def _read_up_to(stream: Stream, limit: int) -> bytes:
+def _read_up_to(stream: BinaryIO, limit: int) -> bytes:
     """In pieces: `read(limit)` reserves memory for all of them, however short the stream is."""
     content = io.BytesIO()
     while piece := stream.read(min(_PIECE, limit - content.tell())):
@@ -133,7 +134,7 @@ def _read_up_to(stream: Stream, limit: int) -> bytes:
     return content.getvalue()
 
 
-def read_lines(stream: Stream, path: Path | str) -> Iterator[bytes]:
+def read_lines(stream: BinaryIO, path: Path | str) -> Iterator[bytes]:
     """The lines of a stream. Raises `UnreadableFileError` for one that is longer than `largest`."""
     most, number = largest(), 0
     while line := stream.readline(most + 1):
@@ -143,7 +144,7 @@ def read_lines(stream: Stream, path: Path | str) -> Iterator[bytes]:
         yield line
 
 
-def read_stored(fs: Store, path: str) -> bytes:
+def read_stored(fs: Any, path: str) -> bytes:
     """The content of a file in a store. Args: fs: a file system of fsspec. Raises like `read_bytes`, and what `fs` raises."""
     most = largest()
     if (fs.size(path) or 0) > most:

@@ -5,14 +5,14 @@ have to find out first. One that does not work waits, or ends in an error that d
 """
 
 import functools
+import threading
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 
-_WAIT_MS = (
-    10_000  # for one answer; then the process asks again. engine/peers.py ends those that wait for a lost process
-)
+_WAIT_MS = 10_000  # for one answer; then it asks again. engine/peers.py ends those that wait for a lost process
+T = TypeVar("T")
 _ROOT = "jaxlm/exchange/"
 
 
@@ -74,6 +74,22 @@ class Exchange:
             except jax.errors.JaxRuntimeError as error:
                 if not str(error).startswith("DEADLINE_EXCEEDED"):
                     raise
+
+
+class _Work(threading.local):
+    is_alone = False  # whether this process does what the others do not
+
+
+WORK = _Work()
+
+
+def alone(act: Callable[[], T]) -> T:
+    """Calls what only this process does."""
+    before, WORK.is_alone = WORK.is_alone, True
+    try:
+        return act()
+    finally:
+        WORK.is_alone = before
 
 
 def exchange() -> Exchange | None:

@@ -12,7 +12,7 @@ import numpy as np
 
 from jaxlm.core.devices import host_memory
 from jaxlm.core.errors import ConfigError, PeerError
-from jaxlm.core.exchange import Exchange, exchange
+from jaxlm.core.exchange import Exchange, alone, exchange
 
 T = TypeVar("T")
 
@@ -56,9 +56,7 @@ def broadcast_from_main(values: np.ndarray) -> np.ndarray:
 
 def all_processes(holds: bool) -> bool:
     """Whether `holds` is true on every process. Every process must call this."""
-    if (others := exchange()) is None:
-        return holds
-    return bool(others.conclude(_flag(holds), lambda flags: _flag(all(flags))))
+    return not largest_of_processes(int(not holds))
 
 
 def largest_of_processes(number: int) -> int:
@@ -73,29 +71,29 @@ def same_on_all_processes(text: str) -> bool:
     if (others := exchange()) is None:
         return True
     digest = hashlib.sha256(text.encode()).digest()
-    return bool(others.conclude(digest, lambda digests: _flag(len(set(digests)) == 1)))
+    return bool(others.conclude(digest, lambda digests: b"same" if len(set(digests)) == 1 else b""))
 
 
-def _flag(holds: bool) -> bytes:
-    return b"yes" if holds else b""
-
-
-def differences_between_processes(facts: Mapping[str, str]) -> list[str]:
-    """One line for each fact that is not the same on all processes, with its values. Every process must call this."""
+def differences_between_processes(
+    facts: Mapping[str, str], are_same: Callable[[Sequence[str | None]], bool] = lambda values: len(set(values)) == 1
+) -> list[str]:
+    """One line for each fact that is not the same on all processes, with its values. Every process must call this. To
+    `are_same`, a missing value is None.
+    """
     others, text = exchange(), json.dumps(facts, sort_keys=True)
     if others is None or same_on_all_processes(text):
         return []
-    return json.loads(others.conclude(text.encode(), lambda messages: json.dumps(_differences(messages)).encode()))
+    return json.loads(others.conclude(text.encode(), lambda said: json.dumps(_differences(said, are_same)).encode()))
 
 
-def _differences(messages: Sequence[bytes]) -> list[str]:
+def _differences(messages: Sequence[bytes], are_same: Callable[[Sequence[str | None]], bool]) -> list[str]:
     of_process = [json.loads(text) for text in messages]
     lines = []
     for name in sorted(set().union(*of_process)):
         owners: dict[str, list[int]] = {}
         for process, known in enumerate(of_process):
             owners.setdefault(known.get(name, "missing"), []).append(process)
-        if len(owners) > 1:
+        if not are_same([known.get(name) for known in of_process]):
             values = "; ".join(f"{value or 'none'} on {_processes(numbers)}" for value, numbers in owners.items())
             lines.append(f"{name}: {values}")
     return lines
@@ -114,8 +112,8 @@ def main_only(act: Callable[[], T]) -> T | None:
         ConfigError, PeerError: on the other processes, with the same message, so that they do not wait forever.
     """
     if (others := exchange()) is None:
-        return act()
-    return _of_main(others, act, lambda _: b"")[0]
+        return alone(act)
+    return _of_main(others, lambda: alone(act), lambda _: b"")[0]
 
 
 def from_main(make: Callable[[], Any]) -> Any:
@@ -125,8 +123,8 @@ def from_main(make: Callable[[], Any]) -> Any:
         BaseException: on all processes, as `main_only` does.
     """
     if (others := exchange()) is None:
-        return make()
-    return json.loads(_of_main(others, make, lambda made: json.dumps(made).encode())[1])
+        return alone(make)
+    return json.loads(_of_main(others, lambda: alone(make), lambda made: json.dumps(made).encode())[1])
 
 
 def _of_main(others: Exchange, act: Callable[[], T], encode: Callable[[T], bytes]) -> tuple[T | None, bytes]:
@@ -151,10 +149,9 @@ def main_first(make: Callable[[], T]) -> T:
         BaseException: on the process where `make` fails, whatever it raises.
         ConfigError, PeerError: on all other processes, with the message of the first of them.
     """
-    result = main_only(make)
     if (others := exchange()) is None:
-        return cast(T, result)
-    failed = None
+        return make()
+    result, failed = _of_main(others, make, lambda _: b"")[0], None
     if others.index:
         try:
             result = make()

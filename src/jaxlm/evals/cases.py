@@ -1,5 +1,6 @@
 """Asks a model, and a reference, questions with known answers."""
 
+import json
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -7,16 +8,17 @@ from typing import Any, ClassVar, Literal
 
 import jax
 
-from jaxlm.core.bounded_read import open_regular, parse_json, read_lines
 from jaxlm.core.errors import ConfigError, listed
 from jaxlm.core.field_types import Fraction, PositiveInt
 from jaxlm.core.runtime import from_main
+from jaxlm.core.values.files_read import note
 from jaxlm.evals.base import Eval, EvalConfig, EvalContext
 from jaxlm.evals.continuations import num_shared
 from jaxlm.evals.gate import GateConfig, at_least, at_most
 from jaxlm.evals.limits import Limit
 from jaxlm.evals.samples import prompt_ids
 from jaxlm.evals.scoring import score
+from jaxlm.interop.json_object import read_json_lines
 from jaxlm.models.base import LanguageModel
 from jaxlm.models.inference.generate import GenerationConfig, generate_tokens
 from jaxlm.models.inference.unstacked import Generator
@@ -133,12 +135,14 @@ class CasesEvalConfig(GateConfig):
 
     def open(self, ctx: EvalContext) -> Eval:
         self.check()
-        cases = self._all_cases(from_main(self._records))  # the file of another process may differ
+        records = from_main(self._records)  # the file of another process may differ
+        note(f"{_KEY}: {self.title}: file", json.dumps([record for _, record in records]), evaluates=True)
+        cases = self._all_cases(records)
         self._check_lengths(ctx.tokenizer, cases, ctx.enforce_bos, ctx.seq_len)
         return CasesEval(self, cases, ctx)
 
     def _records(self) -> list[tuple[str, dict[str, Any]]]:
-        return [] if self.file is None else list(_records(self.file))
+        return [] if self.file is None else list(read_json_lines(self.file, _KEY))
 
     def _all_cases(self, records: Sequence[tuple[str, dict[str, Any]]]) -> list[Case]:
         """Those in the configuration, then those of the records. Raises `ConfigError` if two have the same id."""
@@ -182,7 +186,6 @@ class CasesEval(Eval):
         return {f"{self._config.title}/{name}": value for name, value in metrics.items()}
 
     def _answered(self, model: LanguageModel) -> dict[str, bool]:
-        """Whether each case is answered, by id."""
         asked = [case for case in self._cases if case.choices is None]
         right = {case.id: case.is_right(text) for case, text in zip(asked, self._generated(model, asked), strict=True)}
         chosen = [case for case in self._cases if case.choices is not None]
@@ -217,22 +220,6 @@ class CasesEval(Eval):
 
     def _ids(self, text: str) -> list[int]:
         return prompt_ids(self._ctx.tokenizer, text, bos=self._ctx.enforce_bos)
-
-
-def _records(path: str) -> Iterator[tuple[str, dict[str, Any]]]:
-    """The records of a file of JSON lines, each with its place."""
-    with open_regular(path) as file:
-        for number, line in enumerate(read_lines(file, path), start=1):
-            if not line.strip():
-                continue
-            place = f"{path}, line {number}"
-            try:
-                record = parse_json(line)
-            except ValueError as error:  # also text that is not UTF-8
-                raise ConfigError(f"{_KEY}: {place}: not a JSON object: {error}") from error
-            if not isinstance(record, dict):
-                raise ConfigError(f"{_KEY}: {place}: a JSON object expected, but it is {str(record)[:60]}")
-            yield place, record
 
 
 def _decoded(place: str, record: Mapping[str, Any]) -> Case:

@@ -144,7 +144,7 @@ def read_task(name: str, entry: TaskEntry, max_per_task: int | None = None, *, k
     """
     kind, num_fewshot = entry.settings["icl_task_type"], entry.settings["num_fewshot"][0]
     questions = list(_questions(entry.file, kind, max_per_task, key))
-    note(f"CORE, {name}", json.dumps([dict(entry.settings), entry.baseline, questions], default=str))
+    note(f"{key}: {name}", json.dumps([dict(entry.settings), entry.baseline, questions], default=str), evaluates=True)
     if len(questions) <= num_fewshot:
         enough = f"{num_fewshot + 1} or more"
         is_cut = len(questions) == max_per_task
@@ -165,7 +165,6 @@ def asked_lines(num_lines: int, max_per_task: int | None) -> list[int]:
 
 
 def _settings(file: Path, names: Sequence[str]) -> dict[str, Mapping[str, Any]]:
-    """The settings of tasks in `core.yaml`."""
     try:
         entries = yaml.safe_load(read_text(file))["icl_tasks"]
         settings = {entry["label"]: entry for entry in entries if entry["label"] in names}

@@ -10,7 +10,6 @@ from typing import Any, ClassVar, NamedTuple
 import jax
 import numpy as np
 
-from jaxlm.core.bounded_read import open_regular, parse_json, read_lines
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.field_types import (
     Fraction,
@@ -22,8 +21,10 @@ from jaxlm.core.field_types import (
     Seed,
 )
 from jaxlm.core.runtime import broadcast_from_main, from_main, main_only
+from jaxlm.core.values.files_read import note
 from jaxlm.evals.base import Eval, EvalConfig, EvalContext
 from jaxlm.evals.samples import prompt_ids
+from jaxlm.interop.json_object import read_json_lines
 from jaxlm.models.base import LanguageModel
 from jaxlm.models.inference.generate import CacheDtype, GenerationConfig, generate_tokens, how_to_fit
 from jaxlm.models.inference.sampling import check_temperature
@@ -157,8 +158,7 @@ class RolloutsEvalConfig(EvalConfig):
         return self.prompt_key if self.messages_key is None else self.messages_key
 
     def _records(self) -> list[tuple[str, dict[str, Any]]]:
-        """The records with prompts that are read, each with its place."""
-        records = list(itertools.islice(_records(self.prompts_file), self.max_prompts))
+        records = list(itertools.islice(read_json_lines(self.prompts_file, _KEY), self.max_prompts))
         if not records:
             raise ConfigError(f"{_KEY}: prompts_file: {self.prompts_file} has no prompt")
         key = self._prompt_key
@@ -174,7 +174,9 @@ class RolloutsEvalConfig(EvalConfig):
 
     def _prompts(self, ctx: EvalContext) -> Iterator["_Prompt"]:
         key = self._prompt_key
-        for place, record in from_main(self._records):  # the file of another process may differ
+        records = from_main(self._records)  # the file of another process may differ
+        note(f"{_KEY}: {self.name}: prompts_file", json.dumps([record for _, record in records]), evaluates=True)
+        for place, record in records:
             columns = {name: value for name, value in record.items() if name != key}
             if self.messages_key is not None:
                 text, ids = ctx.chat_prompt(record, key, place)
@@ -185,8 +187,6 @@ class RolloutsEvalConfig(EvalConfig):
 
 
 class _Prompt(NamedTuple):
-    """A prompt, and the other values of its record."""
-
     place: str
     text: str
     ids: list[int]
@@ -265,25 +265,3 @@ class RolloutsEval(Eval):
         names = [*reward_names(self._config.rewards), TOTAL]
         table = np.zeros((len(names), len(rows))) if result is None else np.stack([result[name] for name in names])
         return dict(zip(names, broadcast_from_main(table), strict=True))
-
-
-def _records(path: str) -> Iterator[tuple[str, dict[str, Any]]]:
-    """The records of a file of JSON lines, each with its place."""
-    with open_regular(path) as file:
-        for number, content in enumerate(read_lines(file, path), start=1):
-            if not content.strip():
-                continue
-            place = f"{path}, line {number}"
-            try:
-                line = content.decode()
-                record = parse_json(line)
-                json.dumps(record, ensure_ascii=False).encode()
-            except UnicodeDecodeError as error:
-                raise ConfigError(f"{_KEY}: {place}: not UTF-8 text: {error}. Save the file as UTF-8") from error
-            except UnicodeEncodeError as error:  # JSON can escape half of a surrogate pair
-                raise ConfigError(f"{_KEY}: {place}: not valid Unicode: {error}. Correct the text") from error
-            except ValueError as error:
-                raise ConfigError(f"{_KEY}: {place}: not a JSON object: {error}") from error
-            if not isinstance(record, dict):
-                raise ConfigError(f"{_KEY}: {place}: a JSON object expected, but it is {line.strip()[:60]}")
-            yield place, record

@@ -6,7 +6,8 @@ from dataclasses import replace
 from typing import Any
 
 from jaxlm.core.errors import ConfigError, counted
-from jaxlm.core.runtime import main_first, same_on_all_processes
+from jaxlm.core.runtime import main_first
+from jaxlm.core.values.files_read import note
 from jaxlm.data.batch_schedule import BatchSchedule
 from jaxlm.data.config import DataConfig
 from jaxlm.data.data import Data
@@ -86,11 +87,7 @@ def with_num_steps_of_data(
             num_steps = _of_epochs(config, data, phase_batches) if by_epoch else phase.num_steps
             steps[phase.index] = _until_exhausted(phase, num_steps, data, phase_batches, config.order_seed, log)
         start += steps.get(phase.index, phase.num_steps)
-    if not same_on_all_processes(str(steps)):
-        raise ConfigError(
-            f"trainer.num_train_steps: computed from the data as {', '.join(map(str, steps.values()))} on this process, but"
-            " differently on another. Delete data.cache_dir on all machines and start again"
-        )
+    note("trainer.num_train_steps, computed from data.cache_dir", str(steps))
     return _with_steps(config, steps)
 
 

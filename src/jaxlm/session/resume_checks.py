@@ -12,7 +12,8 @@ from jaxlm.core.bounded_read import read_bytes
 from jaxlm.core.errors import ConfigError, bounded
 from jaxlm.core.precision import parse_precision
 from jaxlm.core.redaction import without_secrets
-from jaxlm.core.runtime import main_first, same_on_all_processes
+from jaxlm.core.runtime import main_first
+from jaxlm.core.values.files_read import check_same_files, note
 from jaxlm.data.base import TRAIN
 from jaxlm.data.tokenizer.chat_template import CONVERSATIONS
 from jaxlm.data.tokenizer.tokenizer import Tokenizer, load_tokenizer
@@ -37,6 +38,7 @@ DATA_IDENTITY = "data.json"
 REFERENCES_IDENTITY = "refs.json"
 RENDERING = "rendering.json"
 ENVIRONMENT = "environment.json"
+EVALUATED = "evaluated.json"
 
 # Keys of the model section that change how the model is computed, but not the model.
 _NOT_IDENTITY = tuple(stated_effects(ModelConfig))
@@ -281,6 +283,21 @@ def _content_changes(saved: SavedRun, now: RunConfig, num_sequences: int) -> Ite
             yield f"trainer.allow_changes: '{name}' allowed nothing, because nothing of it has changed. Remove it"
 
 
+def read_evaluated(checkpoint: Checkpoint) -> dict[str, dict[str, str]]:
+    """Phase -> name -> digests of what evaluations had read until a checkpoint; empty for those of earlier versions."""
+    with checkpoint.local("run") as folder:
+        return _read_json(folder / EVALUATED) or {}
+
+
+def evaluated_changes(run_files: dict[str, bytes], phase: str, now: dict[str, str]) -> list[str]:
+    """One line for each file of which a phase's evaluations read another content than before. Puts `now` in `run_files`."""
+    known = json.loads(run_files.get(EVALUATED, b"{}"))
+    before = known.get(phase, {})
+    run_files[EVALUATED] = json.dumps(known | {phase: before | now}).encode()
+    lines = _differences("", {name: before.get(name, digests) for name, digests in now.items()}, now)
+    return [f"{line} ({effect_of(RunConfig, 'evals')})" for line in lines]
+
+
 _XLA_OPTIONS, _BLOCK_SIZES = "XLA options", "block sizes"
 _CODE = follows("the code may compute different numbers from here")
 FACTS: dict[str, Effect] = {
@@ -346,18 +363,12 @@ def data_identity(plan: Plan) -> dict[str, Any]:
 
 def check_same_data(plan: Plan, tokenizer_fingerprint: str) -> None:
     """Checks that all processes have the same data, tokenizer and references, since each may read its own copy."""
-    if not same_on_all_processes(json.dumps(references_identity(plan), sort_keys=True)):
-        raise ConfigError(
-            "refs: the files of a reference are not the same on all processes, so the copy on some machine is outdated or"
-            " incomplete. Copy the same files to all machines"
-        )
-    identity = json.dumps(main_first(lambda: data_identity(plan)), sort_keys=True)  # it may copy remote files
-    if not same_on_all_processes(identity + tokenizer_fingerprint):
-        raise ConfigError(
-            "data: the data or the tokenizer is not the same on all processes, so the copy on some machine is outdated or"
-            " incomplete. Copy the same files to all machines, and delete data.cache_dir where it was built from other"
-            f" files. On this process the tokenizer is {tokenizer_fingerprint[:12]} and the data is {identity}"
-        )
+    note("data.tokenizer", tokenizer_fingerprint)
+    for name, identity in references_identity(plan).items():
+        note(f"refs.{name}", json.dumps(identity, sort_keys=True))
+    for phase, identity in main_first(lambda: data_identity(plan)).items():  # it may copy remote files
+        note(f"data of phase '{phase}'", json.dumps(identity, sort_keys=True))
+    check_same_files()
 
 
 def _differences(path: str, before: Any, now: Any) -> Iterator[str]:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from jaxlm.core.runtime import main_only
+from jaxlm.core.runtime import from_main, main_only
 from jaxlm.core.values.activity import Activity
 from jaxlm.data.tokenizer.tokenizer import Tokenizer
 from jaxlm.engine.activity import ActivityClock
@@ -24,10 +24,12 @@ from jaxlm.session.references import references_identity
 from jaxlm.session.resume_checks import (
     DATA_IDENTITY,
     ENVIRONMENT,
+    EVALUATED,
     REFERENCES_IDENTITY,
     RENDERING,
     computing_facts,
     data_identity,
+    read_evaluated,
     rendering,
 )
 from jaxlm.session.source import SOURCE
@@ -36,7 +38,7 @@ from jaxlm.session.source import SOURCE
 @contextlib.contextmanager
 def open_writer(
     plan: Plan,
-    files: Mapping[str, bytes],
+    files: dict[str, bytes],
     init_from: InitFrom,
     log: Log,
     clock: ActivityClock,
@@ -55,6 +57,8 @@ def open_writer(
     checkpoint = init_from.state
     newest = checkpoint.checkpoint.name if checkpoint is not None and init_from.is_newest else None
     health = SaveHealth(plan.config.trainer.checkpointer, newest, log)
+    if init_from.resume_step is not None and checkpoint is not None:
+        files[EVALUATED] = json.dumps(from_main(lambda: read_evaluated(checkpoint.checkpoint))).encode()
     writer = CheckpointWriter(plan.checkpoints, files, health, log, still_held, flush, clock.progress)
     try:
         yield writer

@@ -4,36 +4,44 @@ Each place that reads such a file notes it here. Small files are compared as a w
 that are spread evenly over them: a process reads only its own parts of large weights, and need not read the others for this.
 """
 
+import functools
 import hashlib
-import json
 import os
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
-from jaxlm.core.bounded_read import open_regular
+from jaxlm.core.bounded_read import open_regular, sha256
 from jaxlm.core.errors import ConfigError
-from jaxlm.core.exchange import exchange
+from jaxlm.core.exchange import WORK, exchange
+from jaxlm.core.runtime import differences_between_processes
 
 _WHOLE_BYTES = 256 << 20
-_BLOCK_BYTES, _NUM_BLOCKS = 4096, 4096
-_NAME_PARTS = 2
+_BLOCK_BYTES, _NUM_BLOCKS = 64 << 10, 64
 _SNAPSHOTS = "snapshots"  # folder of the Hub's client, with a folder for each commit
-_MAX_LINES = 20
+_AND = " and "
 
-_read: defaultdict[str, set[str]] = defaultdict(set)
-
-
-def note(name: str, content: str | bytes) -> None:
-    """Notes something that was read. Args: name: the same on all processes."""
-    raw = content.encode() if isinstance(content, str) else content
-    _read[name].add(hashlib.sha256(raw).hexdigest()[:16])
+# Since the last check: name -> paths and digests, in the order in which they were read.
+_read: defaultdict[str, dict[tuple[str, str], None]] = defaultdict(dict)
+_evaluated: set[str] = set()
 
 
-def note_files(name: str, paths: Iterable[Path]) -> None:
-    """Notes files that are read together. Does nothing in a run of one process."""
-    if exchange() is not None:
-        note(name, "".join(f"{path.name} {_digest(path)} " for path in sorted(paths)))
+def note(name: str, content: str, *, evaluates: bool = False) -> None:
+    """Notes something that was read.
+
+    Args:
+        name: the same on all processes.
+        evaluates: whether evaluations read it, so that it is compared with the last start too.
+    """
+    if not WORK.is_alone:
+        _read[name][("", hashlib.sha256(content.encode()).hexdigest()[:16])] = None
+        _evaluated.update([name] if evaluates else [])
+
+
+def note_file(path: Path) -> None:
+    """Notes a file, or that it is missing. Does nothing in a run of one process."""
+    if exchange() is not None and not WORK.is_alone:
+        _read[name_of(path)][(str(path.absolute()), _digest(path)[:16] if path.is_file() else "missing")] = None
 
 
 def name_of(path: Path) -> str:
@@ -42,46 +50,45 @@ def name_of(path: Path) -> str:
     if _SNAPSHOTS in parts[1:]:
         at = len(parts) - 1 - parts[::-1].index(_SNAPSHOTS)
         parts = (parts[at - 1], *parts[at + 2 :])
-    return "/".join(parts[-_NAME_PARTS:])
+    return "/".join(parts[-2:])
 
 
-def check_same_files() -> None:
-    """Raises `ConfigError` on all processes if one of them has read another content than the others. All must call this.
-
-    What some processes have not read is not compared: process 0 reads more.
+def check_same_files() -> dict[str, str]:
+    """Raises `ConfigError` on all processes if one of them has read another content than the others since the last check.
+    All must call this. Returns name -> digests of what evaluations read.
     """
-    if (others := exchange()) is None:
-        return
-    known = {name: sorted(digests) for name, digests in _read.items()}
-    answer = others.conclude(json.dumps(known).encode(), lambda said: json.dumps(_differences(said)).encode())
-    if different := json.loads(answer):
+    known = {name: _AND.join(digest for _, digest in noted) for name, noted in _read.items()}
+    evaluated = {name: known[name] for name in sorted(_evaluated)}
+    _read.clear()
+    _evaluated.clear()
+    if different := differences_between_processes(known, _are_same):
         raise ConfigError(
             "the processes of this run have read different files, so the copy on some machine is outdated or incomplete:\n"
-            + "\n".join(f"  {line}" for line in different[:_MAX_LINES])
+            + "\n".join(f"  {line}" for line in different[:20])
             + "\nCopy the same files to all machines"
         )
+    return evaluated
 
 
-def _differences(said: Sequence[bytes]) -> list[str]:
-    of_process = [json.loads(text) for text in said]
-    common = set.intersection(*(set(known) for known in of_process))
-    lines = []
-    for name in sorted(common):
-        if not set.intersection(*(set(known[name]) for known in of_process)):
-            contents: dict[str, list[str]] = {}
-            for process, known in enumerate(of_process):
-                contents.setdefault(" and ".join(known[name]), []).append(str(process))
-            lines.append(f"{name}: " + "; ".join(f"{c} on process {', '.join(p)}" for c, p in contents.items()))
-    return lines
+def _are_same(digests: Sequence[str | None]) -> bool:
+    """Whether processes have read the same, in the same order; what some of them have not read is not compared."""
+    lists = [joined.split(_AND) for joined in digests if joined is not None]
+    most = max(lists, key=len)
+    return len(lists) < len(digests) or all(
+        digest in rest for some in lists for rest in [iter(most)] for digest in some
+    )
 
 
 def _digest(path: Path) -> str:
+    status = path.stat()
+    return sha256(path) if status.st_size <= _WHOLE_BYTES else _of_blocks(path, status.st_size, status.st_mtime_ns)
+
+
+@functools.cache
+def _of_blocks(path: Path, size: int, mtime_ns: int) -> str:
+    digest = hashlib.sha256(str(size).encode())
     with open_regular(path) as file:
-        size = os.fstat(file.fileno()).st_size
-        if size <= _WHOLE_BYTES:
-            return hashlib.file_digest(file, "sha256").hexdigest()
-        digest = hashlib.sha256(str(size).encode())
         for number in range(_NUM_BLOCKS):
             place = (size - _BLOCK_BYTES) * number // (_NUM_BLOCKS - 1)
             digest.update(os.pread(file.fileno(), _BLOCK_BYTES, place))
-        return digest.hexdigest()
+    return digest.hexdigest()

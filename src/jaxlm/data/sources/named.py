@@ -222,7 +222,7 @@ class NamedSource:
         rendering = self.rendering(split, tokenizer, before)
         made_from = {**made_from, **self.config.format.cache_key(), **rendering}
         for name, value in made_from.items():
-            note(f"{self.key}, {split} text, {name}", json.dumps(value))
+            note(f"{self.key}, {split} text, {name}", json.dumps(value), evaluates=split == VALIDATION)
         key_digest = hashlib.sha256(json.dumps(made_from).encode()).hexdigest()[:16]
         folder = self.folder / "evaluate" / key_digest if separate_cache else self.folder
         log = self.log_with_name(log)

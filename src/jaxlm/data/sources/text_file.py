@@ -1,12 +1,10 @@
 """A local file of documents."""
 
-import functools
-import hashlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from jaxlm.core.bounded_read import open_regular
+from jaxlm.core.bounded_read import sha256
 from jaxlm.data.sources.document_files import Document, has_records, read_documents
 from jaxlm.data.sources.record_files import Record, read_records
 
@@ -42,10 +40,7 @@ class TextFile:
     @property
     def digest(self) -> str:
         """SHA-256 of the content."""
-        if self.known_digest is not None:
-            return self.known_digest
-        stat = self.path.stat()
-        return _digest(self.path.resolve(), stat.st_size, stat.st_mtime_ns)
+        return sha256(self.path) if self.known_digest is None else self.known_digest
 
     def read(self) -> Iterator[Document]:
         """The non-empty documents, and the position in the file after each.
@@ -62,10 +57,3 @@ class TextFile:
     def documents(self) -> Iterator[str]:
         """The text of the documents. Raises like `read`."""
         return (document.text for document in self.read())
-
-
-@functools.cache
-def _digest(path: Path, size: int, mtime_ns: int) -> str:
-    # Size and mtime are only cache keys: the file is read again if they change.
-    with open_regular(path) as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()

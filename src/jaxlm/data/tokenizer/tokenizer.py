@@ -15,7 +15,7 @@ import numpy as np
 
 from jaxlm.core.bounded_read import SMALL, read_bytes
 from jaxlm.core.errors import ConfigError
-from jaxlm.core.values.files_read import name_of, note_files
+from jaxlm.core.values.files_read import note_file
 from jaxlm.core.values.token_scores import DummyPrefix
 from jaxlm.data.tokenizer.folder_settings import with_folder_settings
 from jaxlm.data.tokenizer.pattern_errors import is_panic, pattern_errors
@@ -402,8 +402,7 @@ def load_tokenizer(path: str, vocab_size: int | None = None) -> Tokenizer:
             f"data.tokenizer: the tokens that the files beside '{file}' add are damaged: {error}"
         ) from error
     for beside in (file.with_name(name) for name in _EXTRA_FILES if name != "README.md"):
-        if beside.is_file():
-            note_files(f"tokenizer {name_of(beside)}", [beside])
+        note_file(beside)
     extra_files = {
         name: read_bytes(file.with_name(name), SMALL) for name in _EXTRA_FILES if file.with_name(name).is_file()
     }

@@ -50,7 +50,7 @@ class CheckpointWriter:
     def __init__(
         self,
         folder: CheckpointFolder,
-        run_files: Mapping[str, bytes],
+        run_files: dict[str, bytes],
         health: SaveHealth,
         log: Callable[[str], None],
         still_held: StillHeld,
@@ -58,7 +58,7 @@ class CheckpointWriter:
         progress: Callable[[], None] = lambda: None,
     ):
         """Args:
-        run_files: relative path -> content of the files in `run/` of every checkpoint (config, tokenizer).
+        run_files: relative path -> content of the files in `run/` of every checkpoint (config, tokenizer). It may grow.
         still_held: called in the thread before the folder is changed. It may ask a store.
         before_commit: called in the thread, so that what they flush is on disk before the checkpoint is visible.
         progress: called when a save that blocks is retried: the watchdog must not take its pauses for a hang.
@@ -67,7 +67,7 @@ class CheckpointWriter:
 
         self.health = health
         self._folder = folder
-        self._run_files = dict(run_files)
+        self.run_files = run_files
         self._log = log
         self._still_held = still_held
         self._before_commit = before_commit
@@ -169,7 +169,7 @@ class CheckpointWriter:
 
     def _small_files(self, state: RunState, cursor: Cursor, position: Mapping[str, Any]) -> dict[str, bytes]:
         versions = {"jax": jax.__version__, "saved_at_unix_s": time.time()}
-        return {f"run/{name}": content for name, content in self._run_files.items()} | {
+        return {f"run/{name}": content for name, content in self.run_files.items()} | {
             CURSOR: cursor.to_json(),
             f"{ARRAYS}/commit_success.txt": b"",  # in a bucket, Orbax's own readers ask for it
             "run/manifest.json": json.dumps({"leaves": manifest(state), **versions}).encode(),
@@ -177,7 +177,6 @@ class CheckpointWriter:
         }
 
     def _run(self, save: "_Save") -> None:
-        """One save, in its thread."""
         self._error = self._cannot("the thread that saves has failed")
         try:
             writes = self._copy(save)
@@ -224,7 +223,6 @@ class CheckpointWriter:
             raise
 
     def _write(self, writes: Sequence[Any]) -> None:
-        """Waits until this process has written its part."""
         for write in writes:
             write.result()
 

@@ -16,7 +16,7 @@ from jaxlm.core.errors import ConfigError
 from jaxlm.core.publish import Location, PublishError, check_unused, publish_folder
 from jaxlm.core.runtime import is_main_process
 from jaxlm.core.sharding import Layout
-from jaxlm.core.values.files_read import name_of, note_files
+from jaxlm.core.values.files_read import note_file
 from jaxlm.interop.hf.classifier import SCORE, classifier_keys, classifier_tensors, is_classifier, is_reward_model
 from jaxlm.interop.hf.family import (
     Family,
@@ -141,7 +141,7 @@ def open_folder(path: Path, options: ReadOptions = AS_THEY_ARE) -> PretrainedMod
         inside = sorted(path.glob("*/config.json"), key=lambda one: one.stat().st_mtime)
         hint = f". Did you mean {inside[-1].parent}?" if inside else ""
         raise ConfigError(f"{path}: config.json not found. It is required to know the model of the weights{hint}")
-    note_files(f"model {name_of(file)}", [file])
+    note_file(file)
     content = _without(read_json_object(file), options.skip_keys, f"{options.skipped_by}: ", file)
     family = family_of_json(content, str(file))
     vocab_size = content.get("vocab_size")

@@ -17,6 +17,7 @@ import numpy as np
 
 from jaxlm.core.bounded_read import open_regular
 from jaxlm.core.errors import ConfigError
+from jaxlm.core.values.files_read import note_file
 
 _METADATA = "__metadata__"
 _LENGTH = struct.Struct("<Q")
@@ -72,6 +73,7 @@ class SafetensorsFile:
             header = _parse_header(file.read(length)) if length <= _MAX_HEADER_BYTES else None
         if header is None:
             raise ConfigError(f"{path}: not a safetensors file: it has no valid header. Download it again")
+        note_file(path)
         size = path.stat().st_size
         for name, entry in header.items():
             self._add(name, entry, _LENGTH.size + length, size)

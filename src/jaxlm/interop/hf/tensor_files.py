@@ -11,7 +11,7 @@ import numpy as np
 
 from jaxlm.core.bounded_read import listed_file
 from jaxlm.core.errors import ConfigError
-from jaxlm.core.values.files_read import name_of, note_files
+from jaxlm.core.values.files_read import note_file
 from jaxlm.interop.hf.safetensors_file import SafetensorsFile, TensorInfo
 from jaxlm.interop.json_object import read_json_object
 from jaxlm.interop.torch.torch_file import TORCH_SUFFIXES, TorchFile
@@ -90,7 +90,6 @@ def most_common_dtype(source: TensorSource) -> np.dtype:
 def _open_file(path: Path) -> TensorSource:
     if not path.is_file():
         raise ConfigError(f"{path}: no such weights file or folder")
-    note_files(f"weights {name_of(path)}", [path])
     if path.suffix == ".safetensors":
         return SafetensorsFile(path)
     if path.suffix in TORCH_SUFFIXES:
@@ -106,7 +105,7 @@ def _open_index(index: Path) -> TensorSource:
     weight_map = read_json_object(index).get("weight_map")
     if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
         raise ConfigError(f"{index}: weight_map is not a table of tensor names and file names. Download it again")
-    note_files(f"weights {name_of(index)}", [index])
+    note_file(index)
     names = sorted(set(weight_map.values()))
     paths = {name: listed_file(index.parent, name) for name in names}
     absent = [name for name, path in paths.items() if not path.is_file()]

@@ -1,7 +1,6 @@
 """The record of adapters that were merged into an exported model, so that none is merged twice: `merged_adapters.json`."""
 
 import dataclasses
-import hashlib
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,7 +10,7 @@ import jax
 import numpy as np
 
 from jaxlm.core import tree
-from jaxlm.core.bounded_read import open_regular
+from jaxlm.core.bounded_read import sha256
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.sharding import Layout
 from jaxlm.interop.hf.weights import axis_sizes
@@ -41,8 +40,7 @@ class MergedAdapter:
 
     @staticmethod
     def of_folder(folder: Path) -> "MergedAdapter":
-        with open_regular(folder / WEIGHTS) as file:
-            return MergedAdapter(folder.absolute().name, hashlib.file_digest(file, "sha256").hexdigest())
+        return MergedAdapter(folder.absolute().name, sha256(folder / WEIGHTS))
 
 
 def merged_file(adapters: Sequence[MergedAdapter]) -> dict[str, bytes]:

@@ -13,7 +13,7 @@ import numpy as np
 from jaxlm.core import tree
 from jaxlm.core.axes import VOCAB
 from jaxlm.core.errors import ConfigError
-from jaxlm.core.values.files_read import name_of, note_files
+from jaxlm.core.values.files_read import note_file
 from jaxlm.interop.hf.hub import local_folder
 from jaxlm.interop.hf.safetensors_file import SafetensorsFile
 from jaxlm.interop.hf.weights import Part, Sizes, Tensor, axis_sizes
@@ -208,7 +208,7 @@ def _open(folder: Path, config: ModelConfig) -> _Folder:
     settings = _settings(folder)
     file = folder / WEIGHTS
     names = SafetensorsFile(file).tensors
-    note_files(f"adapters {name_of(folder)}", [folder / _SETTINGS, file])
+    note_file(folder / _SETTINGS)
     num_layers: int = getattr(config, "num_layers")  # noqa: B009, all configs of families have it
     all_adapters, saved = [], []
     for tensor in peft_tensors(config):
@@ -389,7 +389,6 @@ def _by_module(
 
 
 def _lora_keys(opened: _Folder, modules: Mapping[str, _Module]) -> dict[str, Any]:
-    """The keys of a surgery for adapters of these sizes."""
     settings, num_layers = opened.settings, opened.num_layers
     rank, alpha = int(settings["r"]), float(settings["lora_alpha"])
     power = 0.5 if settings.get("use_rslora") else 1.0

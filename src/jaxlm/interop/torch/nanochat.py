@@ -18,6 +18,7 @@ from jaxlm.core.install import install_command
 from jaxlm.core.publish import check_unused, publish_folder
 from jaxlm.core.runtime import is_main_process
 from jaxlm.core.sharding import Layout
+from jaxlm.core.values.files_read import note_file
 from jaxlm.interop.hf.load import Change, load_weights
 from jaxlm.interop.hf.shared_weights import BLOCK, HEADS
 from jaxlm.interop.hf.tensor_writer import TensorWriter
@@ -75,6 +76,7 @@ def read_config(file: Path) -> tuple[NanoConfig, int]:
         ConfigError: the model is of another revision, or the files are damaged.
     """
     meta = _meta(file)
+    note_file(meta)
     model_config = read_json_object(meta).get("model_config")
     required = ("vocab_size", *_SIZES)
     if not isinstance(model_config, dict) or any(type(model_config.get(key)) is not int for key in required):
@@ -101,7 +103,6 @@ def read_config(file: Path) -> tuple[NanoConfig, int]:
 
 
 def _lookup_of(model_config: Mapping[str, Any], meta: Path) -> LookupConfig | None:
-    """The lookup layers of a `model_config`; None if it has none."""
     text = str(model_config.get("l3_after_layers") or "")
     if not text:
         return None

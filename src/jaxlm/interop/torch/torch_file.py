@@ -8,6 +8,7 @@ import numpy as np
 from jaxlm.core.bounded_read import open_regular
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.install import install_command
+from jaxlm.core.values.files_read import note_file
 from jaxlm.interop.hf.safetensors_file import TensorInfo
 
 TORCH_SUFFIXES = (".bin", ".pt", ".pth")
@@ -36,6 +37,7 @@ class TorchFile:
             ) from error
         with open_regular(path) as file:
             is_zip = file.read(len(_ZIP)) == _ZIP
+        note_file(path)
         if not is_zip:
             raise ConfigError(
                 f"{path}: not a zip file. It is damaged, or in the format of torch before version 1.6. Convert that with"

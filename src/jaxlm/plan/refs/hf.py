@@ -11,7 +11,7 @@ from pathlib import Path
 import jax
 from haliax import Axis
 
-from jaxlm.core.bounded_read import open_regular
+from jaxlm.core.bounded_read import sha256
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.runtime import main_first
 from jaxlm.core.sharding import Layout
@@ -70,7 +70,17 @@ class _HfRef(Ref[HfRefConfig]):
         return load_tokenizer(str(self._folder)) if (self._folder / "tokenizer.json").is_file() else None
 
     def identity(self) -> dict[str, str]:
-        return self._identity
+        folder = self._with_weights
+        files = sorted(folder.glob("*.safetensors")) or sorted(folder.glob("pytorch_model*.bin"))
+        with ThreadPoolExecutor() as pool:
+            weights = "".join(pool.map(sha256, files))
+        rules = json.dumps(self.config.weight_names)
+        skipped = json.dumps(self.config.skip_keys) if self.config.skip_keys else ""
+        return {
+            "config": sha256(folder / "config.json") + skipped,
+            "weights": hashlib.sha256((weights + rules).encode()).hexdigest(),
+            "dtype": self.config.dtype,
+        }
 
     @functools.cached_property
     def _folder(self) -> Path:
@@ -87,22 +97,3 @@ class _HfRef(Ref[HfRefConfig]):
     @property
     def _options(self) -> ReadOptions:
         return ReadOptions(skip_keys=self.config.skip_keys, skipped_by=f"{self.key}.skip_keys")
-
-    @functools.cached_property
-    def _identity(self) -> dict[str, str]:
-        folder = self._with_weights
-        files = sorted(folder.glob("*.safetensors")) or sorted(folder.glob("pytorch_model*.bin"))
-        with ThreadPoolExecutor() as pool:
-            weights = "".join(pool.map(_digest, files))
-        rules = json.dumps(self.config.weight_names)
-        skipped = json.dumps(self.config.skip_keys) if self.config.skip_keys else ""
-        return {
-            "config": _digest(folder / "config.json") + skipped,
-            "weights": hashlib.sha256((weights + rules).encode()).hexdigest(),
-            "dtype": self.config.dtype,
-        }
-
-
-def _digest(path: Path) -> str:
-    with open_regular(path) as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
