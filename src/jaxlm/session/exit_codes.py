@@ -21,7 +21,7 @@ from jaxlm.core.errors import (
 )
 from jaxlm.core.publish import PublishError
 from jaxlm.core.redaction import command_line
-from jaxlm.engine.checkpoint.lock import LeaseLostError
+from jaxlm.engine.checkpoint.holder import LeaseLostError
 from jaxlm.engine.checkpoint.restore import NoUsableCheckpointError
 from jaxlm.engine.checkpoint.store import SaveError
 from jaxlm.engine.conductor import RewindError

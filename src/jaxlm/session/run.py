@@ -10,7 +10,7 @@ from jaxlm.core.stores import check_writable, is_url
 from jaxlm.data.tokenizer.chat_template import with_templates
 from jaxlm.data.tokenizer.tokenizer import Tokenizer
 from jaxlm.engine.activity import ActivityClock
-from jaxlm.engine.checkpoint.lock import StillHeld
+from jaxlm.engine.checkpoint.holder import StillHeld
 from jaxlm.engine.checkpoint.writer import CheckpointWriter
 from jaxlm.engine.signals import StopRequest
 from jaxlm.engine.sync import FlagSync

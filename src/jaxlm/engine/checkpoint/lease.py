@@ -18,12 +18,12 @@ import re
 import threading
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 from jaxlm.core.bounded_read import parse_json
 from jaxlm.core.errors import ConfigError
-from jaxlm.core.stores import open_store, storage_errors
-from jaxlm.engine.checkpoint.holder import Holder
-from jaxlm.engine.checkpoint.lock import LeaseLostError, StillHeld, held_by
+from jaxlm.core.stores import is_url, open_store, storage_errors
+from jaxlm.engine.checkpoint.holder import Holder, LeaseLostError, StillHeld, held_by
 
 INTERVAL_S = 15.0
 _LOST_AFTER = 2.5  # intervals without a heartbeat
@@ -52,8 +52,9 @@ class Lease:
 
         Raises:
             ConfigError: a process that is alive holds it.
+            OSError: the disk of the folder fails.
         """
-        with storage_errors(self._unusable):
+        with storage_errors(self._unusable, local=None if is_url(self._url) else Path(self._url)):
             self._take()
         renewing = threading.Thread(target=self._renew, name="jaxlm-lease", daemon=True)
         renewing.start()

@@ -22,7 +22,7 @@ from jaxlm.core.runtime import is_main_process
 from jaxlm.core.stores import AT_START_S, BRIEFLY_S, WHILE_TRAINING_S, retried
 from jaxlm.engine.checkpoint.agreement import Agreement
 from jaxlm.engine.checkpoint.health import SaveHealth
-from jaxlm.engine.checkpoint.lock import LeaseLostError, StillHeld
+from jaxlm.engine.checkpoint.holder import LeaseLostError, StillHeld
 from jaxlm.engine.checkpoint.manifest import Cursor
 from jaxlm.engine.checkpoint.store import ARRAYS, CURSOR, CheckpointFolder, SaveError
 from jaxlm.engine.state import RunState
