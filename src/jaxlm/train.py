@@ -238,7 +238,7 @@ def _prepared(plan: Plan, console: Console) -> Iterator[tuple[Plan, Tokenizer, I
         # First what the kernel answers at once. A start that took the lease, and was then refused, would end a paused run.
         leases = (logs.locked, lambda: plan.checkpoints.locked(console.log))
         held = [main_only(lambda lease=lease: closing.enter_context(lease())) for lease in leases]
-        still_held = all_held(*filter(None, held))
+        still_held = all_held(filter(None, held))
         main_only(logs.check_writable)
         main_only(lambda: logs.fetch(replace=True))
         if is_main_process():

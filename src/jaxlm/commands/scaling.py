@@ -100,7 +100,6 @@ def _collect(
     results: list[MemberResult],
     still_held: StillHeld,
 ) -> int:
-    """Adds the results of members as they end. Returns the exit code."""
     failed = 0
     for number, (member, code) in enumerate(ended, 1):
         still_held()

@@ -36,14 +36,13 @@ def remove_leftovers(path: Path) -> None:
         shutil.rmtree(leftover) if leftover.is_dir() else leftover.unlink()
 
 
-@contextlib.contextmanager
-def folder_lock(folder: Path, log: Callable[[str], None]) -> Iterator[None]:
+def folder_lock(folder: Path, log: Callable[[str], None]) -> contextlib.AbstractContextManager[None]:
     """Locks `folder` against other processes of this machine. The kernel releases the lock if the process dies.
 
     The lock file is not deleted: if another process waits on a deleted file, two processes could hold the lock.
     """
-    with exclusive(folder / ".lock", lambda: log(f"another process is writing to {folder}; waiting for it to finish")):
-        yield
+    waiting = f"another process is writing to {folder}; waiting for it to finish"
+    return exclusive(folder / ".lock", lambda: log(waiting))
 
 
 @contextlib.contextmanager
@@ -57,36 +56,38 @@ def exclusive(path: Path, waiting: Callable[[], None] = lambda: None) -> Iterato
     """
     with contextlib.ExitStack() as closing:
         try:
-            _wait_for_lock(closing.enter_context(open(path, "a")), waiting)
+            lock(closing.enter_context(open(path, "a")), waiting)
         except NoLocksError:
-            _wait_for_lock(closing.enter_context(open(_stand_in(path), "a")), waiting)
+            lock(closing.enter_context(open(_stand_in(path), "a")), waiting)
         yield
-
-
-def _wait_for_lock(file: IO[Any], waiting: Callable[[], None]) -> None:
-    try:
-        lock(file)
-    except BlockingIOError:
-        waiting()
-        lock(file, wait=True)
 
 
 class NoLocksError(ConfigError):
     """The file system of a file has no locks. Other errors do not say this: whether the file is locked is then unknown."""
 
 
-def lock(file: IO[Any], *, wait: bool = False, shared: bool = False) -> None:
+def lock(file: IO[Any], waiting: Callable[[], None] | None = None, *, shared: bool = False) -> None:
     """Locks an open file until it is closed.
 
+    Args:
+        waiting: called if another process has locked it, before this one waits; without it, none waits.
+
     Raises:
-        BlockingIOError: another process has locked it, and this one does not `wait`.
+        BlockingIOError: another process has locked it.
         NoLocksError: its file system has no locks.
         ConfigError: it cannot be locked for another reason.
     """
     import fcntl  # not on Windows
 
+    kind = fcntl.LOCK_SH if shared else fcntl.LOCK_EX
     try:
-        fcntl.flock(file, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | (0 if wait else fcntl.LOCK_NB))
+        try:
+            fcntl.flock(file, kind | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if waiting is None:
+                raise
+            waiting()
+            fcntl.flock(file, kind)
     except BlockingIOError:
         raise
     except OSError as error:

@@ -4,13 +4,13 @@ import json
 import os
 import platform
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from jaxlm.core.errors import ConfigError
 
-StillHeld = Callable[[], None]
+StillHeld = Callable[[], object]
 """Raises `LeaseLostError` if another start of the run has taken the folder."""
 
 _NOWHERE = ""
@@ -77,12 +77,9 @@ class LeaseLostError(Exception):
     """Another start of the run has taken its folder, because this process did not answer for too long."""
 
 
-def all_held(*checks: StillHeld) -> StillHeld:
-    def check() -> None:
-        for still_held in checks:
-            still_held()
-
-    return check
+def all_held(checks: Iterable[StillHeld]) -> StillHeld:
+    checks = list(checks)
+    return lambda: [still_held() for still_held in checks]
 
 
 def held_by(holder: object, what: str) -> ConfigError:

@@ -93,11 +93,9 @@ class LocalFolder(CheckpointFolder):
         return LocalCheckpoint(self.location / name)
 
     def set_aside(self, name: str) -> str:
-        """Renames the checkpoint to `<name>.damaged`, or `<name>.damaged.N`."""
         return self._rename(name, DAMAGED)
 
     def abandon(self, name: str) -> str:
-        """Renames the checkpoint to `<name>.abandoned`, or `<name>.abandoned.N`."""
         return self._rename(name, ABANDONED)
 
     def _rename(self, name: str, suffix: str) -> str:
@@ -106,7 +104,6 @@ class LocalFolder(CheckpointFolder):
         return target.name
 
     def prepare(self) -> None:
-        """Also checks that all processes see the same folder."""
         token = np.frombuffer(os.urandom(_TOKEN_BYTES), np.uint8)
         main_only(lambda: self._prepare(token.tobytes()))
         self._check_shared(broadcast_from_main(token).tobytes())
@@ -119,11 +116,9 @@ class LocalFolder(CheckpointFolder):
             raise self._unwritable(error) from error
 
     def locked(self, log: Callable[[str], None]) -> contextlib.AbstractContextManager[StillHeld]:
-        """The lock is a file beside the folder."""
         return locked_file(self._lock, f"save to {self.location.absolute()}", self._unwritable)
 
     def begin(self, name: str, files: Mapping[str, bytes]) -> None:
-        """Writes the files to a hidden folder."""
         retried(self._check_place, BRIEFLY_S)
         folder = self._unfinished(name)
         if folder.exists():
@@ -135,7 +130,6 @@ class LocalFolder(CheckpointFolder):
         return str(self._unfinished(name).absolute() / ARRAYS)  # Orbax accepts absolute paths only
 
     def commit(self, name: str) -> None:
-        """Writes the checksums, and renames the hidden folder."""
         seal(self._unfinished(name))
         final, replaced = self.location / name, self._deleted(name)
         if final.exists():

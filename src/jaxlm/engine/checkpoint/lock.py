@@ -5,7 +5,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TextIO
+from typing import IO
 
 from jaxlm.core.atomic_io import NoLocksError, lock
 from jaxlm.core.bounded_read import open_regular
@@ -38,7 +38,7 @@ def locked_file(
     with contextlib.ExitStack() as closing:
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            file = closing.enter_context(open(path, "a+", encoding="utf-8"))
+            file = closing.enter_context(open(path, "a+b"))
             still_held = lambda: None  # noqa: E731 - nobody else can take a lock
             try:
                 holder = _lock(file)
@@ -47,7 +47,7 @@ def locked_file(
             if holder is not None:
                 raise refusal(holder, what)
             file.truncate(0)
-            file.write(str(Holder.this_process()))
+            file.write(str(Holder.this_process()).encode())
             file.flush()
         except OSError as error:
             raise unwritable(error) from error
@@ -65,15 +65,15 @@ def _lease(path: Path, what: str, refusal: Callable[[object, str], ConfigError])
     return Lease(str(folder), log, lambda holder: refusal(holder, what))
 
 
-def _lock(file: TextIO) -> str | None:
+def _lock(file: IO[bytes], *, shared: bool = False) -> str | None:
     """Locks a file. Returns None, or who has locked it already."""
     for attempt in range(_TRIES):
         try:
-            lock(file)
+            lock(file, shared=shared)
             return None
         except BlockingIOError:
             file.seek(0)
-            if attempt and (holder := file.read(_MAX_HOLDER).strip()):
+            if attempt and (holder := file.read(_MAX_HOLDER).decode(errors="replace").strip()):
                 return holder
         time.sleep(_AGAIN_S)
     return "by another process"
@@ -81,12 +81,7 @@ def _lock(file: TextIO) -> str | None:
 
 def check_unlocked(path: Path, what: str) -> None:
     """Raises `ConfigError` if another process has locked a file, or if it is unknown. Args: what: as of `held_by`."""
-    with contextlib.suppress(FileNotFoundError), open_regular(path) as file:
-        try:
-            lock(file, shared=True)
-        except NoLocksError:
-            return  # whether the holder of a lease is alive takes half a minute to see
-        except BlockingIOError as error:
-            raise held_by(
-                file.read(_MAX_HOLDER).decode(errors="replace").strip() or "by another process", what
-            ) from error
+    # Without locks there may be a lease, but whether its holder is alive takes half a minute to see.
+    with contextlib.suppress(FileNotFoundError, NoLocksError), open_regular(path) as file:
+        if (holder := _lock(file, shared=True)) is not None:
+            raise held_by(holder, what)

@@ -28,7 +28,6 @@ class StagedFolder(CheckpointFolder):
     """
 
     def __init__(self, url: str, staging_dir: Path, *, delete_temporary: bool = True):
-        """Args: delete_temporary: whether a new checkpoint replaces the temporary ones."""
         self.location: str = url
         self._staging = local_copy(staging_dir, url)
         self._local = LocalFolder(self._staging, delete_temporary=delete_temporary, key="staging_dir")
@@ -81,7 +80,7 @@ class StagedFolder(CheckpointFolder):
     def locked(self, log: Log) -> Iterator[StillHeld]:
         with self._local.locked(log) as staging_held, Lease(self.location, log).held() as still_held:
             self._fetch(log)  # the holder before may have saved since `open`
-            yield all_held(staging_held, still_held)
+            yield all_held([staging_held, still_held])
 
     def begin(self, name: str, files: Mapping[str, bytes]) -> None:
         self._local.begin(name, files)

@@ -177,7 +177,6 @@ class CheckpointWriter:
         }
 
     def _run(self, save: "_Save") -> None:
-        """One save, in its thread."""
         self._error = self._cannot("the thread that saves has failed")
         try:
             writes = self._copy(save)
@@ -224,7 +223,6 @@ class CheckpointWriter:
             raise
 
     def _write(self, writes: Sequence[Any]) -> None:
-        """Waits until this process has written its part."""
         for write in writes:
             write.result()
 
