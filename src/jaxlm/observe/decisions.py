@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxlm.core.redaction import redact
+from jaxlm.engine.checkpoint.holder import StillHeld
 from jaxlm.observe.console import Console
 from jaxlm.observe.decision_notes import described, numbers
 from jaxlm.observe.log_file import LogFile
@@ -21,7 +22,14 @@ class DecisionLog:
     """
 
     def __init__(
-        self, path: Path, trackers: Sequence[Tracker], console: Console, *, resume_step: int, attempt: int = 0
+        self,
+        path: Path,
+        trackers: Sequence[Tracker],
+        console: Console,
+        *,
+        resume_step: int,
+        attempt: int = 0,
+        still_held: StillHeld = lambda: None,
     ):
         """Args:
             resume_step: decisions after later steps are removed from the file, because the run makes them again.
@@ -34,7 +42,7 @@ class DecisionLog:
             drop_after(path, (attempt, resume_step), console.log)()
         except OSError as error:
             raise unusable(path, error) from error
-        self._file = LogFile(path, console.log)
+        self._file = LogFile(path, console.log, still_held)
         self._trackers, self._console, self._attempt = trackers, console, attempt
 
     def write(self, step: int, controller: str, note: Mapping[str, Any]) -> None:

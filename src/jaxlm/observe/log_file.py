@@ -6,6 +6,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import BinaryIO
 
+from jaxlm.engine.checkpoint.holder import StillHeld
+
 _BUFFER_BYTES = 1 << 13
 
 
@@ -18,8 +20,9 @@ class LogFile:
     Another thread may call `flush`. Then the others do not wait for the disk: what they append is written later.
     """
 
-    def __init__(self, path: Path, warn: Callable[[str], None]):
-        self._path = path
+    def __init__(self, path: Path, warn: Callable[[str], None], still_held: StillHeld = lambda: None):
+        """Args: still_held: called before lines are written; those of a process that has lost its run are dropped."""
+        self._path, self._still_held = path, still_held
         self._warn = warn
         self._file: BinaryIO | None = None
         self._size = 0  # bytes in the file
@@ -60,6 +63,7 @@ class LogFile:
             self._file.close()
 
     def _write_all(self, *, sync: bool) -> None:
+        self._still_held()
         try:
             file = self._current_file()
             while self._waiting:

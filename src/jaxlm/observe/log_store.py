@@ -1,9 +1,9 @@
 """Copies a run's log folder to a URL: logs are appended to, and object stores cannot append to a file."""
 
+import contextlib
 import json
 import posixpath
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from jaxlm.core.atomic_io import atomic_file
@@ -36,8 +36,10 @@ class LogStore:
         self._warn = warn
         self._uploaded: dict[Path, tuple[int, int]] = {}
         self._failing = False
+        self.still_held: StillHeld = lambda: None
 
-    def locked(self) -> AbstractContextManager[StillHeld]:
+    @contextlib.contextmanager
+    def locked(self) -> Iterator[StillHeld]:
         """Keeps other runs out of the local folder, where both would write the same files. The lock is a file beside it.
 
         Raises:
@@ -47,7 +49,8 @@ class LogStore:
         unwritable = lambda error: ConfigError(  # noqa: E731
             f"{_KEY}: {self._folder} cannot be written: {error.strerror}. Set it to a writable folder"
         )
-        return locked_file(path, f"write their logs to {self._folder.absolute()}", unwritable)
+        with locked_file(path, f"write their logs to {self._folder.absolute()}", unwritable) as self.still_held:
+            yield self.still_held
 
     def fetch(self, *, replace: bool) -> None:
         """Downloads the files of earlier starts.

@@ -8,6 +8,7 @@ from typing import Any
 
 from jaxlm.core.runtime import is_main_process, main_only
 from jaxlm.engine.activity import ActivityClock
+from jaxlm.engine.checkpoint.holder import StillHeld
 from jaxlm.engine.checkpoint.manifest import History
 from jaxlm.engine.metric_names import TOTAL_GFLOPS, TOTAL_TOKENS
 from jaxlm.engine.metrics import Totals, Workload
@@ -99,7 +100,12 @@ class RunRecords:
 
 @contextlib.contextmanager
 def open_records(
-    plan: Plan, console: Console, init_from: InitFrom, clock: ActivityClock, beginning: Beginning
+    plan: Plan,
+    console: Console,
+    init_from: InitFrom,
+    clock: ActivityClock,
+    beginning: Beginning,
+    still_held: StillHeld,
 ) -> Iterator[RunRecords]:
     """Opens a run's records as it begins, and closes them when the context exits, even after an error.
 
@@ -115,10 +121,10 @@ def open_records(
     with contextlib.ExitStack() as closing:
 
         def write() -> None:
-            for tracker in _open_trackers(plan, console, init_from):
+            for tracker in _open_trackers(plan, console, init_from, still_held):
                 opened.trackers.append(tracker)
                 closing.callback(tracker.close)
-            again = {"resume_step": begin, "attempt": init_from.history.attempt}
+            again = {"resume_step": begin, "attempt": init_from.history.attempt, "still_held": still_held}
             decisions = DecisionLog(plan.log_folder / records.DECISIONS, opened.trackers, console, **again)
             opened.decision_logs.append(decisions)
             closing.callback(decisions.close)
@@ -140,10 +146,10 @@ def totals_at(metrics: Path, step: int) -> Totals:
     return Totals()
 
 
-def _open_trackers(plan: Plan, console: Console, init_from: InitFrom) -> tuple[Tracker, ...]:
+def _open_trackers(plan: Plan, console: Console, init_from: InitFrom, still_held: StillHeld) -> tuple[Tracker, ...]:
     """The `metrics.jsonl` tracker, and the configured trackers, each in a background thread."""
     path, trainer = plan.log_folder / records.METRICS, plan.config.trainer
-    begin = {"resume_step": init_from.resume_step or 0, "attempt": init_from.history.attempt}
+    begin = {"resume_step": init_from.resume_step or 0, "attempt": init_from.history.attempt, "still_held": still_held}
     jsonl = JsonlTracker(path, **begin, warn=console.log, max_completions_bytes=trainer.completions.max_bytes)
     if not trainer.trackers:
         return (jsonl,)
