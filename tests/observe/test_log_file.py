@@ -171,7 +171,7 @@ def test_a_process_that_has_lost_its_run_writes_no_line_more(tmp_path):
             raise LeaseLostError("another start has taken the run")
 
     tracker = JsonlTracker(path, resume_step=0, still_held=still_held)
-    decisions = DecisionLog(tmp_path / "decisions.jsonl", [], Console(), resume_step=0, still_held=still_held)
+    decisions = DecisionLog(LogFile(tmp_path / "decisions.jsonl", print, still_held), [], Console(), resume_step=0)
     tracker.log(1, {"train/loss": 2.0})
     tracker.flush()
     lost.append(True)

@@ -40,11 +40,7 @@ class LogStore:
 
     @contextlib.contextmanager
     def locked(self) -> Iterator[StillHeld]:
-        """Keeps other runs out of the local folder, where both would write the same files. The lock is a file beside it.
-
-        Raises:
-            ConfigError: another run writes there, or the folder cannot be written.
-        """
+        """Keeps other runs out of the local folder, where both would write the same files. The lock is a file beside it."""
         path = self._folder.with_name(f".{self._folder.name}.logs.lock")
         unwritable = lambda error: ConfigError(  # noqa: E731
             f"{_KEY}: {self._folder} cannot be written: {error.strerror}. Set it to a writable folder"

@@ -38,7 +38,6 @@ class SaveHealth:
 
     @property
     def is_failing(self) -> bool:
-        """Whether the last save has failed."""
         return self._streak > 0
 
     def allowed(self, pauses_s: Sequence[float]) -> list[float]:

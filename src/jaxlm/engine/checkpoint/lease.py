@@ -54,7 +54,11 @@ class Lease:
             ConfigError: a process that is alive holds it.
             OSError: the disk of the folder fails.
         """
-        with storage_errors(self._unusable, local=None if is_url(self._url) else Path(self._url)):
+        unusable = lambda reason: ConfigError(  # noqa: E731
+            f"trainer.checkpointer.base_path: cannot write to {self._url} ({reason}). Check the network and your credentials,"
+            " or that the folder is writable"
+        )
+        with storage_errors(unusable, local=None if is_url(self._url) else Path(self._url)):
             self._take()
         renewing = threading.Thread(target=self._renew, name="jaxlm-lease", daemon=True)
         renewing.start()
@@ -130,12 +134,6 @@ class Lease:
             f"another start of this run has taken {self._url} ({holder or 'it has ended since'}), because this process,"
             f" which held it since {self._holder.since}, was paused or cut off from the store for more than"
             f" {_LOST_AFTER * INTERVAL_S:.0f} s. This process ends without saving; the other one continues the run"
-        )
-
-    def _unusable(self, reason: str) -> ConfigError:
-        return ConfigError(
-            f"trainer.checkpointer.base_path: cannot write to {self._url} ({reason}). Check the network and your credentials,"
-            " or that the folder is writable"
         )
 
     def _is_own(self, number: int) -> bool:

@@ -43,7 +43,10 @@ def locked_file(
             try:
                 holder = _lock(file)
             except NoLocksError:
-                holder, still_held = None, closing.enter_context(_lease(path, what, refusal).held())
+                lease = path.absolute().with_name(f"{path.name}.lease")
+                lease.mkdir(exist_ok=True)
+                holding = Lease(str(lease), _say, lambda holder: refusal(holder, what)).held()
+                holder, still_held = None, closing.enter_context(holding)
             if holder is not None:
                 raise refusal(holder, what)
             file.truncate(0)
@@ -58,11 +61,8 @@ def locked_file(
                 file.truncate(0)  # nobody holds it
 
 
-def _lease(path: Path, what: str, refusal: Callable[[object, str], ConfigError]) -> Lease:
-    folder = path.absolute().with_name(f"{path.name}.lease")
-    folder.mkdir(exist_ok=True)
-    log = lambda text: print(text, file=sys.stderr, flush=True)  # noqa: E731 - before the log is open
-    return Lease(str(folder), log, lambda holder: refusal(holder, what))
+def _say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)  # the log is not open yet
 
 
 def _lock(file: IO[bytes], *, shared: bool = False) -> str | None:

@@ -71,7 +71,6 @@ class Saver:
         return self.is_permanent(step) or any(kept.step == step for kept in self._kept.values())
 
     def is_permanent(self, step: int) -> bool:
-        """Whether the retention rules save a checkpoint of this step."""
         return is_permanent(self._policy.keep, step)
 
     def keep(self, purpose: str, step: int, controller: str | None = None) -> None:

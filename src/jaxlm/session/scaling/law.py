@@ -62,7 +62,6 @@ class PowerLaw:
     exponent: float
 
     def at(self, budget: np.ndarray | float) -> np.ndarray:
-        """The value at a budget."""
         return self.factor * np.asarray(budget) ** self.exponent
 
 
@@ -123,7 +122,6 @@ def _power_law(budgets: np.ndarray, values: np.ndarray) -> PowerLaw:
 
 
 def law_as_json(law: ScalingLaw) -> Mapping[str, object]:
-    """The law as plain values."""
     power = lambda one: None if one is None else {"factor": one.factor, "exponent": one.exponent}  # noqa: E731
     return {
         "num_parameters": power(law.parameters),

@@ -26,7 +26,6 @@ def plan_table(members: Sequence[Member], finished: Collection[str]) -> str:
 
 
 def member_table(results: Sequence[MemberResult]) -> str:
-    """What each member reached."""
     metric = results[0].metric if results else "loss"
     return _table(
         ("FLOPs", "depth", "scaling parameters N", "tokens D", "D / N", metric),
