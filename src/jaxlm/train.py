@@ -292,7 +292,6 @@ def _start(
 
 
 def _restore(run: Run, init_from: InitFrom) -> RunState:
-    """Loads the state of the checkpoint that the run continues from."""
     plan, checkpoint = run.plan, init_from.state
     assert checkpoint is not None
     phase = check_cursor(checkpoint.cursor, plan)

@@ -29,6 +29,17 @@ def main(arguments):
 assert main([]) == 130
 os.kill(os.getpid(), signal.SIGINT)
 """
+ENDED = """
+import atexit, os, signal, sys
+from jaxlm.session.exit_codes import command
+
+@command
+def main(arguments):
+    return 130
+
+atexit.register(os.kill, os.getpid(), signal.SIGINT)  # as jax clears its caches there
+sys.exit(main())
+"""
 
 
 @pytest.mark.parametrize(
@@ -40,6 +51,7 @@ os.kill(os.getpid(), signal.SIGINT)
         pytest.param(
             TWICE, signal.SIGINT, "interrupted; nothing that was saved is lost\n", id="twice", marks=pytest.mark.slow
         ),
+        pytest.param(ENDED, signal.SIGINT, "", id="after the end", marks=pytest.mark.slow),
     ],
 )
 def test_an_interrupt_ends_a_command_without_a_traceback(code, number, said):

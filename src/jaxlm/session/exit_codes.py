@@ -72,6 +72,8 @@ def command(main: Callable[[Sequence[str]], int]) -> Callable[..., int]:
             try:
                 return explained(command_line() if arguments is None else arguments)
             finally:
+                if arguments is None:  # the interpreter ends next
+                    end_at_interrupt()
                 sys.stdout.flush()  # not when the interpreter ends, where a closed pipe would be a traceback
         except BrokenPipeError as error:
             code = end_of_output(error)

@@ -49,7 +49,6 @@ class Parabola:
     problem: str = ""
 
     def at(self, num_parameters: np.ndarray) -> np.ndarray:
-        """The loss that the parabola gives to sizes."""
         assert self.coefficients is not None
         return np.polyval(self.coefficients, np.log10(num_parameters))
 

@@ -44,7 +44,6 @@ def member_table(results: Sequence[MemberResult]) -> str:
 
 
 def law_table(law: ScalingLaw) -> str:
-    """The minimum of each budget, and the power laws."""
     rows = []
     for p in law.parabolas:
         if p.num_parameters is None or p.num_tokens is None or p.loss is None:
