@@ -30,15 +30,17 @@ assert main([]) == 130
 os.kill(os.getpid(), signal.SIGINT)
 """
 ENDED = """
-import atexit, os, signal, sys
+import atexit, os, signal, sys, types
+from jaxlm.__main__ import main as jaxlm
 from jaxlm.session.exit_codes import command
 
 @command
 def main(arguments):
     return 130
 
+sys.modules["jaxlm.commands.bench"] = types.SimpleNamespace(main=main)
 atexit.register(os.kill, os.getpid(), signal.SIGINT)  # as jax clears its caches there
-sys.exit(main())
+sys.exit({call})
 """
 
 
@@ -51,7 +53,10 @@ sys.exit(main())
         pytest.param(
             TWICE, signal.SIGINT, "interrupted; nothing that was saved is lost\n", id="twice", marks=pytest.mark.slow
         ),
-        pytest.param(ENDED, signal.SIGINT, "", id="after the end", marks=pytest.mark.slow),
+        *(
+            pytest.param(ENDED.format(call=call), signal.SIGINT, "", id=f"after {call}", marks=pytest.mark.slow)
+            for call in ("main()", "jaxlm(['bench'])")
+        ),
     ],
 )
 def test_an_interrupt_ends_a_command_without_a_traceback(code, number, said):

@@ -53,7 +53,6 @@ class SaveHealth:
         return self._now() >= self._next_at
 
     def saved(self, name: str) -> None:
-        """A checkpoint is finished."""
         if self._streak:
             since = self._now() - (self._failing_since or 0.0)
             self._log(f"checkpoints are saved again: {name} ({_times(self._streak)} failed in the last {since:.0f} s)")

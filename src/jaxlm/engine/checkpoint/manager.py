@@ -118,7 +118,6 @@ class Saver:
         self._write(state, step, position, entering=False, temporary=False, pauses_s=WHILE_TRAINING_S)
 
     def save_entry(self, state: RunState, position: Mapping[str, Any]) -> None:
-        """Saves the state at the start of the phase."""
         self._write(state, self._phase.start, position, entering=True, temporary=True, pauses_s=WHILE_TRAINING_S)
 
     def save_rewound(self, state: RunState, cursor: Cursor, position: Mapping[str, Any]) -> None:
