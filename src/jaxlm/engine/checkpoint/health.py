@@ -91,7 +91,6 @@ class SaveHealth:
         }
 
     def _plan(self, wait_s: float, now: float, goes_on: bool) -> str:
-        """What follows from a failure."""
         if not goes_on:
             return f"The next try is in {wait_s:g} s"
         left_s = max(0.0, self._retry_for_s - (now - (self._failing_since or now)))
