@@ -115,7 +115,9 @@ def _run(command: str, arguments: Sequence[str]) -> int:
         sys.path.insert(0, os.getcwd())
     with gc_paused():
         module = importlib.import_module("jaxlm.train" if command == "train" else f"jaxlm.commands.{command}")
-    return module.main(arguments)
+    code = module.main(arguments)
+    end_at_interrupt()
+    return code
 
 
 def _overview() -> str:

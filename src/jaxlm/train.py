@@ -21,8 +21,8 @@ from jaxlm.core.values.files_read import check_same_files, note
 from jaxlm.data.cache.ray_workers import tokenize_on_ray
 from jaxlm.data.tokenizer.tokenizer import Tokenizer
 from jaxlm.engine.activity import ActivityClock, uncounted_age_s
+from jaxlm.engine.checkpoint.holder import LeaseLostError, StillHeld, all_held
 from jaxlm.engine.checkpoint.integrity import CHECKSUMS
-from jaxlm.engine.checkpoint.lock import LeaseLostError, StillHeld
 from jaxlm.engine.checkpoint.manager import Saver
 from jaxlm.engine.checkpoint.store import SaveError
 from jaxlm.engine.conductor import Conductor
@@ -237,8 +237,9 @@ def _prepared(plan: Plan, console: Console) -> Iterator[tuple[Plan, Tokenizer, I
     main_only(lambda: check_exports_are_new(plan, 0 if cursor is None else cursor.step))
     with contextlib.ExitStack() as closing:
         # First what the kernel answers at once. A start that took the lease, and was then refused, would end a paused run.
-        main_only(lambda: closing.enter_context(logs.locked()))
-        still_held = main_only(lambda: closing.enter_context(plan.checkpoints.locked(console.log))) or (lambda: None)
+        leases = (logs.locked, lambda: plan.checkpoints.locked(console.log))
+        held = [main_only(lambda lease=lease: closing.enter_context(lease())) for lease in leases]
+        still_held = all_held(filter(None, held))
         main_only(logs.check_writable)
         main_only(lambda: logs.fetch(replace=True))
         if is_main_process():

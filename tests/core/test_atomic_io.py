@@ -10,6 +10,7 @@ import threading
 import pytest
 
 from jaxlm.core import atomic_io as atomic_io
+from jaxlm.core.errors import ConfigError
 
 
 def test_two_hosts_never_use_the_same_temporary_name(tmp_path, monkeypatch):
@@ -59,8 +60,9 @@ def test_the_folder_of_the_faster_host_is_kept(tmp_path):
     assert (tmp_path / "f" / "a").read_text() == "theirs"
 
 
-def test_folders_of_a_file_system_without_locks_are_still_written_by_one_at_a_time(tmp_path, monkeypatch):
-    """A file of the local disk is locked instead."""
+@pytest.fixture
+def lustre(tmp_path, monkeypatch):
+    """A folder whose file system has no locks, beside the folder of temporary files."""
     flock, folder = fcntl.flock, tmp_path / "lustre"
     folder.mkdir()
 
@@ -71,16 +73,58 @@ def test_folders_of_a_file_system_without_locks_are_still_written_by_one_at_a_ti
 
     monkeypatch.setattr(fcntl, "flock", without_locks)
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    return folder
+
+
+def test_folders_of_a_file_system_without_locks_are_still_written_by_one_at_a_time(lustre):
+    """A file of the local disk is locked instead."""
     waits, inside = threading.Event(), []
 
     def second():
-        with atomic_io.folder_lock(folder, lambda _: waits.set()):
+        with atomic_io.folder_lock(lustre, lambda _: waits.set()):
             inside.append("second")
 
-    with atomic_io.folder_lock(folder, lambda _: None):
+    with atomic_io.folder_lock(lustre, lambda _: None):
         thread = threading.Thread(target=second)
         thread.start()
         assert waits.wait(60)
         inside.append("first")
     thread.join(60)
     assert inside == ["first", "second"]
+
+
+@pytest.mark.parametrize("number", [errno.EIO, errno.ESTALE])
+def test_a_lock_that_fails_is_an_error_and_no_file_system_without_locks(tmp_path, monkeypatch, number):
+    def fail(*_):
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(fcntl, "flock", fail)
+    message = rf"{tmp_path}/\.lock cannot be locked \({os.strerror(number)}\)"
+    with pytest.raises(ConfigError, match=message), atomic_io.folder_lock(tmp_path, print):
+        pass
+
+
+def test_locks_are_not_kept_where_other_users_could_change_them(lustre, tmp_path, monkeypatch):
+    stand_ins = tmp_path / f"jaxlm-locks-{os.getuid()}"
+
+    def refused():
+        with pytest.raises(ConfigError, match=f"{stand_ins}: .* or set TMPDIR"), atomic_io.folder_lock(lustre, print):
+            pass
+
+    (tmp_path / "elsewhere").mkdir(mode=0o700)
+    stand_ins.symlink_to(tmp_path / "elsewhere")
+    refused()
+    stand_ins.unlink()
+    stand_ins.write_text("")
+    refused()
+    stand_ins.unlink()
+    stand_ins.mkdir()
+    stand_ins.chmod(0o777)
+    refused()
+    stand_ins.chmod(0o700)
+    with atomic_io.folder_lock(lustre, print):
+        pass
+    monkeypatch.setattr(os, "getuid", lambda: 4321)
+    (tmp_path / "jaxlm-locks-4321").mkdir(mode=0o700)  # another user has made it
+    stand_ins = tmp_path / "jaxlm-locks-4321"
+    refused()

@@ -29,6 +29,19 @@ def main(arguments):
 assert main([]) == 130
 os.kill(os.getpid(), signal.SIGINT)
 """
+ENDED = """
+import atexit, os, signal, sys, types
+from jaxlm.__main__ import main as jaxlm
+from jaxlm.session.exit_codes import command
+
+@command
+def main(arguments):
+    return 130
+
+sys.modules["jaxlm.commands.bench"] = types.SimpleNamespace(main=main)
+atexit.register(os.kill, os.getpid(), signal.SIGINT)  # as jax clears its caches there
+sys.exit({call})
+"""
 
 
 @pytest.mark.parametrize(
@@ -39,6 +52,10 @@ os.kill(os.getpid(), signal.SIGINT)
         pytest.param(IMPORTING.format(first="-m", module="another"), signal.SIGKILL, "caught\n", id="another program"),
         pytest.param(
             TWICE, signal.SIGINT, "interrupted; nothing that was saved is lost\n", id="twice", marks=pytest.mark.slow
+        ),
+        *(
+            pytest.param(ENDED.format(call=call), signal.SIGINT, "", id=f"after {call}", marks=pytest.mark.slow)
+            for call in ("main()", "jaxlm(['bench'])")
         ),
     ],
 )

@@ -11,7 +11,7 @@ from jaxlm.core.publish import PublishError
 from jaxlm.core.values.activity import Activity
 from jaxlm.engine import rescue as rescues
 from jaxlm.engine.activity import ActivityClock
-from jaxlm.engine.checkpoint.lock import LeaseLostError
+from jaxlm.engine.checkpoint.holder import LeaseLostError
 from jaxlm.engine.checkpoint.manifest import History
 from jaxlm.engine.checkpoint.store import SaveError
 from jaxlm.engine.loop import TrainingLoop

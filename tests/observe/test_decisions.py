@@ -18,6 +18,7 @@ from jaxlm.observe.console import Console
 from jaxlm.observe.decision_notes import Band, described, numbers, parse_decisions, strategy_bands
 from jaxlm.observe.decisions import DecisionLog
 from jaxlm.observe.events import MAX_MARKS
+from jaxlm.observe.log_file import LogFile
 from jaxlm.observe.logged_run import read_run, read_runs
 from jaxlm.observe.loop_state import LoopState
 from jaxlm.observe.page.page import render
@@ -45,7 +46,7 @@ def opened(folder, resume_step=0, attempt=0) -> tuple[DecisionLog, JsonlTracker,
     output = StringIO()
     tracker = JsonlTracker(folder / "metrics.jsonl", resume_step=resume_step, attempt=attempt)
     begin = {"resume_step": resume_step, "attempt": attempt}
-    log = DecisionLog(folder / "decisions.jsonl", [tracker], Console(output), **begin)
+    log = DecisionLog(LogFile(folder / "decisions.jsonl", print), [tracker], Console(output), **begin)
     return log, tracker, output
 
 

@@ -11,7 +11,10 @@ import threading
 import pytest
 
 from jaxlm.core.errors import ConfigError
+from jaxlm.engine.checkpoint.holder import LeaseLostError
 from jaxlm.observe import log_file
+from jaxlm.observe.console import Console
+from jaxlm.observe.decisions import DecisionLog
 from jaxlm.observe.log_file import LogFile
 from jaxlm.observe.records import check_rewritable
 from jaxlm.observe.trackers import JsonlTracker, read_jsonl
@@ -157,3 +160,23 @@ def test_a_flush_to_a_stalled_disk_blocks_no_other_thread(tmp_path, monkeypatch)
     flushing.join()
     file.close()
     assert (tmp_path / "lines.txt").read_text() == "first\n" + "".join(lines)
+
+
+def test_a_process_that_has_lost_its_run_writes_no_line_more(tmp_path):
+    """Another start has the files: its lines and those would be of the same steps."""
+    path, lost = tmp_path / "metrics.jsonl", []
+
+    def still_held():
+        if lost:
+            raise LeaseLostError("another start has taken the run")
+
+    tracker = JsonlTracker(path, resume_step=0, still_held=still_held)
+    decisions = DecisionLog(LogFile(tmp_path / "decisions.jsonl", print, still_held), [], Console(), resume_step=0)
+    tracker.log(1, {"train/loss": 2.0})
+    tracker.flush()
+    lost.append(True)
+    tracker.log(2, {"train/loss": 1.0})
+    for write in (tracker.flush, tracker.close, lambda: decisions.write(2, "plateau", {"event": "lowered"})):
+        with pytest.raises(LeaseLostError, match="another start"):
+            write()
+    assert path.read_text() == '{"step": 1, "train/loss": 2.0}\n'

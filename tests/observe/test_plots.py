@@ -54,6 +54,12 @@ def test_the_schedule_plot_marks_the_corners_of_two_phases(drawn, tmp_path):
         assert frame.y0 <= extent.y0 < extent.y1 <= frame.y1, text
 
 
+def test_a_run_whose_records_are_lost_is_drawn_without_a_warning(tmp_path, recwarn):
+    """The disk of its logs was full."""
+    loss_curve(run_of([{"step": 0}]), tmp_path / "loss.png", "title")
+    assert (is_png(tmp_path / "loss.png"), list(recwarn)) == (True, [])
+
+
 def training(steps, rate, size=8, **first):
     """Records of steps; those of the first step have more keys."""
     shared = {"throughput/duration": 0.1, "throughput/examples_per_second": size / 0.1}

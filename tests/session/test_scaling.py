@@ -11,10 +11,11 @@ import yaml
 
 from jaxlm.commands import scaling as command
 from jaxlm.core.errors import ConfigError
+from jaxlm.engine.checkpoint.holder import LeaseLostError
 from jaxlm.reading.yaml import ConfigSource
 from jaxlm.session.scaling import start
 from jaxlm.session.scaling.law import TrainedPoint, fit_law
-from jaxlm.session.scaling.members import Member, MemberRayConfig, plan_study
+from jaxlm.session.scaling.members import Member, MemberRayConfig, ScalingConfig, plan_study
 from jaxlm.session.scaling.start import command_of, run_command
 
 BUDGETS = (1e18, 1e19, 1e20)
@@ -323,3 +324,14 @@ def test_a_member_that_fits_on_no_machine_is_refused():
     start._check_room(nodes, MemberRayConfig(cpus=8, gpus=1))
     with pytest.raises(ConfigError, match=r"scaling\.ray: 9 cores and 0 GPUs .* have 8 cores and 1 GPUs"):
         start._check_room(nodes, MemberRayConfig(cpus=9))
+
+
+def test_a_study_that_another_start_has_taken_measures_and_writes_nothing(tmp_path):
+    def taken():
+        raise LeaseLostError("another start has taken it")
+
+    config = ScalingConfig([1], [1.0], output_dir=str(tmp_path))
+    member: Any = None
+    with pytest.raises(LeaseLostError):
+        command._collect([(member, 0)], 1, config, [], taken)
+    assert list(tmp_path.iterdir()) == []

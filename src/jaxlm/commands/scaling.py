@@ -7,15 +7,17 @@ run. The same command continues a study that was stopped: members that have fini
 """
 
 import contextlib
+import functools
 import json
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
 from jaxlm.core.atomic_io import atomic_file
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.redaction import write_text
+from jaxlm.engine.checkpoint.holder import StillHeld
 from jaxlm.engine.checkpoint.lock import locked_file
 from jaxlm.plan.load_config import load_source
 from jaxlm.session.exit_codes import EXIT_INTERRUPTED, command
@@ -35,27 +37,23 @@ def main(arguments: Sequence[str]) -> int:
     source, stem = load_source(arguments, "jaxlm scaling", ScalingRunConfig)
     scaling, members = plan_study(source, stem)
     is_dry = bool(source.tree.get("dry_run"))
-    with contextlib.nullcontext() if is_dry else _locked(Path(scaling.output_dir)):
+    with contextlib.nullcontext(lambda: None) if is_dry else _locked(Path(scaling.output_dir)) as still_held:
         results = [result for member in members if (result := member.result()) is not None]
         finished = {result.name for result in results}
         print(plan_table(members, finished), flush=True)
         if is_dry:
             return 0
-        code = _train([member for member in members if member.name not in finished], scaling, results)
+        code = _train([member for member in members if member.name not in finished], scaling, results, still_held)
         if not code or results:
+            still_held()
             print(_write(scaling, results))
         return code
 
 
-@contextlib.contextmanager
-def _locked(folder: Path) -> Iterator[None]:
+def _locked(folder: Path) -> contextlib.AbstractContextManager[StillHeld]:
     """Raises `ConfigError` if a study is at work in the folder: both would write the same results."""
-    with contextlib.ExitStack() as closing:
-        try:
-            closing.enter_context(locked_file(folder / _LOCK, f"write to {folder.absolute()}", _held_by))
-        except OSError as error:
-            raise _unwritable(folder, error) from error
-        yield
+    unwritable = functools.partial(_unwritable, folder)
+    return locked_file(folder / _LOCK, f"write to {folder.absolute()}", unwritable, _held_by)
 
 
 def _held_by(holder: object, what: str) -> ConfigError:
@@ -71,7 +69,9 @@ def _unwritable(folder: Path, error: OSError) -> ConfigError:
     )
 
 
-def _train(members: Sequence[Member], scaling: ScalingConfig, results: list[MemberResult]) -> int:
+def _train(
+    members: Sequence[Member], scaling: ScalingConfig, results: list[MemberResult], still_held: StillHeld
+) -> int:
     """Trains members and adds their results. Returns the exit code: that of the first member that does not finish.
 
     A member that fails does not keep others from training. One that a signal ended is the last.
@@ -83,7 +83,7 @@ def _train(members: Sequence[Member], scaling: ScalingConfig, results: list[Memb
     ended = train_here(members) if scaling.ray is None else train_on_ray(members, scaling.ray, print)
     try:
         with contextlib.closing(ended):
-            return _collect(ended, len(members), scaling, results)
+            return _collect(ended, len(members), scaling, results, still_held)
     except KeyboardInterrupt:
         print(
             f"interrupted: {len(results)} of the study's members have finished. Members that were training go on from their"
@@ -94,11 +94,15 @@ def _train(members: Sequence[Member], scaling: ScalingConfig, results: list[Memb
 
 
 def _collect(
-    ended: Iterable[tuple[Member, int]], num_members: int, scaling: ScalingConfig, results: list[MemberResult]
+    ended: Iterable[tuple[Member, int]],
+    num_members: int,
+    scaling: ScalingConfig,
+    results: list[MemberResult],
+    still_held: StillHeld,
 ) -> int:
-    """Adds the results of members as they end. Returns the exit code."""
     failed = 0
     for number, (member, code) in enumerate(ended, 1):
+        still_held()
         if code:
             print(
                 f"{member.name} ended with exit code {code}. To train it alone: jaxlm train --config_path"

@@ -9,10 +9,15 @@ import os
 import platform
 import secrets
 import shutil
+import stat
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TextIO
+from typing import IO, Any
+
+from jaxlm.core.errors import ConfigError
+
+_NO_LOCKS = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP)
 
 
 def temporary_path(path: Path) -> Path:
@@ -31,14 +36,13 @@ def remove_leftovers(path: Path) -> None:
         shutil.rmtree(leftover) if leftover.is_dir() else leftover.unlink()
 
 
-@contextlib.contextmanager
-def folder_lock(folder: Path, log: Callable[[str], None]) -> Iterator[None]:
+def folder_lock(folder: Path, log: Callable[[str], None]) -> contextlib.AbstractContextManager[None]:
     """Locks `folder` against other processes of this machine. The kernel releases the lock if the process dies.
 
     The lock file is not deleted: if another process waits on a deleted file, two processes could hold the lock.
     """
-    with exclusive(folder / ".lock", lambda: log(f"another process is writing to {folder}; waiting for it to finish")):
-        yield
+    waiting = f"another process is writing to {folder}; waiting for it to finish"
+    return exclusive(folder / ".lock", lambda: log(waiting))
 
 
 @contextlib.contextmanager
@@ -51,31 +55,58 @@ def exclusive(path: Path, waiting: Callable[[], None] = lambda: None) -> Iterato
         waiting: called if another process has locked it.
     """
     with contextlib.ExitStack() as closing:
-        file = closing.enter_context(open(path, "a"))
-        if not _lock(file, waiting):
-            _lock(closing.enter_context(open(_stand_in(path), "a")), waiting, required=True)
+        try:
+            lock(closing.enter_context(open(path, "a")), waiting)
+        except NoLocksError:
+            lock(closing.enter_context(open(_stand_in(path), "a")), waiting)
         yield
 
 
-def _lock(file: TextIO, waiting: Callable[[], None], *, required: bool = False) -> bool:
-    """Locks a file. Returns False if its file system has no locks, unless it is `required`."""
+class NoLocksError(ConfigError):
+    """The file system of a file has no locks. Other errors do not say this: whether the file is locked is then unknown."""
+
+
+def lock(file: IO[Any], waiting: Callable[[], None] | None = None, *, shared: bool = False) -> None:
+    """Locks an open file until it is closed.
+
+    Args:
+        waiting: called if another process has locked it, before this one waits; without it, none waits.
+
+    Raises:
+        BlockingIOError: another process has locked it.
+        NoLocksError: its file system has no locks.
+        ConfigError: it cannot be locked for another reason.
+    """
     import fcntl  # not on Windows
 
+    kind = fcntl.LOCK_SH if shared else fcntl.LOCK_EX
     try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        try:
+            fcntl.flock(file, kind | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if waiting is None:
+                raise
+            waiting()
+            fcntl.flock(file, kind)
     except BlockingIOError:
-        waiting()
-        fcntl.flock(file, fcntl.LOCK_EX)
-    except OSError:
-        if required:
-            raise
-        return False
-    return True
+        raise
+    except OSError as error:
+        raise (NoLocksError if error.errno in _NO_LOCKS else ConfigError)(
+            f"{file.name} cannot be locked ({error.strerror}), and another process may be writing to its folder. Check the"
+            " disk, or choose a folder on another one"
+        ) from error
 
 
 def _stand_in(path: Path) -> Path:
     folder = Path(tempfile.gettempdir()) / f"jaxlm-locks-{os.getuid()}"
-    folder.mkdir(mode=0o700, exist_ok=True)
+    with contextlib.suppress(FileExistsError):
+        folder.mkdir(mode=0o700)
+    status = folder.lstat()
+    if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid() or status.st_mode & 0o077:
+        raise ConfigError(
+            f"{folder}: a folder expected that only you can open, because it holds locks for disks that have none, but it"
+            " is a link, a file, or open to others. Remove it, or set TMPDIR to a folder of your own"
+        )
     return folder / hashlib.sha256(os.fsencode(path.resolve())).hexdigest()
 
 

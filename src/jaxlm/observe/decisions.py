@@ -2,7 +2,6 @@
 
 import json
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from jaxlm.core.redaction import redact
@@ -21,7 +20,7 @@ class DecisionLog:
     """
 
     def __init__(
-        self, path: Path, trackers: Sequence[Tracker], console: Console, *, resume_step: int, attempt: int = 0
+        self, file: LogFile, trackers: Sequence[Tracker], console: Console, *, resume_step: int, attempt: int = 0
     ):
         """Args:
             resume_step: decisions after later steps are removed from the file, because the run makes them again.
@@ -31,10 +30,10 @@ class DecisionLog:
             ConfigError: the file cannot be read and written.
         """
         try:
-            drop_after(path, (attempt, resume_step), console.log)()
+            drop_after(file.path, (attempt, resume_step), console.log)()
         except OSError as error:
-            raise unusable(path, error) from error
-        self._file = LogFile(path, console.log)
+            raise unusable(file.path, error) from error
+        self._file = file
         self._trackers, self._console, self._attempt = trackers, console, attempt
 
     def write(self, step: int, controller: str, note: Mapping[str, Any]) -> None:
@@ -53,7 +52,6 @@ class DecisionLog:
         self._attempt = attempt
 
     def flush(self) -> None:
-        """Blocks until everything logged so far would survive a crash of this process."""
         self._file.flush()
 
     def close(self) -> None:

@@ -6,6 +6,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import BinaryIO
 
+from jaxlm.engine.checkpoint.holder import StillHeld
+
 _BUFFER_BYTES = 1 << 13
 
 
@@ -18,8 +20,9 @@ class LogFile:
     Another thread may call `flush`. Then the others do not wait for the disk: what they append is written later.
     """
 
-    def __init__(self, path: Path, warn: Callable[[str], None]):
-        self._path = path
+    def __init__(self, path: Path, warn: Callable[[str], None], still_held: StillHeld = lambda: None):
+        """Args: still_held: called before lines are written; those of a process that has lost its run are dropped."""
+        self.path, self._still_held = path, still_held
         self._warn = warn
         self._file: BinaryIO | None = None
         self._size = 0  # bytes in the file
@@ -29,8 +32,8 @@ class LogFile:
 
     def open(self) -> None:
         """Creates the file if it does not exist. Without this, the first line does. Raises `OSError`."""
-        self._path.parent.mkdir(parents=True, exist_ok=True)
-        self._file = open(self._path, "a+b", buffering=0)  # noqa: SIM115 - closed by close()
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        self._file = open(self.path, "a+b", buffering=0)  # noqa: SIM115 - closed by close()
         self._size = os.fstat(self._file.fileno()).st_size
 
     def append(self, text: str) -> None:
@@ -55,11 +58,12 @@ class LogFile:
         """Writes all lines and closes the file."""
         self.flush()
         if self._waiting:
-            self._warn(f"warning: {self._waiting.count(10)} lines are missing in {self._path} ({self._problem})")
+            self._warn(f"warning: {self._waiting.count(10)} lines are missing in {self.path} ({self._problem})")
         if self._file is not None:
             self._file.close()
 
     def _write_all(self, *, sync: bool) -> None:
+        self._still_held()
         try:
             file = self._current_file()
             while self._waiting:
@@ -72,13 +76,13 @@ class LogFile:
         except OSError as error:
             if self._problem is None:
                 self._warn(
-                    f"warning: {self._path} cannot be written ({error.strerror or error}). The run goes on; missing lines are"
+                    f"warning: {self.path} cannot be written ({error.strerror or error}). The run goes on; missing lines are"
                     " written when this is possible again"
                 )
             self._problem = error
             return
         if self._problem is not None:
-            self._warn(f"{self._path} is written again")
+            self._warn(f"{self.path} is written again")
         self._problem = None
 
     def _current_file(self) -> BinaryIO:
@@ -99,7 +103,7 @@ class LogFile:
 
     def _is_at_path(self, file: BinaryIO) -> bool:
         try:
-            return os.path.samestat(os.stat(self._path), os.fstat(file.fileno()))
+            return os.path.samestat(os.stat(self.path), os.fstat(file.fileno()))
         except FileNotFoundError:
             return False
 
@@ -107,5 +111,5 @@ class LogFile:
         try:
             return os.pread(file.fileno(), self._size, 0)
         except OSError as error:  # for example a stale handle of a network disk
-            self._warn(f"warning: the earlier lines of {self._path} are lost ({error.strerror or error})")
+            self._warn(f"warning: the earlier lines of {self.path} are lost ({error.strerror or error})")
             return b""

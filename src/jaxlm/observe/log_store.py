@@ -10,6 +10,7 @@ from jaxlm.core.atomic_io import atomic_file
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.redaction import write_text
 from jaxlm.core.stores import check_writable, open_store, put_file, storage_errors
+from jaxlm.engine.checkpoint.holder import StillHeld
 from jaxlm.engine.checkpoint.lock import locked_file
 from jaxlm.observe.records import CONFIG, ENVIRONMENT
 from jaxlm.observe.trackers import environment
@@ -35,23 +36,17 @@ class LogStore:
         self._warn = warn
         self._uploaded: dict[Path, tuple[int, int]] = {}
         self._failing = False
+        self.still_held: StillHeld = lambda: None
 
     @contextlib.contextmanager
-    def locked(self) -> Iterator[None]:
-        """Keeps other runs out of the local folder, where both would write the same files. The lock is a file beside it.
-
-        Raises:
-            ConfigError: another run writes there, or the folder cannot be written.
-        """
+    def locked(self) -> Iterator[StillHeld]:
+        """Keeps other runs out of the local folder, where both would write the same files. The lock is a file beside it."""
         path = self._folder.with_name(f".{self._folder.name}.logs.lock")
-        with contextlib.ExitStack() as closing:
-            try:
-                closing.enter_context(locked_file(path, f"write their logs to {self._folder.absolute()}"))
-            except OSError as error:
-                raise ConfigError(
-                    f"{_KEY}: {self._folder} cannot be written: {error.strerror}. Set it to a writable folder"
-                ) from error
-            yield
+        unwritable = lambda error: ConfigError(  # noqa: E731
+            f"{_KEY}: {self._folder} cannot be written: {error.strerror}. Set it to a writable folder"
+        )
+        with locked_file(path, f"write their logs to {self._folder.absolute()}", unwritable) as self.still_held:
+            yield self.still_held
 
     def fetch(self, *, replace: bool) -> None:
         """Downloads the files of earlier starts.

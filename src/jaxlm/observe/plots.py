@@ -252,5 +252,6 @@ def _save(figure: Any, axes: Any, path: Path) -> None:
     # Margins of a layout engine would draw everything twice.
     figure.subplots_adjust(left=0.115, right=0.98, bottom=below + 0.11, top=0.93)
     place = {"loc": "upper center", "bbox_to_anchor": (0.5, below), "bbox_transform": figure.transFigure}
-    axes.legend(ncols=_LEGEND_COLUMNS, frameon=False, fontsize=9, **place)
+    if num_rows:  # matplotlib warns of a legend of nothing
+        axes.legend(ncols=_LEGEND_COLUMNS, frameon=False, fontsize=9, **place)
     FigureCanvasAgg(figure).print_png(path)

@@ -21,7 +21,7 @@ from jaxlm.core.errors import (
 )
 from jaxlm.core.publish import PublishError
 from jaxlm.core.redaction import command_line
-from jaxlm.engine.checkpoint.lock import LeaseLostError
+from jaxlm.engine.checkpoint.holder import LeaseLostError
 from jaxlm.engine.checkpoint.restore import NoUsableCheckpointError
 from jaxlm.engine.checkpoint.store import SaveError
 from jaxlm.engine.conductor import RewindError
@@ -72,6 +72,8 @@ def command(main: Callable[[Sequence[str]], int]) -> Callable[..., int]:
             try:
                 return explained(command_line() if arguments is None else arguments)
             finally:
+                if arguments is None:  # the interpreter ends next
+                    end_at_interrupt()
                 sys.stdout.flush()  # not when the interpreter ends, where a closed pipe would be a traceback
         except BrokenPipeError as error:
             code = end_of_output(error)

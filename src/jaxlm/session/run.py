@@ -10,7 +10,7 @@ from jaxlm.core.stores import check_writable, is_url
 from jaxlm.data.tokenizer.chat_template import with_templates
 from jaxlm.data.tokenizer.tokenizer import Tokenizer
 from jaxlm.engine.activity import ActivityClock
-from jaxlm.engine.checkpoint.lock import StillHeld
+from jaxlm.engine.checkpoint.holder import StillHeld
 from jaxlm.engine.checkpoint.writer import CheckpointWriter
 from jaxlm.engine.signals import StopRequest
 from jaxlm.engine.sync import FlagSync
@@ -74,7 +74,7 @@ def open_run(
         main_only(lambda: check_writable(exports, "hf_save_path"))
     if plan.config.hf_upload:
         main_only(lambda: check_upload("hf_upload"))
-    with open_records(plan, console, init_from, clock, beginning) as records:
+    with open_records(plan, console, init_from, clock, beginning, logs.still_held) as records:
         flush = [records.flush, *([logs.upload] if is_main_process() else [])]
         with open_writer(plan, files, init_from, console.log, clock, still_held, flush) as writer:
             opened = (console, clock, records, writer, FlagSync(plan.layout, stop), beginning)

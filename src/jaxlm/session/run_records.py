@@ -8,6 +8,7 @@ from typing import Any
 
 from jaxlm.core.runtime import is_main_process, main_only
 from jaxlm.engine.activity import ActivityClock
+from jaxlm.engine.checkpoint.holder import StillHeld
 from jaxlm.engine.checkpoint.manifest import History
 from jaxlm.engine.metric_names import TOTAL_GFLOPS, TOTAL_TOKENS
 from jaxlm.engine.metrics import Totals, Workload
@@ -17,6 +18,7 @@ from jaxlm.observe.completions import CompletionLog
 from jaxlm.observe.console import Console
 from jaxlm.observe.decisions import DecisionLog
 from jaxlm.observe.ledger import Ledger
+from jaxlm.observe.log_file import LogFile
 from jaxlm.observe.log_store import describe_start
 from jaxlm.observe.loop_state import LoopState
 from jaxlm.observe.trackers import JsonlTracker, Tracker, TrackerConfig
@@ -69,7 +71,6 @@ class RunRecords:
     workloads: dict[int, Workload] = field(default_factory=dict)
 
     def completions(self) -> CompletionLog:
-        """Logs completions with their rewards."""
         return CompletionLog(self.plan.config.trainer.completions, self.trackers, self.console)
 
     def flush(self) -> None:
@@ -99,7 +100,7 @@ class RunRecords:
 
 @contextlib.contextmanager
 def open_records(
-    plan: Plan, console: Console, init_from: InitFrom, clock: ActivityClock, beginning: Beginning
+    plan: Plan, console: Console, init_from: InitFrom, clock: ActivityClock, beginning: Beginning, still_held: StillHeld
 ) -> Iterator[RunRecords]:
     """Opens a run's records as it begins, and closes them when the context exits, even after an error.
 
@@ -113,13 +114,14 @@ def open_records(
     callbacks = main_only(lambda: _open_callbacks(plan, console, init_from)) or Callbacks({}, console.log)
     opened = RunRecords(plan, console, loop_state, totals_at(metrics, begin), callbacks, ledgers)
     with contextlib.ExitStack() as closing:
+        again = {"resume_step": begin, "attempt": init_from.history.attempt}
 
         def write() -> None:
-            for tracker in _open_trackers(plan, console, init_from):
+            for tracker in _open_trackers(plan, console, init_from, {**again, "still_held": still_held}):
                 opened.trackers.append(tracker)
                 closing.callback(tracker.close)
-            again = {"resume_step": begin, "attempt": init_from.history.attempt}
-            decisions = DecisionLog(plan.log_folder / records.DECISIONS, opened.trackers, console, **again)
+            file = LogFile(plan.log_folder / records.DECISIONS, console.log, still_held)
+            decisions = DecisionLog(file, opened.trackers, console, **again)
             opened.decision_logs.append(decisions)
             closing.callback(decisions.close)
             describe_start(plan.log_folder, dump(as_run_config(plan.config)))
@@ -140,11 +142,10 @@ def totals_at(metrics: Path, step: int) -> Totals:
     return Totals()
 
 
-def _open_trackers(plan: Plan, console: Console, init_from: InitFrom) -> tuple[Tracker, ...]:
+def _open_trackers(plan: Plan, console: Console, init_from: InitFrom, again: dict[str, Any]) -> tuple[Tracker, ...]:
     """The `metrics.jsonl` tracker, and the configured trackers, each in a background thread."""
     path, trainer = plan.log_folder / records.METRICS, plan.config.trainer
-    begin = {"resume_step": init_from.resume_step or 0, "attempt": init_from.history.attempt}
-    jsonl = JsonlTracker(path, **begin, warn=console.log, max_completions_bytes=trainer.completions.max_bytes)
+    jsonl = JsonlTracker(path, **again, warn=console.log, max_completions_bytes=trainer.completions.max_bytes)
     if not trainer.trackers:
         return (jsonl,)
     info = run_info(plan, init_from)

@@ -11,7 +11,7 @@ from jaxlm.core.values.activity import Activity
 from jaxlm.data.tokenizer.tokenizer import Tokenizer
 from jaxlm.engine.activity import ActivityClock
 from jaxlm.engine.checkpoint.health import SaveHealth
-from jaxlm.engine.checkpoint.lock import StillHeld
+from jaxlm.engine.checkpoint.holder import StillHeld
 from jaxlm.engine.checkpoint.writer import CheckpointWriter
 from jaxlm.engine.peers import is_lost_peer
 from jaxlm.engine.state import RunState

@@ -3,6 +3,7 @@
 import errno
 import fcntl
 import json
+import os
 import subprocess
 import sys
 import threading
@@ -12,11 +13,14 @@ from dataclasses import replace
 import fsspec
 import pytest
 
+from jaxlm.commands import scaling
 from jaxlm.core.errors import ConfigError
 from jaxlm.engine.checkpoint import lease as leases
-from jaxlm.engine.checkpoint.holder import Holder
+from jaxlm.engine.checkpoint.holder import Holder, LeaseLostError
 from jaxlm.engine.checkpoint.lease import Lease
-from jaxlm.engine.checkpoint.lock import LeaseLostError, locked_file
+from jaxlm.engine.checkpoint.local import LocalFolder
+from jaxlm.engine.checkpoint.staging import StagedFolder
+from jaxlm.observe.log_store import LogStore
 from tests.gcs import BUCKET
 from tests.session.test_object_store import bucket  # noqa: F401 - a fixture
 
@@ -210,18 +214,64 @@ def test_a_store_that_fails_for_a_while_costs_no_lease(url, monkeypatch):
         still_held()
 
 
-@pytest.mark.parametrize("number", [errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP])
-def test_a_lease_takes_the_place_of_locks_that_a_file_system_does_not_have(tmp_path, monkeypatch, patient, number):
+def refuse_locks(monkeypatch, number: int) -> None:
     def refuse(*_):
-        raise OSError(number, "no locks here")
+        raise OSError(number, os.strerror(number))
 
     monkeypatch.setattr(fcntl, "flock", refuse)
     monkeypatch.setattr(leases, "INTERVAL_S", INTERVAL_S)
-    path = tmp_path / ".run.lock"
-    with locked_file(path, "save") as still_held:
+
+
+PLACES = {
+    "checkpoints": lambda folder: LocalFolder(folder / "run").locked(print),
+    "staged": lambda folder: StagedFolder("memory://leases/staged", folder).locked(print),
+    "logs": lambda folder: LogStore(None, folder / "run", print).locked(),
+    "study": scaling._locked,
+}
+
+
+@pytest.mark.parametrize("number", [errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP])
+def test_a_lease_takes_the_place_of_locks_that_a_file_system_does_not_have(tmp_path, monkeypatch, patient, number):
+    refuse_locks(monkeypatch, number)
+    holding = PLACES["checkpoints"]
+    with holding(tmp_path) as still_held:
         still_held()
-        with pytest.raises(ConfigError, match=r"already being trained .*both would save"), locked_file(path, "save"):
+        with pytest.raises(ConfigError, match=r"already being trained .*both would save"), holding(tmp_path):
             pass
-    with locked_file(path, "save"):
+    with holding(tmp_path):
         pass
     assert not list((tmp_path / ".run.lock.lease").iterdir())
+
+
+@pytest.mark.parametrize("holding", PLACES.values(), ids=PLACES)
+@pytest.mark.parametrize("number", [errno.EIO, errno.ESTALE, errno.EACCES])
+def test_a_lock_that_fails_for_another_reason_is_not_passed(tmp_path, monkeypatch, holding, number):
+    refuse_locks(monkeypatch, number)
+    with (
+        pytest.raises(ConfigError, match=rf"{tmp_path}/.+ cannot be locked \({os.strerror(number)}\)"),
+        holding(tmp_path),
+    ):
+        pass
+    (tmp_path / ".run.lock").touch()
+    with pytest.raises(ConfigError, match="cannot be locked"):
+        LocalFolder(tmp_path / "run").check_free()
+
+
+@pytest.mark.parametrize("holding", PLACES.values(), ids=PLACES)
+def test_every_place_that_holds_a_lease_learns_that_it_has_lost_it(tmp_path, monkeypatch, patient, holding):
+    refuse_locks(monkeypatch, errno.ENOSYS)
+    with holding(tmp_path) as still_held:
+        still_held()
+        (taken,) = tmp_path.rglob("lease-1.json")
+        taken.with_name("lease-2.json").write_bytes(
+            replace(Holder.this_process(), host="other").to_json(token="t", beat=1)
+        )
+        with pytest.raises(LeaseLostError, match=r"another start of this run has taken .*process .* on other"):
+            still_held()
+
+
+def test_a_disk_that_cannot_hold_the_lease_is_named_with_its_key(tmp_path, monkeypatch):
+    refuse_locks(monkeypatch, errno.ENOSYS)
+    (tmp_path / ".run.logs.lock.lease").write_text("")
+    with pytest.raises(ConfigError, match=r"trainer\.log_dir: .* cannot be written"), PLACES["logs"](tmp_path):
+        pass

@@ -16,9 +16,9 @@ from pathlib import Path
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.runtime import main_first, main_only
 from jaxlm.core.stores import probe_name, storage_errors
+from jaxlm.engine.checkpoint.holder import StillHeld
 from jaxlm.engine.checkpoint.integrity import CHECKSUMS, MD5, SHA256, DamagedError, compare, read_checksums
 from jaxlm.engine.checkpoint.lease import Lease
-from jaxlm.engine.checkpoint.lock import StillHeld
 from jaxlm.engine.checkpoint.manifest import ABANDONED, DAMAGED
 from jaxlm.engine.checkpoint.remote import RemoteFolder, find_remote
 from jaxlm.engine.checkpoint.store import ARRAYS, Checkpoint, CheckpointFolder, SaveError
@@ -77,7 +77,6 @@ class BucketFolder(CheckpointFolder):
     """A folder of one run's checkpoints in a bucket."""
 
     def __init__(self, url: str, *, delete_temporary: bool = True):
-        """Args: delete_temporary: whether a new checkpoint replaces the temporary ones."""
         self.location: str = url
         self._delete_temporary = delete_temporary
         self._newest: str | None = None  # the last one that this process has committed
@@ -87,7 +86,6 @@ class BucketFolder(CheckpointFolder):
         return RemoteFolder(self.location)  # created on first use, because a dry run needs no store
 
     def open(self, log: Callable[[str], None]) -> None:
-        """Checks that every process can write and delete objects with fsspec and with TensorStore."""
         main_first(self._probe)
 
     def checkpoints(self) -> Sequence[BucketCheckpoint]:
@@ -101,19 +99,16 @@ class BucketFolder(CheckpointFolder):
         return BucketCheckpoint(self._remote, name)
 
     def set_aside(self, name: str) -> str:
-        """Renames `checksums.json` of the checkpoint."""
         with storage_errors(
             lambda reason: ConfigError(f"{self.location}/{name} is damaged, but it cannot be set aside ({reason})")
         ):
             return self._remote.set_aside(name, DAMAGED)
 
     def abandon(self, name: str) -> str:
-        """Renames `checksums.json` of the checkpoint."""
         with storage_errors(lambda reason: ConfigError(f"{self.location}/{name} cannot be set aside ({reason})")):
             return self._remote.set_aside(name, ABANDONED)
 
     def prepare(self) -> None:
-        """Removes checkpoints that were only partly written or deleted."""
         main_only(self._prepare)
 
     def _prepare(self) -> None:
@@ -127,7 +122,6 @@ class BucketFolder(CheckpointFolder):
         return Lease(self.location, log).held()
 
     def begin(self, name: str, files: Mapping[str, bytes]) -> None:
-        """Writes the files under the final name. The checkpoint is invisible until `commit`."""
         with storage_errors(SaveError):
             self._remote.clear(name)
             for file, content in files.items():

@@ -38,7 +38,6 @@ class SaveHealth:
 
     @property
     def is_failing(self) -> bool:
-        """Whether the last save has failed."""
         return self._streak > 0
 
     def allowed(self, pauses_s: Sequence[float]) -> list[float]:
@@ -54,7 +53,6 @@ class SaveHealth:
         return self._now() >= self._next_at
 
     def saved(self, name: str) -> None:
-        """A checkpoint is finished."""
         if self._streak:
             since = self._now() - (self._failing_since or 0.0)
             self._log(f"checkpoints are saved again: {name} ({_times(self._streak)} failed in the last {since:.0f} s)")
@@ -93,7 +91,6 @@ class SaveHealth:
         }
 
     def _plan(self, wait_s: float, now: float, goes_on: bool) -> str:
-        """What follows from a failure."""
         if not goes_on:
             return f"The next try is in {wait_s:g} s"
         left_s = max(0.0, self._retry_for_s - (now - (self._failing_since or now)))

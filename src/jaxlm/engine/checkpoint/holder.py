@@ -1,11 +1,17 @@
-"""The process that holds a run's folder, its host, and since when; shown to a second start of the run."""
+"""Who holds a run's folder, what a second start of the run is told, and how the holder learns that it has lost it."""
 
 import json
 import os
 import platform
 import time
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
+
+from jaxlm.core.errors import ConfigError
+
+StillHeld = Callable[[], object]
+"""Raises `LeaseLostError` if another start of the run has taken the folder."""
 
 _NOWHERE = ""
 
@@ -65,6 +71,23 @@ class Holder:
         if self.boot != this_process.boot:
             return self.machine == this_process.machine != _NOWHERE
         return self.pids == this_process.pids and self.started != _started(self.pid)
+
+
+class LeaseLostError(Exception):
+    """Another start of the run has taken its folder, because this process did not answer for too long."""
+
+
+def all_held(checks: Iterable[StillHeld]) -> StillHeld:
+    checks = list(checks)
+    return lambda: [still_held() for still_held in checks]
+
+
+def held_by(holder: object, what: str) -> ConfigError:
+    """The error of a start that finds a run at work. Args: what: both would do, such as `save to PATH`."""
+    return ConfigError(
+        f"this run is already being trained ({holder}): both would {what}. Wait until it ends, stop it, or set another"
+        " trainer.id"
+    )
 
 
 def _started(pid: int) -> str:

@@ -18,12 +18,12 @@ import re
 import threading
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 from jaxlm.core.bounded_read import parse_json
 from jaxlm.core.errors import ConfigError
-from jaxlm.core.stores import open_store, storage_errors
-from jaxlm.engine.checkpoint.holder import Holder
-from jaxlm.engine.checkpoint.lock import LeaseLostError, StillHeld, held_by
+from jaxlm.core.stores import is_url, open_store, storage_errors
+from jaxlm.engine.checkpoint.holder import Holder, LeaseLostError, StillHeld, held_by
 
 INTERVAL_S = 15.0
 _LOST_AFTER = 2.5  # intervals without a heartbeat
@@ -52,8 +52,13 @@ class Lease:
 
         Raises:
             ConfigError: a process that is alive holds it.
+            OSError: the disk of the folder fails.
         """
-        with storage_errors(self._unusable):
+        unusable = lambda reason: ConfigError(  # noqa: E731
+            f"trainer.checkpointer.base_path: cannot write to {self._url} ({reason}). Check the network and your credentials,"
+            " or that the folder is writable"
+        )
+        with storage_errors(unusable, local=None if is_url(self._url) else Path(self._url)):
             self._take()
         renewing = threading.Thread(target=self._renew, name="jaxlm-lease", daemon=True)
         renewing.start()
@@ -129,12 +134,6 @@ class Lease:
             f"another start of this run has taken {self._url} ({holder or 'it has ended since'}), because this process,"
             f" which held it since {self._holder.since}, was paused or cut off from the store for more than"
             f" {_LOST_AFTER * INTERVAL_S:.0f} s. This process ends without saving; the other one continues the run"
-        )
-
-    def _unusable(self, reason: str) -> ConfigError:
-        return ConfigError(
-            f"trainer.checkpointer.base_path: cannot write to {self._url} ({reason}). Check the network and your credentials,"
-            " or that the folder is writable"
         )
 
     def _is_own(self, number: int) -> bool:

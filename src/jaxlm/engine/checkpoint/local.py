@@ -17,8 +17,9 @@ from jaxlm.core.bounded_read import read_bytes
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.runtime import all_processes, broadcast_from_main, main_only, same_on_all_processes
 from jaxlm.core.stores import BRIEFLY_S, retried
+from jaxlm.engine.checkpoint.holder import StillHeld
 from jaxlm.engine.checkpoint.integrity import seal, verify
-from jaxlm.engine.checkpoint.lock import StillHeld, check_unlocked, locked_file
+from jaxlm.engine.checkpoint.lock import check_unlocked, locked_file
 from jaxlm.engine.checkpoint.manifest import (
     ABANDONED,
     DAMAGED,
@@ -92,11 +93,9 @@ class LocalFolder(CheckpointFolder):
         return LocalCheckpoint(self.location / name)
 
     def set_aside(self, name: str) -> str:
-        """Renames the checkpoint to `<name>.damaged`, or `<name>.damaged.N`."""
         return self._rename(name, DAMAGED)
 
     def abandon(self, name: str) -> str:
-        """Renames the checkpoint to `<name>.abandoned`, or `<name>.abandoned.N`."""
         return self._rename(name, ABANDONED)
 
     def _rename(self, name: str, suffix: str) -> str:
@@ -105,25 +104,21 @@ class LocalFolder(CheckpointFolder):
         return target.name
 
     def prepare(self) -> None:
-        """Also checks that all processes see the same folder."""
         token = np.frombuffer(os.urandom(_TOKEN_BYTES), np.uint8)
         main_only(lambda: self._prepare(token.tobytes()))
         self._check_shared(broadcast_from_main(token).tobytes())
         main_only(self._probe.unlink)
 
     def check_free(self) -> None:
-        check_unlocked(self._lock, f"save to {self.location.absolute()}")
+        try:
+            check_unlocked(self._lock, f"save to {self.location.absolute()}")
+        except OSError as error:
+            raise self._unwritable(error) from error
 
-    @contextlib.contextmanager
-    def locked(self, log: Callable[[str], None]) -> Iterator[StillHeld]:
-        """The lock is a file beside the folder."""
-        with contextlib.ExitStack() as closing:
-            with self._start_errors():
-                held = closing.enter_context(locked_file(self._lock, f"save to {self.location.absolute()}"))
-            yield held
+    def locked(self, log: Callable[[str], None]) -> contextlib.AbstractContextManager[StillHeld]:
+        return locked_file(self._lock, f"save to {self.location.absolute()}", self._unwritable)
 
     def begin(self, name: str, files: Mapping[str, bytes]) -> None:
-        """Writes the files to a hidden folder."""
         retried(self._check_place, BRIEFLY_S)
         folder = self._unfinished(name)
         if folder.exists():
@@ -135,7 +130,6 @@ class LocalFolder(CheckpointFolder):
         return str(self._unfinished(name).absolute() / ARRAYS)  # Orbax accepts absolute paths only
 
     def commit(self, name: str) -> None:
-        """Writes the checksums, and renames the hidden folder."""
         seal(self._unfinished(name))
         final, replaced = self.location / name, self._deleted(name)
         if final.exists():
@@ -176,7 +170,7 @@ class LocalFolder(CheckpointFolder):
             raise OSError(errno.ENODEV, "the disk of this folder is no longer mounted", str(self.location))
 
     def _prepare(self, token: bytes) -> None:
-        with self._start_errors():
+        try:
             self.location.mkdir(parents=True, exist_ok=True)
             self._device = self.location.stat().st_dev
             for path in self.location.iterdir():
@@ -184,16 +178,14 @@ class LocalFolder(CheckpointFolder):
                     raise ConfigError(f"{path}: a file with the name of a checkpoint. Move it away")
             self.tidy()
             self._probe.write_bytes(token)
-
-    @contextlib.contextmanager
-    def _start_errors(self) -> Iterator[None]:
-        try:
-            yield
         except OSError as error:
-            raise ConfigError(
-                f"trainer.checkpointer.{self._key}: cannot write to {self.location.absolute()} ({error}). Set it to a"
-                " writable folder, or free up disk space"
-            ) from error
+            raise self._unwritable(error) from error
+
+    def _unwritable(self, error: OSError) -> ConfigError:
+        return ConfigError(
+            f"trainer.checkpointer.{self._key}: cannot write to {self.location.absolute()} ({error}). Set it to a"
+            " writable folder, or free up disk space"
+        )
 
     def _check_shared(self, token: bytes) -> None:
         """Raises `ConfigError` if a process sees another disk: checkpoints would lack its arrays."""

@@ -71,7 +71,6 @@ class Saver:
         return self.is_permanent(step) or any(kept.step == step for kept in self._kept.values())
 
     def is_permanent(self, step: int) -> bool:
-        """Whether the retention rules save a checkpoint of this step."""
         return is_permanent(self._policy.keep, step)
 
     def keep(self, purpose: str, step: int, controller: str | None = None) -> None:
@@ -119,7 +118,6 @@ class Saver:
         self._write(state, step, position, entering=False, temporary=False, pauses_s=WHILE_TRAINING_S)
 
     def save_entry(self, state: RunState, position: Mapping[str, Any]) -> None:
-        """Saves the state at the start of the phase."""
         self._write(state, self._phase.start, position, entering=True, temporary=True, pauses_s=WHILE_TRAINING_S)
 
     def save_rewound(self, state: RunState, cursor: Cursor, position: Mapping[str, Any]) -> None:

@@ -82,9 +82,7 @@ class SaveClock:
         self._last = now()
 
     def due(self) -> bool:
-        """Whether the interval has elapsed since the last save."""
         return self._now() - self._last >= self._interval_s
 
     def reset(self) -> None:
-        """Restarts the interval."""
         self._last = self._now()

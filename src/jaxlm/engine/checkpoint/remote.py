@@ -39,7 +39,6 @@ class RemoteFolder:
         self._fs, self._root = open_store(self.url, "checkpoint")
 
     def make(self) -> None:
-        """Creates the folder, if the store has folders."""
         self._fs.makedirs(self._root, exist_ok=True)
 
     def probe(self) -> None:
@@ -53,7 +52,6 @@ class RemoteFolder:
         return [name for name in self._checkpoint_names() if self._fs.exists(self._marker(name.text))]
 
     def names(self) -> list[str]:
-        """The names of the complete checkpoints, oldest first."""
         return [name.text for name in self.checkpoints()]
 
     def folders(self) -> list["RemoteFolder"]:
@@ -77,16 +75,13 @@ class RemoteFolder:
         return {file: md5 and base64.b64decode(md5).hex() for file, md5 in sorted(sums.items())}
 
     def read(self, name: str, file: str) -> bytes:
-        """The content of a file of a checkpoint."""
         return read_stored(self._fs, f"{self._root}/{name}/{file}")
 
     def digest(self, name: str, file: str, kind: str = SHA256) -> str:
-        """Reads a file of a checkpoint and returns its checksum."""
         with self._fs.open(f"{self._root}/{name}/{file}", "rb") as opened:
             return digest_of(opened, kind)
 
     def write(self, name: str, file: str, content: bytes) -> None:
-        """Writes a small file of a checkpoint."""
         path = f"{self._root}/{name}/{file}"
         self._fs.pipe_file(path, content)
         check_size(self._fs, path, len(content))

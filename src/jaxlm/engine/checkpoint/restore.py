@@ -45,7 +45,6 @@ class VerifiedCheckpoint:
 
     @property
     def location(self) -> Path | str:
-        """Its path or URL."""
         return self.checkpoint.location
 
     def position(self) -> dict[str, Any]:

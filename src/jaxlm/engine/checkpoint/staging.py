@@ -10,10 +10,10 @@ from jaxlm.core.bounded_read import SMALL, read_bytes
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.runtime import is_main_process, main_only
 from jaxlm.core.stores import local_copy, storage_errors
+from jaxlm.engine.checkpoint.holder import StillHeld, all_held
 from jaxlm.engine.checkpoint.integrity import CHECKSUMS, DamagedError, verify
 from jaxlm.engine.checkpoint.lease import Lease
 from jaxlm.engine.checkpoint.local import LocalCheckpoint, LocalFolder
-from jaxlm.engine.checkpoint.lock import StillHeld
 from jaxlm.engine.checkpoint.manifest import ABANDONED, PENDING, CheckpointName
 from jaxlm.engine.checkpoint.remote import RemoteFolder, find_remote
 from jaxlm.engine.checkpoint.store import CheckpointFolder, SaveError
@@ -28,7 +28,6 @@ class StagedFolder(CheckpointFolder):
     """
 
     def __init__(self, url: str, staging_dir: Path, *, delete_temporary: bool = True):
-        """Args: delete_temporary: whether a new checkpoint replaces the temporary ones."""
         self.location: str = url
         self._staging = local_copy(staging_dir, url)
         self._local = LocalFolder(self._staging, delete_temporary=delete_temporary, key="staging_dir")
@@ -79,9 +78,9 @@ class StagedFolder(CheckpointFolder):
 
     @contextlib.contextmanager
     def locked(self, log: Log) -> Iterator[StillHeld]:
-        with self._local.locked(log), Lease(self.location, log).held() as still_held:
+        with self._local.locked(log) as staging_held, Lease(self.location, log).held() as still_held:
             self._fetch(log)  # the holder before may have saved since `open`
-            yield still_held
+            yield all_held([staging_held, still_held])
 
     def begin(self, name: str, files: Mapping[str, bytes]) -> None:
         self._local.begin(name, files)

@@ -22,7 +22,7 @@ from jaxlm.core.runtime import is_main_process
 from jaxlm.core.stores import AT_START_S, BRIEFLY_S, WHILE_TRAINING_S, retried
 from jaxlm.engine.checkpoint.agreement import Agreement
 from jaxlm.engine.checkpoint.health import SaveHealth
-from jaxlm.engine.checkpoint.lock import LeaseLostError, StillHeld
+from jaxlm.engine.checkpoint.holder import LeaseLostError, StillHeld
 from jaxlm.engine.checkpoint.manifest import Cursor
 from jaxlm.engine.checkpoint.store import ARRAYS, CURSOR, CheckpointFolder, SaveError
 from jaxlm.engine.state import RunState
@@ -187,7 +187,7 @@ class CheckpointWriter:
         save.copied.set_result(None)
         try:
             self._begin(save)
-            failure = _failure_of(lambda: self._write(writes))
+            failure = _failure_of(lambda: [write.result() for write in writes])  # of this process
             failure = self._commit(save, failure)
         except Exception as error:  # the coordination service is gone
             failure = _text(error)
@@ -221,10 +221,6 @@ class CheckpointWriter:
         except LeaseLostError as lost:
             self._lost = lost
             raise
-
-    def _write(self, writes: Sequence[Any]) -> None:
-        for write in writes:
-            write.result()
 
     def _commit(self, save: "_Save", failure: str) -> str:
         """Makes the checkpoint visible, if all processes have written their part. Returns why it is not.

@@ -9,6 +9,7 @@ from typing import Any
 
 from jaxlm.core.redaction import redact
 from jaxlm.core.values.logged import Completion, Histogram, Sample
+from jaxlm.engine.checkpoint.holder import StillHeld
 from jaxlm.engine.metric_names import DURATION, RESUMED_FROM
 from jaxlm.observe.log_file import LogFile
 from jaxlm.observe.records import COMPLETIONS, EARLIER_COMPLETIONS, HISTOGRAMS, SAMPLES, drop_after, finite, unusable
@@ -31,6 +32,7 @@ class JsonlTracker:
         attempt: int = 0,
         warn: Callable[[str], None] = print,
         max_completions_bytes: float = math.inf,
+        still_held: StillHeld = lambda: None,
     ):
         """Args:
             resume_step: records of later steps are removed from the file, because the run logs them again.
@@ -52,12 +54,12 @@ class JsonlTracker:
             ]
             for drop in dropping:
                 drop()
-            self._file = LogFile(path, warn)
+            self._file = LogFile(path, warn, still_held)
             self._file.open()
         except OSError as error:
             raise unusable(path, error) from error
-        self._histograms, self._samples = LogFile(histograms, warn), LogFile(samples, warn)
-        self._completions = _RotatedFile(completions, earlier, max_completions_bytes, warn)
+        self._histograms, self._samples = (LogFile(file, warn, still_held) for file in (histograms, samples))
+        self._completions = _RotatedFile(completions, earlier, max_completions_bytes, warn, still_held)
         self._attempt = attempt
         self._resumed_from = resume_step
 
@@ -113,9 +115,10 @@ class JsonlTracker:
 class _RotatedFile:
     """A log file of limited size: a full one replaces the earlier one."""
 
-    def __init__(self, path: Path, earlier: Path, max_bytes: float, warn: Callable[[str], None]):
+    def __init__(self, path: Path, earlier: Path, max_bytes: float, warn: Callable[[str], None], still_held: StillHeld):
         self._path, self._earlier, self._max_bytes, self._warn = path, earlier, max_bytes, warn
-        self._file = LogFile(path, warn)
+        self._new_file = lambda: LogFile(path, warn, still_held)
+        self._file = self._new_file()
         self._size = path.stat().st_size if path.exists() else 0
 
     def append(self, line: str) -> None:
@@ -126,7 +129,7 @@ class _RotatedFile:
                 os.replace(self._path, self._earlier)
             except OSError as error:
                 self._warn(f"warning: {self._path} cannot be renamed ({error.strerror}), so it grows beyond its limit")
-            self._file, self._size = LogFile(self._path, self._warn), 0
+            self._file, self._size = self._new_file(), 0
         self._file.append(line)
         self._size += size
 

@@ -104,7 +104,6 @@ class TensorboardTracker:
                 self._writer.add_histogram_raw(name, histogram.low, histogram.high, *sums, edges[1:], counts, step)
 
     def log_samples(self, step: int, samples: Sequence[Sample]) -> None:
-        """Adds a text for each prompt."""
         numbers: dict[str, int] = {}
         for sample in samples:
             number = numbers[sample.name] = numbers.get(sample.name, -1) + 1
@@ -112,7 +111,6 @@ class TensorboardTracker:
             self._writer.add_text(f"{sample.name}/samples/{number}", text, step)
 
     def log_completions(self, step: int, completions: Sequence[Completion]) -> None:
-        """Adds a text for each completion."""
         for number, one in enumerate(completions):
             facts = [f"{name} {value}" for name, value in one.rewards.items() if value is not None]
             title = ", ".join([f"reward {one.reward:g}", *facts, f"advantage {one.advantage}"])
@@ -120,7 +118,6 @@ class TensorboardTracker:
             self._writer.add_text(f"{one.name}/completions/{number}", text, step)
 
     def begin_attempt(self, attempt: int, step: int, abandoned_steps: int) -> None:
-        """Has TensorBoard hide the later steps."""
         from tensorboardX.proto.event_pb2 import Event, SessionLog  # pyright: ignore[reportAttributeAccessIssue]
 
         start = SessionLog(status=SessionLog.START)

@@ -218,7 +218,6 @@ class WandbTracker(Tracker):
             self._forward.log(step, {f"{name}/samples": wandb.Table(["step", "prompt", "text"], rows)})
 
     def log_completions(self, step: int, completions: Sequence[Completion]) -> None:
-        """Logs a table."""
         import wandb
 
         for name in dict.fromkeys(one.name for one in completions):

@@ -49,7 +49,6 @@ class Parabola:
     problem: str = ""
 
     def at(self, num_parameters: np.ndarray) -> np.ndarray:
-        """The loss that the parabola gives to sizes."""
         assert self.coefficients is not None
         return np.polyval(self.coefficients, np.log10(num_parameters))
 
@@ -62,7 +61,6 @@ class PowerLaw:
     exponent: float
 
     def at(self, budget: np.ndarray | float) -> np.ndarray:
-        """The value at a budget."""
         return self.factor * np.asarray(budget) ** self.exponent
 
 
@@ -123,7 +121,6 @@ def _power_law(budgets: np.ndarray, values: np.ndarray) -> PowerLaw:
 
 
 def law_as_json(law: ScalingLaw) -> Mapping[str, object]:
-    """The law as plain values."""
     power = lambda one: None if one is None else {"factor": one.factor, "exponent": one.exponent}  # noqa: E731
     return {
         "num_parameters": power(law.parameters),

@@ -125,7 +125,6 @@ class Member:
         return self.folder / f"{self.name}.json"
 
     def write(self) -> None:
-        """Writes the configuration file."""
         self._write_file(self.config_path, self.text)
 
     def _write_file(self, file: Path, text: str) -> None:
