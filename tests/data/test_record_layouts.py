@@ -156,6 +156,35 @@ def test_keys_that_nobody_reads_are_listed(tokenizer, tmp_path, name):
     assert described(own, tmp_path, [record], record_format) == (expected and f"not read: {expected}")
 
 
+EACH = "{%% for message in messages %%}%s{{ message.content }}{%% endfor %%}"
+MENTIONS = ("{# tool_calls, tools, generation #}", "<tools>{{ 'tools' }} tool_calls", "{% raw %}{{ tools }}{% endraw %}")
+READINGS = ("message.tool_calls", "message['tool_calls']", "message.get('tool_calls')", "'tool_calls' in message")
+
+
+@pytest.mark.parametrize("mention", [*MENTIONS, "{{ '<tool_calls>' ~ 'tool_calls' }}"])
+def test_a_word_in_the_text_of_a_template_reads_nothing(encoded, tokenizer, tmp_path, mention):
+    own = tokenizer.with_chat_template(EACH % mention, {})
+    assert described(own, tmp_path, [{**CHAT, "tools": TOOLS}], ChatFormat()) == "not read: tools"
+    with pytest.raises(ConfigError, match=r"line 1: message 2 has 'tool_calls', which the chat template .* not read"):
+        encoded(calls(CALL), ChatFormat(chat_template=EACH % mention))
+    with pytest.raises(ConfigError, match=r"tools_field: 'tools' given, but the chat template reads no tools"):
+        encoded([CHAT], ChatFormat(chat_template=EACH % mention, tools_field="tools"))
+
+
+@pytest.mark.parametrize("reading", [*READINGS, "message | attr('tool_calls')"])
+def test_what_a_template_asks_for_is_read(encoded, reading):
+    declared = "{% if not tools is defined %}{% set tools = none %}{% endif %}"
+    template = ChatTemplate(declared + EACH % f"{{% if {reading} %}}calls{{% endif %}}", "given", {})
+    assert "tools" in template.reads.variables
+    assert {"tool_calls", "content"} <= set(template.reads.keys)
+    assert "message" not in template.reads.variables
+
+
+def test_a_block_in_a_comment_marks_nothing(encoded):
+    (chat,) = encoded([CHAT], ChatFormat(chat_template=QWEN))
+    assert encoded([CHAT], ChatFormat(chat_template="{# {% generation %} #}" + QWEN)) == [chat]
+
+
 def test_they_are_listed_at_the_start_by_one_process(tokenizer, tmp_path, monkeypatch):
     tokenizer.save(tmp_path / "tokenizer")
     write_records(tmp_path / "a.jsonl", [CHAT, {**CHAT, "images": ["x.png"]}])

@@ -62,7 +62,7 @@ class ConversationFormat(MaskedFormat):
     def encoder(self, tokenizer: Tokenizer, *, bos: bool | None, eos: bool, key: str) -> Encoder:
         del bos, eos
         template = ChatTemplate.load(self.chat_template, tokenizer, f"{key}.chat_template")
-        if self.tools_field is not None and not template.reads(TOOLS):
+        if self.tools_field is not None and TOOLS not in template.reads.variables:
             raise ConfigError(
                 f"{key}.tools_field: '{self.tools_field}' given, but the chat template reads no tools. Remove it, or set"
                 " chat_template to one that has the variable `tools`"
@@ -134,7 +134,7 @@ class ChatEncoder(Encoder):
         return self.template.cache_key()
 
     def no_targets_message(self) -> str:
-        if self.template.has_generation:
+        if self.template.reads.marks:
             why = "its {% generation %} block is empty in all of them. Fix the block, or remove it: the loss is then"
             why += " computed on what each assistant message adds to the conversation"
         else:
@@ -213,7 +213,7 @@ def key_of_tools(config: FormatConfig) -> str:
 
 def template_variables(record: Record, template: ChatTemplate, tools_field: str = TOOLS) -> dict[str, Any]:
     """What the chat template gets of a record beside the messages: its tools, and the variables in TRL's column of them."""
-    tools = (_parsed(record.values.get(tools_field)) if template.reads(TOOLS) else None) or []
+    tools = (_parsed(record.values.get(tools_field)) if TOOLS in template.reads.variables else None) or []
     variables = _parsed(record.values.get(VARIABLES)) or {}
     if not isinstance(tools, list) or not isinstance(variables, dict):
         raise ConfigError(

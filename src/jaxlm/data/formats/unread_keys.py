@@ -37,11 +37,11 @@ def _unread(config: FormatConfig, template: ChatTemplate | None, record: Record,
     read, tools = {*config.keys, config.key_of_text(text_key)}, key_of_tools(config)
     turns = {key: turns for key in config.keys if key != tools and (turns := _turns(values.get(key)))}
     if turns and template is not None:
-        read |= {VARIABLES, *([tools] if template.reads(TOOLS) else [])}
+        read |= {VARIABLES, *([tools] if TOOLS in template.reads.variables else [])}
     yield from (key for key in values if key not in read and not (config.passes_on and key not in OF_TEMPLATE))
     for key, turn in ((key, turn) for key, of_key in turns.items() for turn in of_key):
         said = [name for name in turn if name not in config.keys_of_turns and _says_something(turn[name])]
-        yield from (f"{key}[].{name}" for name in said if template is None or not template.reads(name))
+        yield from (f"{key}[].{name}" for name in said if template is None or name not in template.reads.keys)
 
 
 def _turns(value: Any) -> list[dict[str, Any]]:

@@ -6,10 +6,10 @@ supported: with them, the same data would give different tokens every day. They 
 """
 
 import contextlib
+import functools
 import hashlib
 import json
 import os
-import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -18,11 +18,10 @@ from typing import Any, NamedTuple, TypeAlias
 from jaxlm.core.bounded_read import read_text
 from jaxlm.core.errors import ConfigError
 from jaxlm.data.tokenizer.renderer import RENDERER, RenderingError, UnsuitableTextError
-from jaxlm.data.tokenizer.rendering import BEGIN, END, MARKS, Job
+from jaxlm.data.tokenizer.rendering import BEGIN, END, MARKS, Job, Reads
 from jaxlm.data.tokenizer.templates import NAMED
 from jaxlm.data.tokenizer.tokenizer import Tokenizer
 
-_GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 _ASSISTANT = "assistant"
 _ANSWERS = ("jaxlm", "haliax")  # of an example: they end differently, in capitals too
 _CALLS = ("tool_calls", "function_call")  # keys of messages
@@ -59,9 +58,13 @@ class ChatTemplate:
         content = json.dumps([self.text, dict(self.names)])
         return {_TEMPLATE: hashlib.sha256(content.encode()).hexdigest(), CONVERSATIONS: _VERSION}
 
-    def reads(self, name: str) -> bool:
-        """Whether the template mentions a variable, a key of a message or a type of content."""
-        return re.search(rf"\b{re.escape(name)}\b", self.text) is not None
+    @functools.cached_property
+    def reads(self) -> Reads:
+        """What the template reads. Raises `ConfigError` if it is invalid."""
+        try:
+            return Reads(*json.loads(RENDERER.render(Job(self.text, {}, ()))[0]))
+        except RenderingError as error:
+            raise ConfigError(f"the chat template ({self.origin}){error}") from error
 
     @classmethod
     def load(cls, source: str | None, tokenizer: Tokenizer, key: str) -> "ChatTemplate":
@@ -87,13 +90,8 @@ class ChatTemplate:
                 " a .jinja file"
             )
         template = cls(text, origin, tokenizer.template_names)
-        template.check()
+        _ = template.reads
         return template
-
-    @property
-    def has_generation(self) -> bool:
-        """Whether the template marks the assistant's text with `{% generation %}`."""
-        return _GENERATION.search(self.text) is not None
 
     def render(
         self, messages: Messages, where: str, *, mark: bool, variables: Variables = NONE, without: Collection[int] = ()
@@ -115,8 +113,8 @@ class ChatTemplate:
             return Rendered(text, ((0, len(text)),))
         roles = [message["role"] for message in messages]
         # Without blocks, an answer is what its message adds to the conversation and the header of the message.
-        answers = [n for n, role in enumerate(roles) if role == _ASSISTANT and (n in without) == self.has_generation]
-        ends = [end for n in answers for end in ((n, not self.has_generation), (n + 1, False))]
+        answers = [n for n, role in enumerate(roles) if role == _ASSISTANT and (n in without) == self.reads.marks]
+        ends = [end for n in answers for end in ((n, not self.reads.marks), (n + 1, False))]
         text, *texts = self._texts(messages, where, variables, [whole, *ends])
         for number, before, until in zip(answers, texts[::2], texts[1::2], strict=True):
             if not (until.startswith(before) and text.startswith(until)):
@@ -126,7 +124,7 @@ class ChatTemplate:
                     " template with {% generation %} around the assistant's text, or set mask_user_turns to false"
                 )
         spans = tuple((len(b), len(u)) for b, u in zip(texts[::2], texts[1::2], strict=True))
-        return _split_marked(text, spans) if self.has_generation else Rendered(text, spans)
+        return _split_marked(text, spans) if self.reads.marks else Rendered(text, spans)
 
     def prompt(self, messages: Messages, where: str, variables: Variables = NONE) -> str:
         """Renders a conversation followed by the header of the assistant's next message."""
@@ -151,19 +149,12 @@ class ChatTemplate:
         content = message.get("content")
         parts = [part for part in content if isinstance(part, Mapping)] if isinstance(content, list) else []
         given = [name for name in _CALLS if message.get(name)] + [str(part.get("type") or "text") for part in parts]
-        unread = [name for name in given if not self.reads(name)]
+        unread = [name for name in given if name not in self.reads.keys]
         if unread:
             raise ConfigError(
                 f"{where} has '{unread[0]}', which the chat template ({self.origin}) does not read. Set chat_template to one"
                 " that does, or remove the record"
             )
-
-    def check(self) -> None:
-        """Raises `ConfigError` if the template is invalid."""
-        try:
-            RENDERER.render(Job(self.text, {}, ()))
-        except RenderingError as error:
-            raise ConfigError(f"the chat template ({self.origin}){error}") from error
 
 
 def _named(name: str, tokenizer: Tokenizer, key: str) -> str:

@@ -12,7 +12,7 @@ import pickle
 import re
 import resource
 import signal
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from multiprocessing.connection import Connection
 from typing import Any, NamedTuple
 
@@ -47,12 +47,26 @@ class Job(NamedTuple):
         template: the Jinja template.
         variables: of the template.
         until: for each text: how many of the messages it has, and whether the header of the next answer follows. Without
-            any, the template is only compiled.
+            any, the answer is what the template `Reads`, as JSON.
     """
 
     template: str
     variables: dict[str, Any]
     until: tuple[tuple[int, bool], ...]
+
+
+class Reads(NamedTuple):
+    """What a template reads.
+
+    Attributes:
+        variables: beside those that it sets.
+        keys: of messages, tools and contents, or values that it compares with. What it writes is none of them.
+        marks: whether it puts `{% generation %}` around the assistant's text.
+    """
+
+    variables: Collection[str]
+    keys: Collection[str]
+    marks: bool
 
 
 class Arguments(dict):
@@ -119,7 +133,7 @@ def _answers(job: Job, limits: Limits) -> Iterator[bytes]:
                     return
             yield TEXT + "".join(parts).encode("utf-8")
         if not job.until:
-            yield TEXT
+            yield TEXT + json.dumps(_reads(job.template)).encode()
     except jinja2.TemplateSyntaxError as error:
         yield SYNTAX + f"line {error.lineno}: {error.message}"[:_MAX_MESSAGE].encode("utf-8", "replace")
     except MemoryError:
@@ -132,6 +146,21 @@ def _answers(job: Job, limits: Limits) -> Iterator[bytes]:
 @functools.lru_cache(maxsize=64)
 def _compiled(text: str) -> Any:
     return _environment().from_string(text)
+
+
+def _reads(text: str) -> Reads:
+    from jinja2 import meta, nodes
+
+    tree = _environment().parse(text)
+    written = tree.find_all((nodes.Output, nodes.Add, nodes.Concat))
+    output = {id(child) for node in written for child in node.iter_child_nodes()}
+    texts = {
+        node.value for node in tree.find_all(nodes.Const) if isinstance(node.value, str) and id(node) not in output
+    }
+    keys = texts | {node.attr for node in tree.find_all(nodes.Getattr)}
+    return Reads(
+        sorted(meta.find_undeclared_variables(tree)), sorted(keys), tree.find(nodes.ExtensionAttribute) is not None
+    )
 
 
 @functools.cache
