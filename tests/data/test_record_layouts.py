@@ -25,6 +25,7 @@ from jaxlm.data.formats.supervised import SupervisedFormat
 from jaxlm.data.formats.text import TextFormat
 from jaxlm.data.formats.unpaired_format import UnpairedFormat
 from jaxlm.data.pairs import PairsConfig
+from jaxlm.data.sources import record_files
 from jaxlm.data.sources.named import NamedSource
 from jaxlm.data.tokenizer.chat_template import ChatTemplate
 from jaxlm.data.tokenizer.tokenizer import Tokenizer
@@ -109,9 +110,9 @@ LISTED = {
     "tools of a template without any": ({**CHAT, "tools": TOOLS}, ChatFormat(chat_template=LLAMA), "tools"),
     "tools": ({**CHAT, "tools": TOOLS, "chat_template_kwargs": {"thinks": True}}, ChatFormat(), None),
     "turns": (
-        {"messages": [{**user("a"), "speaker": "bob"}, assistant("b", weight=1, train_detail=[{"begin_offset": 0}])]},
+        {"messages": [{**user("a"), "speaker": "bob"}, assistant("b", weight=1, train_detail=[])]},
         ChatFormat(),
-        "messages[].speaker, messages[].train_detail",
+        "messages[].speaker",
     ),
     "ShareGPT": (
         {
@@ -140,24 +141,51 @@ LISTED = {
         {"prompt": [user("a")], "completion": [assistant("b", weight=0)], "label": True, "tools": TOOLS, "score": 3},
         UnpairedFormat(),
         "score, completion[].weight",
+        "read as messages: prompt, completion",
     ),
-    "texts": ({"prompt": "a", "completion": "b", "label": True, "tools": TOOLS}, UnpairedFormat(), "tools"),
-    "groups": ({"prompt": "a", "responses": ["b"] * 4, "rewards": [1] * 4, "answer": "c"}, GroupsFormat(), "answer"),
-    "rewards read the rest": ({"prompt": [user("a")], "answer": "4", "tools": TOOLS}, PromptsFormat(), None),
-    "rewards, without tools": ({"prompt": "a", "answer": "4", "tools": TOOLS}, PromptsFormat(), "tools"),
+    "texts": (
+        {"prompt": "a", "completion": "b", "label": True, "tools": TOOLS},
+        UnpairedFormat(),
+        "tools",
+        "read as text: prompt, completion",
+    ),
+    "groups": (
+        {"prompt": "a", "responses": ["b"] * 4, "rewards": [1] * 4, "answer": "c"},
+        GroupsFormat(),
+        "answer",
+        "read as text: prompt",
+    ),
+    "rewards read the rest": (
+        {"prompt": [user("a")], "answer": "4", "tools": TOOLS},
+        PromptsFormat(),
+        None,
+        "read as messages: prompt",
+    ),
+    "rewards, without tools": (
+        {"prompt": "a", "answer": "4", "tools": TOOLS},
+        PromptsFormat(),
+        "tools",
+        "read as text: prompt",
+    ),
     "text": ({"text": "a", "url": "b", "empty": "", "none": None}, TextFormat(), "url"),
 }
 
 
 @pytest.mark.parametrize("name", LISTED)
 def test_keys_that_nobody_reads_are_listed(tokenizer, tmp_path, name):
-    record, record_format, expected = LISTED[name]
+    record, record_format, unread, *kinds = LISTED[name]
     own = tokenizer.with_chat_template(QWEN, {})
-    assert described(own, tmp_path, [record], record_format) == (expected and f"not read: {expected}")
+    assert described(own, tmp_path, [record], record_format) == (
+        "; ".join(kinds + ([f"not read: {unread}"] if unread else [])) or None
+    )
 
 
 EACH = "{%% for message in messages %%}%s{{ message.content }}{%% endfor %%}"
-MENTIONS = ("{# tool_calls, tools, generation #}", "<tools>{{ 'tools' }} tool_calls", "{% raw %}{{ tools }}{% endraw %}")
+MENTIONS = (
+    "{# tool_calls, tools, generation #}",
+    "<tools>{{ 'tools' }} tool_calls",
+    "{% raw %}{{ tools }}{% endraw %}",
+)
 READINGS = ("message.tool_calls", "message['tool_calls']", "message.get('tool_calls')", "'tool_calls' in message")
 
 
@@ -183,6 +211,27 @@ def test_what_a_template_asks_for_is_read(encoded, reading):
 def test_a_block_in_a_comment_marks_nothing(encoded):
     (chat,) = encoded([CHAT], ChatFormat(chat_template=QWEN))
     assert encoded([CHAT], ChatFormat(chat_template="{# {% generation %} #}" + QWEN)) == [chat]
+
+
+def test_columns_of_images_and_arrays_are_listed_without_being_read(tokenizer, tmp_path, monkeypatch):
+    image = {"bytes": b"x" * 9, "path": "a.png"}
+    record = {
+        **CHAT,
+        "images": [image],
+        "image": image,
+        "audio": [0.5] * 9,
+        "raw": b"y",
+        "url": "b",
+        "history": [["c"]],
+    }
+    pq.write_table(pa.Table.from_pylist([record] * 3), tmp_path / "a.parquet")
+    columns = []
+    opened = record_files.open_table
+    monkeypatch.setattr(record_files, "open_table", lambda *given: columns.append(given[1]) or opened(*given))
+    config = TokensConfig(train_urls=[f"{tmp_path}/a.parquet"], format=ChatFormat(chat_template=QWEN))
+    listed = config.sources()[0].describe_records(TRAIN, tokenizer)
+    assert set(listed.removeprefix("not read: ").split(", ")) == set(record) - {"messages"}
+    assert columns == [[], ["messages", "url", "history"]]
 
 
 def test_they_are_listed_at_the_start_by_one_process(tokenizer, tmp_path, monkeypatch):
@@ -237,6 +286,11 @@ def test_masks_without_weights_are_those_of_transformers(tokenizer, reference, e
     [
         (assistant("b", weight=0.5), {}, r"line 1: message 2: weight: 0\.5 given for the role 'assistant'"),
         (assistant("b", weight="0"), {}, r"line 1: message 2: weight: '0' given"),
+        (
+            assistant("b", train_detail=[{"train": False}]),
+            {},
+            r"line 1: message 2: train_detail: \[\{'train': False\}\] given",
+        ),
         ({**user("b"), "train": True}, {}, r"line 1: message 2: train: True given for the role 'user'"),
         (
             assistant("b", weight=0),

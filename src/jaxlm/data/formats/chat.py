@@ -23,8 +23,8 @@ Messages = list[dict[str, Any]]
 TOOLS, VARIABLES = "tools", "chat_template_kwargs"
 OF_TEMPLATE = (TOOLS, VARIABLES)
 """Keys of records with messages, for their chat template."""
-TRAINED_IF = ("weight", "train", "training")
-"""Keys of messages that say whether an answer is trained."""
+TRAINED_IF = ("weight", "train", "training", "train_detail")
+"""Keys of messages that say whether an answer is trained, or with what begins and ends in it."""
 
 
 @dataclass(frozen=True)
@@ -115,7 +115,7 @@ class ChatEncoder(Encoder):
                     f"{record.where}: message {untrained[0] + 1} is not to be trained, but {self.key}.mask_user_turns is"
                     " false, which trains every token. Set it to true, or remove the record"
                 )
-            variables = template_variables(record, self.template, key_of_tools(self.config))
+            variables = template_variables(record, self.template, self.config.tools_field or TOOLS)
             rendered = self.template.render(messages, record.where, mark=mark, variables=variables, without=untrained)
             yield RawContent(rendered, len(rendered.text), len(rendered.text.encode()), record.position, record.where)
 
@@ -206,11 +206,6 @@ def _parsed(value: Any) -> Any:
     return value
 
 
-def key_of_tools(config: FormatConfig) -> str:
-    """The key of the tools in a record."""
-    return getattr(config, "tools_field", None) or TOOLS
-
-
 def template_variables(record: Record, template: ChatTemplate, tools_field: str = TOOLS) -> dict[str, Any]:
     """What the chat template gets of a record beside the messages: its tools, and the variables in TRL's column of them."""
     tools = (_parsed(record.values.get(tools_field)) if TOOLS in template.reads.variables else None) or []
@@ -225,12 +220,12 @@ def template_variables(record: Record, template: ChatTemplate, tools_field: str 
 
 def _untrained(messages: Messages, where: str) -> list[int]:
     """The numbers of the messages that are not to be trained, as OpenAI's, ShareGPT's and Axolotl's files say it."""
-    given = [(n, key, m["role"], m[key]) for n, m in enumerate(messages) for key in TRAINED_IF if key in m]
+    given = [(n, key, m["role"], m[key]) for n, m in enumerate(messages) for key in TRAINED_IF if m.get(key, []) != []]
     for number, key, role, value in given:
         if value not in (0, 1) or (value and key != "weight" and role != "assistant"):
             raise ConfigError(
                 f"{where}: message {number + 1}: {key}: {value!r:.40} given for the role '{role}'. Only answers of the"
-                " assistant are trained (1), or not (0). Correct the record"
+                " assistant are trained (1), or not (0), each as a whole. Correct the record"
             )
     return [number for number, _, _, value in given if not value]
 

@@ -16,6 +16,7 @@ from jaxlm.data.sources.text_file import TextFile
 from jaxlm.data.tokenizer.chat_template import ChatTemplate
 from jaxlm.data.tokenizer.tokenizer import Tokenizer, boundary_ids
 
+NO_TOKEN = "of at least one token each. Set data.enforce_bos and data.enforce_eos, or check"
 _SYSTEM, _USER, _ASSISTANT = "system", "user", "assistant"
 _Sequence = tuple[np.ndarray, np.ndarray]  # ids of a prompt and a completion
 
@@ -28,12 +29,16 @@ class Completions(NamedTuple):
         completions: equally many for all records of a source.
         is_rendered: a chat template wrote all special tokens; otherwise BOS and EOS are added and the texts have none.
         numbers: numbers that belong to the record.
+        trains_prompt: compute the loss on the prompt too.
+        trains_empty: train a completion without text, of which only EOS is left.
     """
 
     prompt: str
     completions: tuple[str, ...]
     is_rendered: bool
     numbers: tuple[float, ...] = ()
+    trains_prompt: bool = False
+    trains_empty: bool = True
 
 
 @dataclass(frozen=True)
@@ -41,17 +46,10 @@ class PromptedFormat(RecordsFormat):
     """Records with a prompt and one or more completions."""
 
     begins_as: ClassVar[Begin] = "prompt"
-    trains_empty: ClassVar[bool] = True
-    """Whether a completion without text is trained, of which only EOS is left."""
 
     def encoder(self, tokenizer: Tokenizer, *, bos: bool | None, eos: bool, key: str) -> Encoder:
         template = template_of(self, tokenizer, key)
         return CompletionsEncoder(self, key, tokenizer, template, *boundary_ids(tokenizer, bos=bos, eos=eos))
-
-    @property
-    def trains_prompts(self) -> bool:
-        """Whether the loss is computed on prompts too."""
-        return False
 
     @abc.abstractmethod
     def records(self, file: TextFile) -> Iterator[Record]:
@@ -63,7 +61,7 @@ class PromptedFormat(RecordsFormat):
 
     @abc.abstractmethod
     def nothing_to_train_on(self) -> str:
-        """What is missing if no record has a prompt and completions, for the error message."""
+        """What is missing if no record has a prompt and completions, with advice, for the error message."""
 
 
 @dataclass(frozen=True)
@@ -219,8 +217,7 @@ class CompletionsEncoder(Encoder):
         return {} if self.template is None else self.template.cache_key()
 
     def no_targets_message(self) -> str:
-        advice = "Set data.enforce_bos and data.enforce_eos, or check" if self.config.trains_empty else "Check"
-        return f"{self.key}: {self.config.nothing_to_train_on()}. {advice} the records"
+        return f"{self.key}: {self.config.nothing_to_train_on()} the records"
 
     def _plain(self, contents: Sequence[Completions]) -> Iterator[_Sequence]:
         ids = iter(self.tokenizer.encode_arrays([t for c in contents for t in (c.prompt, *c.completions)]))
@@ -241,10 +238,10 @@ class CompletionsEncoder(Encoder):
         ids, masks = [], []
         for prompt, completion in sequences:
             ends = completion if content.is_rendered else np.concatenate([completion, self.after])
-            needed = (prompt, ends) if self.config.trains_empty else (completion,)
+            needed = (prompt, ends) if content.trains_empty else (completion,)
             if not all(map(len, needed)):
                 return None
             ids += [prompt, ends]
-            masks += [np.full(len(prompt), self.config.trains_prompts), np.ones(len(ends), bool)]
+            masks += [np.full(len(prompt), content.trains_prompt), np.ones(len(ends), bool)]
         numbers = np.array(content.numbers, np.float32) if content.numbers else None
         return TokenizedText(np.concatenate(ids), np.concatenate(masks), numbers)

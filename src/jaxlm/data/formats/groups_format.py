@@ -10,6 +10,7 @@ from jaxlm.core.field_types import LARGEST_INT, is_float32, shown, what_float32_
 from jaxlm.data.formats.base import FormatConfig
 from jaxlm.data.formats.chat import OF_TEMPLATE, plain_text
 from jaxlm.data.formats.completions_format import (
+    NO_TOKEN,
     Completions,
     CompletionsFormat,
     rendered,
@@ -56,7 +57,7 @@ class GroupsFormat(CompletionsFormat):
         return file.records((self.prompt_field, self.responses_field, self.rewards_field), OF_TEMPLATE)
 
     def nothing_to_train_on(self) -> str:
-        return f"no group has a prompt and {self.group_size} responses of at least one token each"
+        return f"no group has a prompt and {self.group_size} responses {NO_TOKEN}"
 
     def completions(self, record: Record, template: ChatTemplate | None) -> Completions:
         prompt, responses = text_or_messages(record, self.prompt_field), self._responses(record)

@@ -10,6 +10,7 @@ from jaxlm.core.errors import ConfigError
 from jaxlm.data.formats.base import FormatConfig, Truncation
 from jaxlm.data.formats.chat import OF_TEMPLATE, plain_text
 from jaxlm.data.formats.completions_format import (
+    NO_TOKEN,
     Completions,
     CompletionsFormat,
     rendered,
@@ -81,17 +82,8 @@ class PairsFormat(CompletionsFormat):
         needed, optional = (completions, prompt) if is_usual else ([*prompt, *completions], [])
         return file.records(needed, [*optional, *OF_TEMPLATE])
 
-    def describe_record(self, record: Record) -> str:
-        prompt, chosen, _ = self.fields(record)
-        kinds = {True: "a text", False: "messages"}
-        pairs = f"pairs of '{self.chosen_field}' and '{self.rejected_field}' ({kinds[isinstance(chosen, str)]} each)"
-        if prompt is not None:
-            return f"{pairs} after '{self.prompt_field}' ({kinds[isinstance(prompt, str)]})"
-        why = "" if self.prompt_field is None else f", because there is no '{self.prompt_field}'"
-        return f"{pairs}; the prompt is what both begin with{why}"
-
     def nothing_to_train_on(self) -> str:
-        return "no pair has a prompt and two completions of at least one token each"
+        return f"no pair has a prompt and two completions {NO_TOKEN}"
 
     def fields(self, record: Record) -> tuple[Any, Any, Any]:
         """Prompt (None if both completions begin with it), chosen and rejected of a record; texts or lists of messages."""

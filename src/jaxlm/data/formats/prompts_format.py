@@ -29,7 +29,6 @@ class PromptsFormat(RecordsFormat):
 
     makes: ClassVar[str] = "prompts"
     begins_as: ClassVar[Begin] = "prompt"
-    passes_on: ClassVar[bool] = True
 
     prompt_field: str = "prompt"
     chat_template: str | None = None
@@ -37,9 +36,6 @@ class PromptsFormat(RecordsFormat):
     @property
     def documents_per_sequence(self) -> int | None:
         return 1
-
-    def beside_prompt(self, values: dict[str, Any]) -> dict[str, Any]:
-        return {key: value for key, value in values.items() if key != self.prompt_field}
 
     def encoder(self, tokenizer: Tokenizer, *, bos: bool | None, eos: bool, key: str) -> Encoder:
         del eos  # a prompt goes on

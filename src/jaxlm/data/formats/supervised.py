@@ -37,11 +37,6 @@ class SupervisedFormat(MaskedFormat, PromptedFormat):
     chat_template: str | None = None
 
     newer_keys: ClassVar[tuple[str, ...]] = ("context_field", "chat_template")
-    trains_empty: ClassVar[bool] = False
-
-    @property
-    def trains_prompts(self) -> bool:
-        return not self.mask_inputs
 
     def texts(self, file: TextFile) -> Iterator[str]:
         for record in self.records(file):
@@ -63,7 +58,8 @@ class SupervisedFormat(MaskedFormat, PromptedFormat):
         return prompt
 
     def completions(self, record: Record, template: ChatTemplate | None) -> Completions:
-        return one_completion(record, self.prompt(record), self.output_field, template)
+        content = one_completion(record, self.prompt(record), self.output_field, template)
+        return content._replace(trains_prompt=not self.mask_inputs, trains_empty=False)
 
     def nothing_to_train_on(self) -> str:
-        return f"every completion under '{self.output_field}' is empty: no tokens to compute the loss on"
+        return f"every completion under '{self.output_field}' is empty: no tokens to compute the loss on. Check"

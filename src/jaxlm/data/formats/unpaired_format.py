@@ -6,7 +6,13 @@ from typing import ClassVar
 from jaxlm.core.errors import ConfigError, listed
 from jaxlm.data.formats.base import FormatConfig
 from jaxlm.data.formats.chat import OF_TEMPLATE, plain_text
-from jaxlm.data.formats.completions_format import Completions, CompletionsFormat, one_completion, text_or_messages
+from jaxlm.data.formats.completions_format import (
+    NO_TOKEN,
+    Completions,
+    CompletionsFormat,
+    one_completion,
+    text_or_messages,
+)
 from jaxlm.data.sources.record_files import Record
 from jaxlm.data.sources.text_file import TextFile
 from jaxlm.data.tokenizer.chat_template import ChatTemplate
@@ -47,7 +53,7 @@ class UnpairedFormat(CompletionsFormat):
         return file.records((self.prompt_field, self.completion_field, self.label_field), OF_TEMPLATE)
 
     def nothing_to_train_on(self) -> str:
-        return "no record has a prompt and a completion of at least one token each"
+        return f"no record has a prompt and a completion {NO_TOKEN}"
 
     def completions(self, record: Record, template: ChatTemplate | None) -> Completions:
         label = record.values.get(self.label_field)
