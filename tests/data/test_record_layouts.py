@@ -366,7 +366,7 @@ def test_an_evaluation_writes_the_prompt_that_the_data_has(tokenizer, encoded):
         ({"tools": "add"}, r"line 1: expected a list of tools under 'tools' .*, got 'add' and {}"),
         (
             {"chat_template_kwargs": [1]},
-            r"line 1: expected .* a mapping under 'chat_template_kwargs', .* got \[\] and \[1\]",
+            r"line 1: expected .* a mapping under 'chat_template_kwargs' .* got \[\] and \[1\]",
         ),
     ],
 )
@@ -450,6 +450,46 @@ def test_calls_and_parts_that_a_template_does_not_read_are_refused(encoded, temp
         for content in ("value 42", texts)
     )
     assert parted == whole
+
+
+LIST = EACH % "{% for part in message.content %}{% if part.type == 'text' %}{{ part.text }}{% endif %}{% endfor %}"
+
+
+@pytest.mark.parametrize("template", ["chatml", LLAMA, LIST], ids=["chatml", "llama", "parts"])
+@pytest.mark.parametrize("content", [3, True, {"a": 1}, ["x"], [None], [{"type": "text", "text": ["x"]}]], ids=str)
+def test_a_content_without_text_is_not_written_as_python_does(encoded, template, content):
+    with pytest.raises(ConfigError, match=r"line 1: message 2: content: .* given, a text or a list of parts expected"):
+        encoded([{"messages": [user("a"), assistant(content)]}], ChatFormat(chat_template=template))
+
+
+def test_a_content_without_parts_is_an_empty_text(encoded):
+    whole, parted = (
+        encoded([{"messages": [user("a"), assistant("b"), user(content)]}], ChatFormat(chat_template="chatml"))
+        for content in ("", [])
+    )
+    assert parted == whole
+
+
+@pytest.mark.parametrize("given", ['[{"name": "add"}]', {"name": "add"}, ["add"]], ids=str)
+def test_calls_are_mappings(encoded, given):
+    with pytest.raises(ConfigError, match=r"line 1: message 2: tool_calls: .* given, a list of mappings expected"):
+        encoded([{"messages": [user("a"), assistant(None, tool_calls=given)]}], ChatFormat(chat_template=QWEN))
+
+
+@pytest.mark.parametrize("name", ["messages", "tools", "add_generation_prompt"])
+def test_a_record_does_not_set_what_rendering_sets(encoded, name):
+    with pytest.raises(
+        ConfigError, match=r"under 'chat_template_kwargs' without messages, tools, add_generation_prompt"
+    ):
+        encoded([{**CHAT, "chat_template_kwargs": {name: []}}], ChatFormat(chat_template=QWEN))
+
+
+def test_documents_are_a_variable_of_a_record(encoded, reference):
+    template = "{% for document in documents %}{{ document.title }}{% endfor %}" + QWEN
+    record = {**CHAT, "chat_template_kwargs": {"documents": [{"title": "value"}]}}
+    ((text, _),) = encoded([record], ChatFormat(chat_template=template))
+    options = {"chat_template": template, "tokenize": False, **record["chat_template_kwargs"]}
+    assert text == reference.apply_chat_template(CHAT["messages"], **options)
 
 
 # --- prompts that are given twice

@@ -15,7 +15,7 @@ from jaxlm.data.formats.base import Begin, Encoder, FormatConfig, MaskedFormat, 
 from jaxlm.data.sources.record_files import Record
 from jaxlm.data.sources.text_file import TextFile
 from jaxlm.data.tokenizer.chat_template import ChatTemplate
-from jaxlm.data.tokenizer.rendering import Arguments
+from jaxlm.data.tokenizer.rendering import GIVEN, Arguments
 from jaxlm.data.tokenizer.tokenizer import Tokenizer
 from jaxlm.reading.choices import choice
 
@@ -173,8 +173,11 @@ def for_template(messages: Sequence[Mapping[str, Any]]) -> Messages:
     cleaned = _cleaned(messages)
     for message in cleaned:
         parts = message.get("content")
-        if isinstance(parts, list) and parts and all(isinstance(p, dict) and p.get("type") == "text" for p in parts):
-            message["content"] = "".join(str(part.get("text") or "") for part in parts)
+        if isinstance(parts, list) and all(
+            isinstance(part, dict) and part.get("type") == "text" and isinstance(part.get("text", ""), str)
+            for part in parts
+        ):
+            message["content"] = "".join(part.get("text", "") for part in parts)
     return cleaned
 
 
@@ -210,10 +213,11 @@ def template_variables(record: Record, template: ChatTemplate, tools_field: str 
     """What the chat template gets of a record beside the messages: its tools, and the variables in TRL's column of them."""
     tools = (_parsed(record.values.get(tools_field)) if TOOLS in template.reads.variables else None) or []
     variables = _parsed(record.values.get(VARIABLES)) or {}
-    if not isinstance(tools, list) or not isinstance(variables, dict):
+    if not isinstance(tools, list) or not isinstance(variables, dict) or not variables.keys().isdisjoint(GIVEN):
         raise ConfigError(
-            f"{record.where}: expected a list of tools under '{tools_field}' and a mapping under '{VARIABLES}', or texts with"
-            f" them in JSON, got {tools!r:.80} and {variables!r:.80}. Correct the record, or rename the keys"
+            f"{record.where}: expected a list of tools under '{tools_field}' and a mapping under '{VARIABLES}' without"
+            f" {', '.join(GIVEN)}, or texts with them in JSON, got {tools!r:.80} and {variables!r:.80}. Correct the record,"
+            " or rename the keys"
         )
     return {**_cleaned(variables), TOOLS: _cleaned(tools) or None}
 

@@ -10,6 +10,7 @@ import functools
 import hashlib
 import json
 import os
+import reprlib
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -145,9 +146,13 @@ class ChatTemplate:
             raise ConfigError(f"{where}: the chat template ({self.origin}){error}") from error
 
     def _check_message(self, message: Mapping[str, Any], where: str) -> None:
-        """Raises `ConfigError` for calls and parts of a content that the template would leave out, or write as a list."""
-        content = message.get("content")
-        parts = [part for part in content if isinstance(part, Mapping)] if isinstance(content, list) else []
+        """Raises `ConfigError` for calls and parts of a content that templates leave out or write as Python does."""
+        content, calls = message.get("content"), message.get("tool_calls") or []
+        parts = [] if content is None or isinstance(content, str) else content
+        for name, items in (("content", parts), ("tool_calls", calls)):
+            if not isinstance(items, list) or not all(map(_is_part, items)):
+                kinds = "a list of mappings" if name in _CALLS else "a text or a list of parts"
+                raise ConfigError(f"{where}: {name}: {reprlib.repr(items)} given, {kinds} expected. Correct the record")
         given = [name for name in _CALLS if message.get(name)] + [str(part.get("type") or "text") for part in parts]
         unread = [name for name in given if name not in self.reads.keys]
         if unread:
@@ -155,6 +160,10 @@ class ChatTemplate:
                 f"{where} has '{unread[0]}', which the chat template ({self.origin}) does not read. Set chat_template to one"
                 " that does, or remove the record"
             )
+
+
+def _is_part(item: Any) -> bool:
+    return isinstance(item, Mapping) and isinstance(item.get("text", ""), str)
 
 
 def _named(name: str, tokenizer: Tokenizer, key: str) -> str:

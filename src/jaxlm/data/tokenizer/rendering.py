@@ -21,6 +21,7 @@ BEGIN, END = "\ufdd0", "\ufdd1"
 MARKS = re.compile(f"([{BEGIN}{END}])")
 # The first byte of a message says what follows it.
 TEXT, SYNTAX, FAILED, TOO_LARGE, INVALID = b"t", b"s", b"f", b"l", b"i"
+GIVEN = ("messages", "tools", "add_generation_prompt")  # variables that no record sets
 _MAX_MESSAGE = 500  # characters
 # What gives another text every time.
 _RANDOM_GLOBALS, _RANDOM_FILTERS = ("lipsum",), ("random",)
@@ -123,9 +124,11 @@ def _answers(job: Job, limits: Limits) -> Iterator[bytes]:
             yield INVALID + b"the text contains U+FDD0 or U+FDD1, which are Unicode noncharacters. Remove them"
             return
         for number, is_prompt in job.until:
-            variables = job.variables | {"messages": job.variables["messages"][:number]}
+            given = dict(
+                zip(GIVEN, (job.variables["messages"][:number], job.variables.get("tools"), is_prompt), strict=True)
+            )
             parts, size = [], 0
-            for part in template.generate(**variables, documents=None, add_generation_prompt=is_prompt):
+            for part in template.generate({"documents": None} | job.variables | given):
                 parts.append(part)
                 size += len(part)
                 if size > limits.characters:
