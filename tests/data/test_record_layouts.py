@@ -213,6 +213,30 @@ def test_a_block_in_a_comment_marks_nothing(encoded):
     assert encoded([CHAT], ChatFormat(chat_template="{# {% generation %} #}" + QWEN)) == [chat]
 
 
+DROPPING = (
+    "{% for m in messages %}{% if m.role in ('user', 'assistant') %}{{ m.role + m.content }}{% endif %}{% endfor %}"
+)
+
+
+def test_messages_that_a_template_leaves_out_are_listed(tokenizer, tmp_path):
+    own = tokenizer.with_chat_template(DROPPING, {})
+    messages = [
+        SYSTEM,
+        user("a"),
+        {"role": "developer", "content": "b"},
+        assistant("c"),
+        {"role": "tool", "content": ""},
+    ]
+    said = "messages of the role system, messages of the role developer"
+    assert described(own, tmp_path, [{"messages": messages}], ChatFormat()) == f"not read: {said}"
+    turns = [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}]
+    record = {"conversations": turns, "system": "Be brief."}
+    assert described(own, tmp_path, [record], ShareGptFormat()) == "not read: messages of the role system"
+    record = {"prompt": messages[:2], "completion": [assistant("c")]}
+    found = described(own, tmp_path, [record], SupervisedFormat(output_field="completion"))
+    assert found == "not read: messages of the role system"
+
+
 def test_columns_of_images_and_arrays_are_listed_without_being_read(tokenizer, tmp_path, monkeypatch):
     image = {"bytes": b"x" * 9, "path": "a.png"}
     record = {

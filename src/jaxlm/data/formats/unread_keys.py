@@ -7,7 +7,7 @@ from typing import Any
 
 from jaxlm.core.errors import ConfigError, listed
 from jaxlm.data.formats.base import FormatConfig
-from jaxlm.data.formats.chat import OF_TEMPLATE, TOOLS, VARIABLES, ConversationFormat, are_messages
+from jaxlm.data.formats.chat import OF_TEMPLATE, TOOLS, VARIABLES, ConversationFormat, are_messages, for_template
 from jaxlm.data.formats.completions_format import template_of
 from jaxlm.data.sources.record_files import Record, glance
 from jaxlm.data.sources.text_file import TextFile
@@ -29,6 +29,7 @@ def describe_records(
     has_turns = any(_turns(record.values.get(key)) for record in records for key in config.keys)
     template = template_of(config, tokenizer, "data.format") if has_turns else None
     unread = dict.fromkeys(key for record in records for key in _unread(config, template, record, text_key))
+    unread |= dict.fromkeys(_left_out(config, template, records)) if template else {}
     return "; ".join((*kinds, *([f"not read: {listed(unread)}"] if unread else []))) or None
 
 
@@ -55,6 +56,25 @@ def _unread(config: FormatConfig, template: ChatTemplate | None, record: Record,
     for key, turn in ((key, turn) for key, of_key in turns.items() for turn in of_key):
         said = [name for name in turn if name not in config.keys_of_turns and _says_something(turn[name])]
         yield from (f"{key}[].{name}" for name in said if template is None or name not in template.reads.keys)
+
+
+def _left_out(config: FormatConfig, template: ChatTemplate, records: Sequence[Record]) -> Iterator[str]:
+    """The roles whose messages a template leaves out: what they say changes nothing."""
+    seen: set[str] = set()
+    for record in records:
+        with contextlib.suppress(ConfigError):
+            lists = [record.values.get(key) for key in config.keys]
+            if isinstance(config, ConversationFormat):
+                lists = [config.messages(record)]
+            for messages in map(for_template, filter(are_messages, lists)):
+                text = template.prompt(messages, record.where)
+                for role in [m["role"] for m in messages if m.get("content") and m["role"] not in seen]:
+                    others = [
+                        {**m, "content": f"{m.get('content')} jaxlm"} if m["role"] == role else m for m in messages
+                    ]
+                    seen.add(role)
+                    if template.prompt(others, record.where) == text:
+                        yield f"messages of the role {role}"
 
 
 def _turns(value: Any) -> list[dict[str, Any]]:
