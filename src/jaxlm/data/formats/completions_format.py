@@ -3,20 +3,19 @@
 import abc
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 
-from jaxlm.core.errors import ConfigError, listed
+from jaxlm.core.errors import ConfigError, counted, listed
 from jaxlm.data.formats.base import Begin, Encoder, FormatConfig, RawContent, RecordsFormat, TokenizedText
-from jaxlm.data.formats.chat import Messages, are_messages, for_template, template_variables
+from jaxlm.data.formats.chat import Messages, are_messages, for_template, plain_text, template_variables
 from jaxlm.data.sources.record_files import Record
 from jaxlm.data.sources.text_file import TextFile
 from jaxlm.data.tokenizer.chat_template import ChatTemplate
 from jaxlm.data.tokenizer.tokenizer import Tokenizer, boundary_ids
 
-NO_TOKEN = "of at least one token each. Set data.enforce_bos and data.enforce_eos, or check"
 _SYSTEM, _USER, _ASSISTANT = "system", "user", "assistant"
 _Sequence = tuple[np.ndarray, np.ndarray]  # ids of a prompt and a completion
 
@@ -43,17 +42,33 @@ class Completions(NamedTuple):
 
 @dataclass(frozen=True)
 class PromptedFormat(RecordsFormat):
-    """Records with a prompt and one or more completions."""
+    """Records with a prompt and one or more completions.
+
+    Attributes:
+        chat_template: for messages: `chatml`, `nanochat`, a Jinja template, or the path of a .jinja file; null uses the
+            tokenizer's chat template.
+    """
 
     begins_as: ClassVar[Begin] = "prompt"
+
+    chat_template: str | None = field(default=None, kw_only=True)
 
     def encoder(self, tokenizer: Tokenizer, *, bos: bool | None, eos: bool, key: str) -> Encoder:
         template = template_of(self, tokenizer, key)
         return CompletionsEncoder(self, key, tokenizer, template, *boundary_ids(tokenizer, bos=bos, eos=eos))
 
+    def texts(self, file: TextFile) -> Iterator[str]:
+        for record in self.records(file):
+            prompt, completions = self.sides(record)
+            yield from (plain_text(prompt or "") + plain_text(completion) for completion in completions)
+
     @abc.abstractmethod
     def records(self, file: TextFile) -> Iterator[Record]:
         """The records of a file."""
+
+    @abc.abstractmethod
+    def sides(self, record: Record) -> tuple[str | Messages | None, Sequence[str | Messages]]:
+        """The prompt (None if all completions begin with it) and the completions. Raises `ConfigError` if it has none."""
 
     @abc.abstractmethod
     def completions(self, record: Record, template: ChatTemplate | None) -> Completions:
@@ -72,6 +87,12 @@ class CompletionsFormat(PromptedFormat):
     @abc.abstractmethod
     def num_completions(self) -> int:
         """Number of completions of each record."""
+
+    def nothing_to_train_on(self) -> str:
+        return (
+            f"no record has a prompt and {counted(self.num_completions, 'completion')} of at least one token each. Set"
+            " data.enforce_bos and data.enforce_eos, or check"
+        )
 
     @property
     def documents_per_sequence(self) -> int | None:

@@ -1,6 +1,6 @@
 """Groups: a prompt with several sampled responses and their rewards; the loss is computed on the responses."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Annotated, Any, ClassVar
 
 from annotated_types import Interval
@@ -8,9 +8,8 @@ from annotated_types import Interval
 from jaxlm.core.errors import ConfigError, listed
 from jaxlm.core.field_types import LARGEST_INT, is_float32, shown, what_float32_needs
 from jaxlm.data.formats.base import FormatConfig
-from jaxlm.data.formats.chat import OF_TEMPLATE, plain_text
+from jaxlm.data.formats.chat import OF_TEMPLATE, Messages
 from jaxlm.data.formats.completions_format import (
-    NO_TOKEN,
     Completions,
     CompletionsFormat,
     rendered,
@@ -32,8 +31,6 @@ class GroupsFormat(CompletionsFormat):
         prompt_field: key of the prompt.
         responses_field: key of the list of responses.
         rewards_field: key of the list of rewards.
-        chat_template: for messages: `chatml`, `nanochat`, a Jinja template, or the path of a .jinja file; null uses the
-            tokenizer's chat template.
     """
 
     makes: ClassVar[str] = "groups"
@@ -42,25 +39,20 @@ class GroupsFormat(CompletionsFormat):
     prompt_field: str = "prompt"
     responses_field: str = "responses"
     rewards_field: str = "rewards"
-    chat_template: str | None = None
 
     @property
     def num_completions(self) -> int:
         return self.group_size
 
-    def texts(self, file: TextFile) -> Iterator[str]:
-        for record in self.records(file):
-            prompt = plain_text(text_or_messages(record, self.prompt_field))
-            yield from (prompt + response for response in self._responses(record))
-
     def records(self, file: TextFile) -> Iterator[Record]:
-        return file.records((self.prompt_field, self.responses_field, self.rewards_field), OF_TEMPLATE)
+        return file.records(self.keys, OF_TEMPLATE)
 
-    def nothing_to_train_on(self) -> str:
-        return f"no group has a prompt and {self.group_size} responses {NO_TOKEN}"
+    def sides(self, record: Record) -> tuple[str | Messages, Sequence[str]]:
+        responses = self._list(record, self.responses_field, "texts", lambda item: isinstance(item, str))
+        return text_or_messages(record, self.prompt_field), responses
 
     def completions(self, record: Record, template: ChatTemplate | None) -> Completions:
-        prompt, responses = text_or_messages(record, self.prompt_field), self._responses(record)
+        prompt, responses = self.sides(record)
         rewards = self._list(record, self.rewards_field, "numbers", _is_number)
         for number, reward in enumerate(rewards):
             if not is_float32(reward):
@@ -73,9 +65,6 @@ class GroupsFormat(CompletionsFormat):
         conversations = [[*prompt, {"role": "assistant", "content": response}] for response in responses]
         content = rendered(record, self.prompt_field, prompt, conversations, template)
         return content._replace(numbers=tuple(map(float, rewards)))
-
-    def _responses(self, record: Record) -> list[str]:
-        return self._list(record, self.responses_field, "texts", lambda item: isinstance(item, str))
 
     def _list(self, record: Record, key: str, what: str, accepts: Any) -> list[Any]:
         entries = record.values.get(key)

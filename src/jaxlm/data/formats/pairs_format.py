@@ -8,9 +8,8 @@ from typing import Any, ClassVar
 
 from jaxlm.core.errors import ConfigError
 from jaxlm.data.formats.base import FormatConfig, Truncation
-from jaxlm.data.formats.chat import OF_TEMPLATE, plain_text
+from jaxlm.data.formats.chat import OF_TEMPLATE
 from jaxlm.data.formats.completions_format import (
-    NO_TOKEN,
     Completions,
     CompletionsFormat,
     rendered,
@@ -39,8 +38,6 @@ class PairsFormat(CompletionsFormat):
             prompt ends after its last occurrence in what both completions have in common; null ends it at the last white
             space.
             For messages it has no effect: the prompt is all messages that both lists begin with.
-        chat_template: for messages: `chatml`, `nanochat`, a Jinja template, or the path of a .jinja file; null uses the
-            tokenizer's chat template.
         truncation: what becomes of a prompt with a completion that is longer than `model.seq_len`: `keep_start` cuts off its
             end, `keep_end` its beginning, and `drop_overlength` leaves the pair out.
     """
@@ -51,7 +48,6 @@ class PairsFormat(CompletionsFormat):
     chosen_field: str = "chosen"
     rejected_field: str = "rejected"
     prompt_ends_with: str | None = None
-    chat_template: str | None = None
     truncation: Truncation = field(default="keep_start", kw_only=True)
 
     def __post_init__(self):
@@ -69,11 +65,6 @@ class PairsFormat(CompletionsFormat):
     def num_completions(self) -> int:
         return 2
 
-    def texts(self, file: TextFile) -> Iterator[str]:
-        for record in self.records(file):
-            prompt, chosen, rejected = self.fields(record)
-            yield from (plain_text(prompt or "") + plain_text(completion) for completion in (chosen, rejected))
-
     def records(self, file: TextFile) -> Iterator[Record]:
         prompt = [] if self.prompt_field is None else [self.prompt_field]
         completions = [self.chosen_field, self.rejected_field]
@@ -82,21 +73,13 @@ class PairsFormat(CompletionsFormat):
         needed, optional = (completions, prompt) if is_usual else ([*prompt, *completions], [])
         return file.records(needed, [*optional, *OF_TEMPLATE])
 
-    def nothing_to_train_on(self) -> str:
-        return f"no pair has a prompt and two completions {NO_TOKEN}"
-
-    def fields(self, record: Record) -> tuple[Any, Any, Any]:
-        """Prompt (None if both completions begin with it), chosen and rejected of a record; texts or lists of messages."""
+    def sides(self, record: Record) -> tuple[Any, tuple[Any, Any]]:
         is_absent = self.prompt_field == _PROMPT and record.values.get(_PROMPT) is None
         prompt = None if self.prompt_field is None or is_absent else text_or_messages(record, self.prompt_field)
-        return (
-            prompt,
-            text_or_messages(record, self.chosen_field),
-            text_or_messages(record, self.rejected_field),
-        )
+        return prompt, (text_or_messages(record, self.chosen_field), text_or_messages(record, self.rejected_field))
 
     def completions(self, record: Record, template: ChatTemplate | None) -> Completions:
-        prompt, chosen, rejected = self.fields(record)
+        prompt, (chosen, rejected) = self.sides(record)
         if isinstance(chosen, str) != isinstance(rejected, str) or (
             isinstance(chosen, str) and isinstance(prompt, list)
         ):

@@ -1,11 +1,11 @@
 """Prompts with completions; the loss is computed on the completions."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import ClassVar
 
 from jaxlm.core.errors import ConfigError
 from jaxlm.data.formats.base import FormatConfig, MaskedFormat
-from jaxlm.data.formats.chat import OF_TEMPLATE, Messages, plain_text
+from jaxlm.data.formats.chat import OF_TEMPLATE, Messages
 from jaxlm.data.formats.completions_format import Completions, PromptedFormat, one_completion, text_or_messages
 from jaxlm.data.sources.record_files import Record
 from jaxlm.data.sources.text_file import TextFile
@@ -25,8 +25,6 @@ class SupervisedFormat(MaskedFormat, PromptedFormat):
         context_field: key of a text that follows the prompt after a line break, unless it is empty, such as Alpaca's `input`.
         separate_with: text inserted between prompt and completion, as part of the prompt; null inserts nothing.
         mask_inputs: compute the loss on the completion only; `false` computes it on the prompt too.
-        chat_template: for messages: `chatml`, `nanochat`, a Jinja template, or the path of a .jinja file; null uses the
-            tokenizer's chat template.
     """
 
     input_field: str = "prompt"
@@ -34,16 +32,14 @@ class SupervisedFormat(MaskedFormat, PromptedFormat):
     separate_with: str | None = None
     mask_inputs: bool = True
     context_field: str | None = None
-    chat_template: str | None = None
 
     newer_keys: ClassVar[tuple[str, ...]] = ("context_field", "chat_template")
 
-    def texts(self, file: TextFile) -> Iterator[str]:
-        for record in self.records(file):
-            yield plain_text(self.prompt(record)) + plain_text(text_or_messages(record, self.output_field))
-
     def records(self, file: TextFile) -> Iterator[Record]:
         return file.records(self.keys, OF_TEMPLATE)
+
+    def sides(self, record: Record) -> tuple[str | Messages, Sequence[str | Messages]]:
+        return self.prompt(record), [text_or_messages(record, self.output_field)]
 
     def prompt(self, record: Record) -> str | Messages:
         """The prompt, including the context and `separate_with`. Raises `ConfigError` if there is none."""

@@ -1,13 +1,12 @@
 """Unpaired preferences: a prompt with one completion that is desirable or not; the loss is computed on the completion."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import ClassVar
 
 from jaxlm.core.errors import ConfigError, listed
 from jaxlm.data.formats.base import FormatConfig
-from jaxlm.data.formats.chat import OF_TEMPLATE, plain_text
+from jaxlm.data.formats.chat import OF_TEMPLATE, Messages
 from jaxlm.data.formats.completions_format import (
-    NO_TOKEN,
     Completions,
     CompletionsFormat,
     one_completion,
@@ -28,8 +27,6 @@ class UnpairedFormat(CompletionsFormat):
         prompt_field: key of the prompt.
         completion_field: key of the completion.
         label_field: key of the label: true (or 1) for a desirable completion, false (or 0) for another.
-        chat_template: for messages: `chatml`, `nanochat`, a Jinja template, or the path of a .jinja file; null uses the
-            tokenizer's chat template.
     """
 
     makes: ClassVar[str] = "unpaired"
@@ -37,23 +34,16 @@ class UnpairedFormat(CompletionsFormat):
     prompt_field: str = "prompt"
     completion_field: str = "completion"
     label_field: str = "label"
-    chat_template: str | None = None
 
     @property
     def num_completions(self) -> int:
         return 1
 
-    def texts(self, file: TextFile) -> Iterator[str]:
-        for record in self.records(file):
-            yield "".join(
-                plain_text(text_or_messages(record, key)) for key in (self.prompt_field, self.completion_field)
-            )
-
     def records(self, file: TextFile) -> Iterator[Record]:
-        return file.records((self.prompt_field, self.completion_field, self.label_field), OF_TEMPLATE)
+        return file.records(self.keys, OF_TEMPLATE)
 
-    def nothing_to_train_on(self) -> str:
-        return f"no record has a prompt and a completion {NO_TOKEN}"
+    def sides(self, record: Record) -> tuple[str | Messages, Sequence[str | Messages]]:
+        return text_or_messages(record, self.prompt_field), [text_or_messages(record, self.completion_field)]
 
     def completions(self, record: Record, template: ChatTemplate | None) -> Completions:
         label = record.values.get(self.label_field)
