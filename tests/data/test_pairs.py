@@ -270,7 +270,7 @@ def test_shown_with_both_halves(opened, tokenizer):
         (
             {"prompt": "a", "chosen": [{"role": "assistant", "content": "b"}], "rejected": "c"},
             {},
-            "must both be lists of messages, or both be texts",
+            "and a completion is a text. Make the completions lists",
         ),
         (
             {"prompt": "a", "chosen": [{"role": "assistant", "content": "b"}], "rejected": [{"role": "assistant"}]},

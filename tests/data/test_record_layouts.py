@@ -574,6 +574,14 @@ def test_lists_that_repeat_a_prompt_with_other_spaces_share_it(encoded):
     assert trained == "self<|im_end|>\nvalue<|im_end|>\n"
 
 
+def test_an_answer_may_repeat_an_earlier_one(encoded, reference):
+    prompt = [user("x"), ANSWER, user("a")]
+    records = [{"prompt": prompt, "completion": [ANSWER], "label": True}]
+    ((text, trained),) = encoded(records, UnpairedFormat(chat_template=QWEN))
+    assert text == reference.apply_chat_template([*prompt, ANSWER], chat_template=QWEN, tokenize=False)
+    assert trained == "self<|im_end|>\n"
+
+
 @pytest.mark.parametrize("answer", ["self", "  self", "\n\nself", " "])
 def test_a_header_that_swallows_white_space_is_not_trained(encoded, tokenizer, answer):
     messages = [user("a"), assistant(answer)]

@@ -1,6 +1,6 @@
 """Groups: a prompt with several sampled responses and their rewards; the loss is computed on the responses."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Annotated, Any, ClassVar
 
 from annotated_types import Interval
@@ -8,16 +8,10 @@ from annotated_types import Interval
 from jaxlm.core.errors import ConfigError, listed
 from jaxlm.core.field_types import LARGEST_INT, is_float32, shown, what_float32_needs
 from jaxlm.data.formats.base import FormatConfig
-from jaxlm.data.formats.chat import OF_TEMPLATE, Messages
-from jaxlm.data.formats.completions_format import (
-    Completions,
-    CompletionsFormat,
-    rendered,
-    text_or_messages,
-)
+from jaxlm.data.formats.chat import OF_TEMPLATE
+from jaxlm.data.formats.completions_format import Completions, CompletionsFormat, text_or_messages
 from jaxlm.data.sources.record_files import Record
 from jaxlm.data.sources.text_file import TextFile
-from jaxlm.data.tokenizer.chat_template import ChatTemplate
 from jaxlm.reading.choices import choice
 
 
@@ -47,12 +41,9 @@ class GroupsFormat(CompletionsFormat):
     def records(self, file: TextFile) -> Iterator[Record]:
         return file.records(self.keys, OF_TEMPLATE)
 
-    def sides(self, record: Record) -> tuple[str | Messages, Sequence[str]]:
+    def completions(self, record: Record) -> Completions:
+        prompt = text_or_messages(record, self.prompt_field)
         responses = self._list(record, self.responses_field, "texts", lambda item: isinstance(item, str))
-        return text_or_messages(record, self.prompt_field), responses
-
-    def completions(self, record: Record, template: ChatTemplate | None) -> Completions:
-        prompt, responses = self.sides(record)
         rewards = self._list(record, self.rewards_field, "numbers", _is_number)
         for number, reward in enumerate(rewards):
             if not is_float32(reward):
@@ -60,11 +51,9 @@ class GroupsFormat(CompletionsFormat):
                     f"{record.where}: {self.rewards_field}[{number}]: {shown(reward)} given, {what_float32_needs(reward)}"
                     " expected. Correct the record, or remove it"
                 )
-        if isinstance(prompt, str):
-            return Completions(prompt, tuple(responses), False, tuple(map(float, rewards)))
-        conversations = [[*prompt, {"role": "assistant", "content": response}] for response in responses]
-        content = rendered(record, self.prompt_field, prompt, conversations, template)
-        return content._replace(numbers=tuple(map(float, rewards)))
+        if not isinstance(prompt, str):
+            responses = [[{"role": "assistant", "content": response}] for response in responses]
+        return Completions(prompt, tuple(responses), numbers=tuple(map(float, rewards)))
 
     def _list(self, record: Record, key: str, what: str, accepts: Any) -> list[Any]:
         entries = record.values.get(key)

@@ -4,20 +4,14 @@ import itertools
 import re
 from collections.abc import Iterator
 from dataclasses import field
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from jaxlm.core.errors import ConfigError
 from jaxlm.data.formats.base import FormatConfig, Truncation
 from jaxlm.data.formats.chat import OF_TEMPLATE
-from jaxlm.data.formats.completions_format import (
-    Completions,
-    CompletionsFormat,
-    rendered,
-    text_or_messages,
-)
+from jaxlm.data.formats.completions_format import Completions, CompletionsFormat, text_or_messages
 from jaxlm.data.sources.record_files import Record
 from jaxlm.data.sources.text_file import TextFile
-from jaxlm.data.tokenizer.chat_template import ChatTemplate
 from jaxlm.reading.choices import choice
 
 _PROMPT = "prompt"
@@ -73,27 +67,15 @@ class PairsFormat(CompletionsFormat):
         needed, optional = (completions, prompt) if is_usual else ([*prompt, *completions], [])
         return file.records(needed, [*optional, *OF_TEMPLATE])
 
-    def sides(self, record: Record) -> tuple[Any, tuple[Any, Any]]:
+    def completions(self, record: Record) -> Completions:
         is_absent = self.prompt_field == _PROMPT and record.values.get(_PROMPT) is None
         prompt = None if self.prompt_field is None or is_absent else text_or_messages(record, self.prompt_field)
-        return prompt, (text_or_messages(record, self.chosen_field), text_or_messages(record, self.rejected_field))
+        chosen, rejected = (text_or_messages(record, key) for key in (self.chosen_field, self.rejected_field))
+        if prompt is None and isinstance(chosen, str) and isinstance(rejected, str):
+            return self._text_pair(record.where, chosen, rejected)
+        return Completions(prompt, (chosen, rejected))
 
-    def completions(self, record: Record, template: ChatTemplate | None) -> Completions:
-        prompt, (chosen, rejected) = self.sides(record)
-        if isinstance(chosen, str) != isinstance(rejected, str) or (
-            isinstance(chosen, str) and isinstance(prompt, list)
-        ):
-            raise ConfigError(
-                f"{record.where}: '{self.chosen_field}' and '{self.rejected_field}' must both be lists of messages, or both"
-                " be texts after a prompt that is a text"
-            )
-        if isinstance(chosen, str):
-            return self._text_pair(record.where, prompt, chosen, rejected)
-        return rendered(record, self.chosen_field, prompt, (chosen, rejected), template)
-
-    def _text_pair(self, where: str, prompt: str | None, chosen: str, rejected: str) -> Completions:
-        if prompt is not None:
-            return Completions(prompt, (chosen, rejected), is_rendered=False)
+    def _text_pair(self, where: str, chosen: str, rejected: str) -> Completions:
         equal = itertools.takewhile(lambda two: two[0] == two[1], zip(chosen, rejected, strict=False))
         common = "".join(a for a, _ in equal)
         size = self._prompt_size(common)
@@ -103,7 +85,7 @@ class PairsFormat(CompletionsFormat):
                 f"{where}: no prompt: '{self.chosen_field}' and '{self.rejected_field}' begin alike with {common[-80:]!r}"
                 f"{without}. Set data.format.prompt_field to the key of the prompt, or prompt_ends_with"
             )
-        return Completions(chosen[:size], (chosen[size:], rejected[size:]), is_rendered=False)
+        return Completions(chosen[:size], (chosen[size:], rejected[size:]))
 
     def _prompt_size(self, common: str) -> int:
         """The number of characters of the prompt in what both completions begin with; 0 without any."""

@@ -1,15 +1,14 @@
 """Prompts with completions; the loss is computed on the completions."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import ClassVar
 
 from jaxlm.core.errors import ConfigError
 from jaxlm.data.formats.base import FormatConfig, MaskedFormat
 from jaxlm.data.formats.chat import OF_TEMPLATE, Messages
-from jaxlm.data.formats.completions_format import Completions, PromptedFormat, one_completion, text_or_messages
+from jaxlm.data.formats.completions_format import Completions, PromptedFormat, text_or_messages
 from jaxlm.data.sources.record_files import Record
 from jaxlm.data.sources.text_file import TextFile
-from jaxlm.data.tokenizer.chat_template import ChatTemplate
 from jaxlm.reading.choices import choice
 
 
@@ -38,9 +37,6 @@ class SupervisedFormat(MaskedFormat, PromptedFormat):
     def records(self, file: TextFile) -> Iterator[Record]:
         return file.records(self.keys, OF_TEMPLATE)
 
-    def sides(self, record: Record) -> tuple[str | Messages, Sequence[str | Messages]]:
-        return self.prompt(record), [text_or_messages(record, self.output_field)]
-
     def prompt(self, record: Record) -> str | Messages:
         """The prompt, including the context and `separate_with`. Raises `ConfigError` if there is none."""
         prompt, key = text_or_messages(record, self.input_field), self.context_field
@@ -53,9 +49,9 @@ class SupervisedFormat(MaskedFormat, PromptedFormat):
             )
         return prompt
 
-    def completions(self, record: Record, template: ChatTemplate | None) -> Completions:
-        content = one_completion(record, self.prompt(record), self.output_field, template)
-        return content._replace(trains_prompt=not self.mask_inputs, trains_empty=False)
+    def completions(self, record: Record) -> Completions:
+        prompt, completion = self.prompt(record), text_or_messages(record, self.output_field)
+        return Completions(prompt, (completion,), trains_prompt=not self.mask_inputs, trains_empty=False)
 
     def nothing_to_train_on(self) -> str:
         return f"every completion under '{self.output_field}' is empty: no tokens to compute the loss on. Check"

@@ -1,20 +1,14 @@
 """Unpaired preferences: a prompt with one completion that is desirable or not; the loss is computed on the completion."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import ClassVar
 
 from jaxlm.core.errors import ConfigError, listed
 from jaxlm.data.formats.base import FormatConfig
-from jaxlm.data.formats.chat import OF_TEMPLATE, Messages
-from jaxlm.data.formats.completions_format import (
-    Completions,
-    CompletionsFormat,
-    one_completion,
-    text_or_messages,
-)
+from jaxlm.data.formats.chat import OF_TEMPLATE
+from jaxlm.data.formats.completions_format import Completions, CompletionsFormat, text_or_messages
 from jaxlm.data.sources.record_files import Record
 from jaxlm.data.sources.text_file import TextFile
-from jaxlm.data.tokenizer.chat_template import ChatTemplate
 from jaxlm.reading.choices import choice
 
 
@@ -42,15 +36,12 @@ class UnpairedFormat(CompletionsFormat):
     def records(self, file: TextFile) -> Iterator[Record]:
         return file.records(self.keys, OF_TEMPLATE)
 
-    def sides(self, record: Record) -> tuple[str | Messages, Sequence[str | Messages]]:
-        return text_or_messages(record, self.prompt_field), [text_or_messages(record, self.completion_field)]
-
-    def completions(self, record: Record, template: ChatTemplate | None) -> Completions:
+    def completions(self, record: Record) -> Completions:
         label = record.values.get(self.label_field)
         if label not in (0, 1):  # True and False are equal to them
             raise ConfigError(
                 f"{record.where}: expected true or false under '{self.label_field}', got {label!r:.80}. Keys of the record:"
                 f" {listed(record.values)}"
             )
-        prompt = text_or_messages(record, self.prompt_field)
-        return one_completion(record, prompt, self.completion_field, template)._replace(numbers=(float(label),))
+        prompt, completion = (text_or_messages(record, key) for key in (self.prompt_field, self.completion_field))
+        return Completions(prompt, (completion,), numbers=(float(label),))
