@@ -574,12 +574,14 @@ def test_lists_that_repeat_a_prompt_with_other_spaces_share_it(encoded):
     assert trained == "self<|im_end|>\nvalue<|im_end|>\n"
 
 
-def test_an_answer_may_repeat_an_earlier_one(encoded, reference):
-    prompt = [user("x"), ANSWER, user("a")]
-    records = [{"prompt": prompt, "completion": [ANSWER], "label": True}]
+@pytest.mark.parametrize("after", [[], [user("a"), WRONG]])
+def test_an_answer_may_repeat_an_earlier_one(encoded, reference, after):
+    prompt, completion = [user("x"), ANSWER, user("a")], [ANSWER, *after]
+    records = [{"prompt": prompt, "completion": completion, "label": True}]
     ((text, trained),) = encoded(records, UnpairedFormat(chat_template=QWEN))
-    assert text == reference.apply_chat_template([*prompt, ANSWER], chat_template=QWEN, tokenize=False)
-    assert trained == "self<|im_end|>\n"
+    options = {"chat_template": QWEN, "tokenize": False}
+    header = reference.apply_chat_template(prompt, add_generation_prompt=True, **options)
+    assert text == reference.apply_chat_template([*prompt, *completion], **options) == header + trained
 
 
 @pytest.mark.parametrize("answer", ["self", "  self", "\n\nself", " "])

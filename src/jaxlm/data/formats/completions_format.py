@@ -169,18 +169,16 @@ def _joined(prompt: Messages, messages: Messages, where: str) -> Messages:
 
     UltraFeedback and others repeat the prompt in the completions, some with a system message or earlier turns before it.
     """
-    goes_on = messages[0]["role"] not in (_SYSTEM, _USER)
-    for begin in () if goes_on or not prompt else range(len(messages) - len(prompt)):
+    if not prompt or messages[0]["role"] not in (_SYSTEM, _USER):
+        return [*prompt, *messages]
+    for begin in range(len(messages) - len(prompt)):
         if all(map(_is_same, prompt, messages[begin:])):
             return messages
-    repeated = next(
-        n
-        for n in range(min(len(prompt), len(messages) - 1), -1, -1)
-        if all(map(_is_same, prompt[len(prompt) - n :], messages))
-    )
+    sizes = range(min(len(prompt), len(messages) - 1), -1, -1)
+    repeated = next(n for n in sizes if all(map(_is_same, prompt[len(prompt) - n :], messages)))
     after = messages[repeated:]
-    roles = [message["role"] for message in (*prompt[-1:], *after[:1])]
-    if prompt and (roles[-1] == _SYSTEM or roles == [_USER, _USER]):
+    roles = prompt[-1]["role"], after[0]["role"]
+    if roles[1] == _SYSTEM or roles == (_USER, _USER):
         raise ConfigError(
             f"{where}: two prompts: {prompt[-1].get('content')!r:.80} is not in the messages beside it, which begin with"
             f" {messages[0].get('content')!r:.80}. Correct the record, or set data.format.prompt_field to null or another key"
