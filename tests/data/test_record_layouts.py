@@ -574,6 +574,42 @@ def test_lists_that_repeat_a_prompt_with_other_spaces_share_it(encoded):
     assert trained == "self<|im_end|>\nvalue<|im_end|>\n"
 
 
+@pytest.mark.parametrize("template", [QWEN, LLAMA, PHI, MARKED], ids=["qwen", "llama", "phi", "marked"])
+@pytest.mark.parametrize("answer", ["yes", " no ", "", "im_end"])
+def test_a_prompt_goes_on_with_the_answer_at_its_end(encoded, reference, template, answer):
+    prompt = [user("a"), assistant(answer)]
+    ((text, _),) = encoded([{"prompt": prompt}], PromptsFormat(chat_template=template))
+    options = {"chat_template": template, "continue_final_message": True, "tokenize": False}
+    expected = reference.apply_chat_template(prompt, **options)
+    assert text == (expected if template != PHI else re.sub(r"\|>\s+", "|>", expected))
+
+
+def test_pairs_may_part_after_an_answer(encoded, reference):
+    shared, sides = [user("a"), assistant("b")], [[user("c"), ANSWER], [user("d"), WRONG]]
+    record = dict(zip(("chosen", "rejected"), ([*shared, *side] for side in sides), strict=True))
+    ((text, trained),) = encoded([record], PairsFormat(chat_template=QWEN))
+    options = {"chat_template": QWEN, "tokenize": False}
+    prompt = reference.apply_chat_template(shared, continue_final_message=True, **options)
+    wholes = [reference.apply_chat_template([*shared, *side], **options) for side in sides]
+    assert (text, trained) == ("".join(wholes), "".join(whole.removeprefix(prompt) for whole in wholes))
+
+
+@pytest.mark.parametrize("name", ["reasoning_content", "thinking", "reasoning"])
+@pytest.mark.parametrize("read", ["reasoning_content", "thinking"])
+def test_thoughts_reach_a_template_under_the_name_that_it_reads(encoded, reference, tokenizer, tmp_path, name, read):
+    template = EACH % f"{{% if message.{read} %}}<think>{{{{ message.{read} }}}}</think>{{% endif %}}"
+    messages = [user("a"), assistant("b", **{name: "value"})]
+    ((text, _),) = encoded([{"messages": messages}], ChatFormat(chat_template=template))
+    assert (
+        text
+        == reference.apply_chat_template(messages, chat_template=template, tokenize=False)
+        == "a<think>value</think>b"
+    )
+    own = tokenizer.with_chat_template(template, {})
+    assert described(own, tmp_path, [{"messages": messages}], ChatFormat()) is None
+    assert described(own, tmp_path, [{"messages": [user("a"), assistant("b", thought="c")]}], ChatFormat()) is not None
+
+
 @pytest.mark.parametrize("after", [[], [user("a"), WRONG]])
 def test_an_answer_may_repeat_an_earlier_one(encoded, reference, after):
     prompt, completion = [user("x"), ANSWER, user("a")], [ANSWER, *after]

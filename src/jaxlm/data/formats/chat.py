@@ -23,6 +23,8 @@ Messages = list[dict[str, Any]]
 TOOLS, VARIABLES = "tools", "chat_template_kwargs"
 OF_TEMPLATE = (TOOLS, VARIABLES)
 """Keys of records with messages, for their chat template."""
+REASONING = ("reasoning_content", "thinking", "reasoning")
+"""Keys of messages for what the assistant thinks: a template reads one of them."""
 TRAINED_IF = ("weight", "train", "training", "train_detail")
 """Keys of messages that say whether an answer is trained, or with what begins and ends in it."""
 
@@ -172,6 +174,8 @@ def for_template(messages: Sequence[Mapping[str, Any]]) -> Messages:
     """Messages as a chat template gets them: see `_cleaned`. The texts of a content that has only texts are joined."""
     cleaned = _cleaned(messages)
     for message in cleaned:
+        if thoughts := [message[name] for name in REASONING if name in message]:  # as transformers gives them
+            message.update({"thinking": message.get("thinking", thoughts[0]), "reasoning_content": thoughts[0]})
         parts = message.get("content")
         if isinstance(parts, list) and all(
             isinstance(part, dict) and part.get("type") == "text" and isinstance(part.get("text", ""), str)
@@ -190,11 +194,9 @@ def _cleaned(value: Any) -> Any:
 
     def clean(values: dict[str, Any]) -> dict[str, Any]:
         kept = {key: item for key, item in values.items() if item is not None}
-        arguments = _parsed(kept.get("arguments"))
+        arguments = _parsed(given := kept.get("arguments"))
         if "name" in kept and isinstance(arguments, dict):
-            text = (
-                kept["arguments"] if arguments is not kept["arguments"] else json.dumps(arguments, ensure_ascii=False)
-            )
+            text = given if isinstance(given, str) else json.dumps(arguments, ensure_ascii=False)
             kept["arguments"] = Arguments(arguments, text)
         return kept
 

@@ -44,7 +44,7 @@ class GroupsFormat(CompletionsFormat):
     def completions(self, record: Record) -> Completions:
         prompt = text_or_messages(record, self.prompt_field)
         responses = self._list(record, self.responses_field, "texts", lambda item: isinstance(item, str))
-        rewards = self._list(record, self.rewards_field, "numbers", _is_number)
+        rewards = self._list(record, self.rewards_field, "numbers", lambda item: type(item) in (int, float))
         for number, reward in enumerate(rewards):
             if not is_float32(reward):
                 raise ConfigError(
@@ -63,7 +63,3 @@ class GroupsFormat(CompletionsFormat):
                 f" {entries!r:.80}. Keys of the record: {listed(record.values)}"
             )
         return entries
-
-
-def _is_number(item: Any) -> bool:
-    return isinstance(item, (int, float)) and not isinstance(item, bool)

@@ -60,12 +60,9 @@ class PairsFormat(CompletionsFormat):
         return 2
 
     def records(self, file: TextFile) -> Iterator[Record]:
-        prompt = [] if self.prompt_field is None else [self.prompt_field]
-        completions = [self.chosen_field, self.rejected_field]
         # Only the usual key may be missing: another one was written by somebody whose data should have it.
-        is_usual = self.prompt_field == _PROMPT
-        needed, optional = (completions, prompt) if is_usual else ([*prompt, *completions], [])
-        return file.records(needed, [*optional, *OF_TEMPLATE])
+        optional = [_PROMPT] if self.prompt_field == _PROMPT else []
+        return file.records([key for key in self.keys if key not in optional], [*optional, *OF_TEMPLATE])
 
     def completions(self, record: Record) -> Completions:
         is_absent = self.prompt_field == _PROMPT and record.values.get(_PROMPT) is None

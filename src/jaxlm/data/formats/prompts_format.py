@@ -24,7 +24,8 @@ class PromptsFormat(RecordsFormat):
     Attributes:
         prompt_field: key of the prompt.
         chat_template: for messages: `chatml`, `nanochat`, a Jinja template, or the path of a .jinja file; null uses the
-            tokenizer's chat template. It renders them up to the header of the assistant's answer.
+            tokenizer's chat template. It renders them up to the header of the assistant's answer,
+            or to the end of the one that they end with.
     """
 
     makes: ClassVar[str] = "prompts"

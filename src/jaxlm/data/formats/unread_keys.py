@@ -7,7 +7,15 @@ from typing import Any
 
 from jaxlm.core.errors import ConfigError, listed
 from jaxlm.data.formats.base import FormatConfig
-from jaxlm.data.formats.chat import OF_TEMPLATE, TOOLS, VARIABLES, ConversationFormat, are_messages, for_template
+from jaxlm.data.formats.chat import (
+    OF_TEMPLATE,
+    REASONING,
+    TOOLS,
+    VARIABLES,
+    ConversationFormat,
+    are_messages,
+    for_template,
+)
 from jaxlm.data.formats.completions_format import template_of
 from jaxlm.data.sources.record_files import Record, glance
 from jaxlm.data.sources.text_file import TextFile
@@ -55,23 +63,24 @@ def _unread(config: FormatConfig, template: ChatTemplate | None, record: Record,
     yield from (key for key in values if key not in read and (config.makes != "prompts" or key in OF_TEMPLATE))
     for key, turn in ((key, turn) for key, of_key in turns.items() for turn in of_key):
         said = [name for name in turn if name not in config.keys_of_turns and _says_something(turn[name])]
-        yield from (f"{key}[].{name}" for name in said if template is None or name not in template.reads.keys)
+        for name in said:
+            names = REASONING if name in REASONING else (name,)
+            if template is None or not any(name in template.reads.keys for name in names):
+                yield f"{key}[].{name}"
 
 
 def _left_out(config: FormatConfig, template: ChatTemplate, records: Sequence[Record]) -> Iterator[str]:
     """The roles whose messages a template leaves out: what they say changes nothing."""
     seen: set[str] = set()
-    for record in records:
-        with contextlib.suppress(ConfigError):
+    with contextlib.suppress(ConfigError):  # a template that cannot render one record is not asked for others
+        for record in records:
             lists = [record.values.get(key) for key in config.keys]
             if isinstance(config, ConversationFormat):
                 lists = [config.messages(record)]
             for messages in map(for_template, filter(are_messages, lists)):
                 text = template.prompt(messages, record.where)
                 for role in [m["role"] for m in messages if m.get("content") and m["role"] not in seen]:
-                    others = [
-                        {**m, "content": f"{m.get('content')} jaxlm"} if m["role"] == role else m for m in messages
-                    ]
+                    others = [m | {"content": "jaxlm"} if m["role"] == role else m for m in messages]
                     seen.add(role)
                     if template.prompt(others, record.where) == text:
                         yield f"messages of the role {role}"

@@ -24,6 +24,7 @@ from jaxlm.data.tokenizer.templates import NAMED
 from jaxlm.data.tokenizer.tokenizer import Tokenizer
 
 _ASSISTANT = "assistant"
+_GOES_ON = "ANSWER_GOES_ON_HERE "  # the space tells whether a template keeps those at the end
 _ANSWERS = ("jaxlm", "haliax")  # of an example: they end differently, in capitals too
 _CALLS = ("tool_calls", "function_call")  # keys of messages
 _VERSION = 2  # of how records become what templates render
@@ -128,8 +129,19 @@ class ChatTemplate:
         return _split_marked(text, spans) if self.reads.marks else Rendered(text, spans)
 
     def prompt(self, messages: Messages, where: str, variables: Variables = NONE) -> str:
-        """Renders a conversation followed by the header of the assistant's next message."""
-        return MARKS.sub("", self._texts(messages, where, variables, [(len(messages), True)])[0])
+        """Renders a conversation followed by the header of the assistant's next message. An answer at its end goes on."""
+        *before, last = messages
+        answer = last.get("content") if last["role"] == _ASSISTANT else None
+        if not isinstance(answer, str):
+            return MARKS.sub("", self._texts(messages, where, variables, [(len(messages), True)])[0])
+        marked = [*before, {**last, "content": answer + _GOES_ON}]
+        text = MARKS.sub("", self._texts(marked, where, variables, [(len(messages), False)])[0])
+        text, mark, after = text.rpartition(_GOES_ON.strip())
+        if not mark:
+            raise ConfigError(
+                f"{where}: the chat template ({self.origin}) leaves out the answer that the prompt ends with"
+            )
+        return text if after.startswith(" ") else text.rstrip()
 
     def _texts(
         self, messages: Messages, where: str, variables: Variables, until: Sequence[tuple[int, bool]]

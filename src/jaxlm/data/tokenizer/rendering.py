@@ -157,13 +157,10 @@ def _reads(text: str) -> Reads:
     tree = _environment().parse(text)
     written = tree.find_all((nodes.Output, nodes.Add, nodes.Concat))
     output = {id(child) for node in written for child in node.iter_child_nodes()}
-    texts = {
-        node.value for node in tree.find_all(nodes.Const) if isinstance(node.value, str) and id(node) not in output
-    }
-    keys = texts | {node.attr for node in tree.find_all(nodes.Getattr)}
-    return Reads(
-        sorted(meta.find_undeclared_variables(tree)), sorted(keys), tree.find(nodes.ExtensionAttribute) is not None
-    )
+    keys = {node.attr for node in tree.find_all(nodes.Getattr)}
+    keys |= {n.value for n in tree.find_all(nodes.Const) if isinstance(n.value, str) and id(n) not in output}
+    marks = tree.find(nodes.ExtensionAttribute) is not None
+    return Reads(sorted(meta.find_undeclared_variables(tree)), sorted(keys), marks)
 
 
 @functools.cache
