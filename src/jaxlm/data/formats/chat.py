@@ -176,12 +176,10 @@ def for_template(messages: Sequence[Mapping[str, Any]]) -> Messages:
     for message in cleaned:
         if thoughts := [message[name] for name in REASONING if name in message]:  # as transformers gives them
             message.update({"thinking": message.get("thinking", thoughts[0]), "reasoning_content": thoughts[0]})
-        parts = message.get("content")
-        if isinstance(parts, list) and all(
-            isinstance(part, dict) and part.get("type") == "text" and isinstance(part.get("text", ""), str)
-            for part in parts
-        ):
-            message["content"] = "".join(part.get("text", "") for part in parts)
+        if isinstance(parts := message.get("content"), list):
+            texts = [part.get("text", "") for part in parts if isinstance(part, dict) and part.get("type") == "text"]
+            is_text = len(texts) == len(parts) and all(isinstance(text, str) for text in texts)
+            message["content"] = "".join(texts) if is_text else parts
     return cleaned
 
 

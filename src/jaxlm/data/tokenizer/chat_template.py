@@ -162,7 +162,8 @@ class ChatTemplate:
         content, calls = message.get("content"), message.get("tool_calls") or []
         parts = [] if content is None or isinstance(content, str) else content
         for name, items in (("content", parts), ("tool_calls", calls)):
-            if not isinstance(items, list) or not all(map(_is_part, items)):
+            given = items if isinstance(items, list) else [None]
+            if not all(isinstance(item, Mapping) and isinstance(item.get("text", ""), str) for item in given):
                 kinds = "a list of mappings" if name in _CALLS else "a text or a list of parts"
                 raise ConfigError(f"{where}: {name}: {reprlib.repr(items)} given, {kinds} expected. Correct the record")
         given = [name for name in _CALLS if message.get(name)] + [str(part.get("type") or "text") for part in parts]
@@ -172,10 +173,6 @@ class ChatTemplate:
                 f"{where} has '{unread[0]}', which the chat template ({self.origin}) does not read. Set chat_template to one"
                 " that does, or remove the record"
             )
-
-
-def _is_part(item: Any) -> bool:
-    return isinstance(item, Mapping) and isinstance(item.get("text", ""), str)
 
 
 def _named(name: str, tokenizer: Tokenizer, key: str) -> str:
