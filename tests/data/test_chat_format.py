@@ -423,7 +423,7 @@ def test_a_conversation_that_is_nested_too_deeply_is_refused():
     for _ in range(100_000):
         content = [content]
     with pytest.raises(ConfigError, match=r"here: the chat template .* nested too deeply"):
-        ChatTemplate("a", "x", {}).render([{"role": "user", "content": content}], "here", mark=False)
+        ChatTemplate("a", "x", {}).render([{"role": "user", "content": "a", "calls": content}], "here", mark=False)
 
 
 def test_a_template_that_does_not_compile_is_one_message(tokenizer, little_time):

@@ -1,12 +1,15 @@
 """Tokens and settings outside of tokenizer.json, compared with AutoTokenizer."""
 
+import itertools
 import json
 
 import pytest
 import tokenizers
 
 from jaxlm.core.errors import ConfigError
+from jaxlm.data.tokenizer.folder_settings import AS_IT_IS
 from jaxlm.data.tokenizer.tokenizer import load_tokenizer
+from jaxlm.interop.hf.family import all_families
 
 TEXTS = ["hello <a> world<b>", " <b>x <c>y", "plain"]
 A = {"content": "<a>", "lstrip": False, "rstrip": False, "normalized": False, "single_word": False, "special": True}
@@ -21,6 +24,13 @@ FOLDERS = {
     "newer list": {"tokenizer_config.json": {**FAST, "extra_special_tokens": ["<c>"], "pad_token": "<b>"}},
     "added_tokens.json": {"tokenizer_config.json": FAST, "added_tokens.json": {"<a>": 256, "<b>": 257}},
     "GPT-2's prefix": {"tokenizer_config.json": {"tokenizer_class": "GPT2Tokenizer", "add_prefix_space": True}},
+    "GPT-2's, of Granite": {
+        "tokenizer_config.json": {"tokenizer_class": "GPT2Tokenizer", "add_prefix_space": True},
+        "config.json": {"model_type": "granite"},
+    },
+    "Llama's class for bytes": {
+        "tokenizer_config.json": {"tokenizer_class": "LlamaTokenizer", "add_prefix_space": True}
+    },
     "no prefix": {"tokenizer_config.json": {**FAST, "add_prefix_space": True}},
 }
 
@@ -49,6 +59,71 @@ def test_ids_are_those_of_transformers(name, tmp_path):
         again = tmp_path / "again"
         ours.save(again)
         assert load_tokenizer(str(again)).encode_like_transformers(text, add_special_tokens=False) == expected
+
+
+# --- the prefix and the decoder of SentencePiece tokenizers
+
+STEPS = {
+    "prepend": {"normalizer": tokenizers.normalizers.Prepend("\u2581")},
+    "first": {"pre_tokenizer": tokenizers.pre_tokenizers.Metaspace("\u2581", "first", split=False)},
+    "never": {"pre_tokenizer": tokenizers.pre_tokenizers.Metaspace("\u2581", "never", split=False)},
+}
+LLAMA, SPACES = "LlamaTokenizer", ["hello world", " hello", "a  b ", "<s>hello</s> world", "x<s> y", "\n<s>", "", " "]
+
+
+def sentence_piece_folder(path, steps, settings, model_type):
+    space, spaces = "\u2581", tokenizers.normalizers.Replace(" ", "\u2581")
+    pieces = ["<unk>", "<s>", "</s>", *(f"<0x{n:02X}>" for n in range(256)), space, *"abcdehlorwxy", "he", f"{space}he"]
+    merges = [("h", "e"), (space, "he")]
+    model = tokenizers.models.BPE({piece: n for n, piece in enumerate(pieces)}, merges, unk_token="<unk>")
+    model.fuse_unk = model.byte_fallback = steps != "first"  # old files lack these keys
+    backend = tokenizers.Tokenizer(model)
+    backend.add_special_tokens([tokenizers.AddedToken(piece, normalized=False) for piece in pieces[:3]])
+    for name, step in STEPS[steps].items():
+        setattr(backend, name, step if name != "normalizer" else tokenizers.normalizers.Sequence([step, spaces]))
+    parts = [tokenizers.decoders.Replace(space, " "), tokenizers.decoders.ByteFallback(), tokenizers.decoders.Fuse()]
+    backend.decoder = tokenizers.decoders.Sequence([*parts, tokenizers.decoders.Strip(" ", 1, 0)])
+    backend.save(str(path / "tokenizer.json"))
+    (path / "config.json").write_text(json.dumps({"model_type": model_type}))
+    (path / "tokenizer_config.json").write_text(json.dumps({"bos_token": "<s>", "eos_token": "</s>"} | settings))
+    return str(path)
+
+
+@pytest.mark.parametrize(
+    ("name", "model_type"),
+    [
+        (LLAMA, "llama"),
+        (f"{LLAMA}Fast", "smollm3"),
+        ("CodeLlamaTokenizer", "llama"),
+        (LLAMA, "mistral"),
+        (None, "llama"),
+    ],
+)
+@pytest.mark.parametrize("steps", STEPS)
+def test_prefixes_are_those_of_transformers(name, model_type, steps, tmp_path):
+    transformers = pytest.importorskip("transformers")
+    for number, (prefix, legacy) in enumerate(itertools.product([None, True, False], [None, True])):
+        given = {"tokenizer_class": name, "add_prefix_space": prefix, "legacy": legacy}
+        (tmp_path / str(number)).mkdir()
+        settings = {key: value for key, value in given.items() if value is not None}
+        path = sentence_piece_folder(tmp_path / str(number), steps, settings, model_type)
+        theirs, ours = transformers.AutoTokenizer.from_pretrained(path), load_tokenizer(path)
+        ours.save(tmp_path / "again")
+        for text, tokenizer in itertools.product(SPACES, (ours, load_tokenizer(str(tmp_path / "again")))):
+            ids = tokenizer.encode_like_transformers(text, add_special_tokens=False)
+            assert ids == theirs(text, add_special_tokens=False).input_ids, (given, text)
+            assert tokenizer.decode(ids, special=True) == theirs.decode(ids)
+
+
+def test_types_whose_file_is_taken_as_it_is_are_those_of_transformers():
+    auto = pytest.importorskip("transformers.models.auto.tokenization_auto")
+    classes, general = auto.TOKENIZER_MAPPING_NAMES, ("TokenizersBackend", "MistralCommonBackend")
+    known = {
+        name
+        for name in (*AS_IT_IS, *(kind for f in all_families() for kind in f.model_types))
+        if classes.get(name) in general
+    }
+    assert known == set(AS_IT_IS)
 
 
 def test_a_token_with_another_id_is_refused(tmp_path):

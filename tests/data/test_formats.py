@@ -81,9 +81,9 @@ def test_every_format_field_has_a_test():
         # tests/data/test_chat_format.py and, for truncation, test_packing.py
         "chat": ["pack", "truncation", "chat_template", "mask_user_turns", "tools_field", "messages_field"],
         # tests/data/test_groups.py
-        "groups": ["group_size", "prompt_field", "responses_field", "rewards_field", "chat_template"],
+        "groups": ["chat_template", "group_size", "prompt_field", "responses_field", "rewards_field"],
         # tests/data/test_pairs.py
-        "pairs": ["prompt_field", "chosen_field", "rejected_field", "prompt_ends_with", "chat_template", "truncation"],
+        "pairs": ["chat_template", "prompt_field", "chosen_field", "rejected_field", "prompt_ends_with", "truncation"],
         "labeled": ["input_ids_key", "labels_key"],  # tests/data/test_labeled.py
         "pretokenized": ["input_ids_key"],
         "prompts": ["prompt_field", "chat_template"],  # tests/data/test_rollouts.py
@@ -93,11 +93,11 @@ def test_every_format_field_has_a_test():
             *("conversations_field", "roles", "system_field"),
         ],
         "supervised": [
-            *("pack", "truncation", "input_field", "output_field", "separate_with", "mask_inputs"),
-            *("context_field", "chat_template"),
+            *("chat_template", "pack", "truncation", "input_field", "output_field", "separate_with", "mask_inputs"),
+            "context_field",
         ],
         "text": ["text_key"],
-        "unpaired": ["prompt_field", "completion_field", "label_field", "chat_template"],  # tests/data/test_unpaired.py
+        "unpaired": ["chat_template", "prompt_field", "completion_field", "label_field"],  # tests/data/test_unpaired.py
     }
 
 

@@ -167,7 +167,10 @@ WRONG = {
     "assistant first": ([assistant("a"), user("b")], "message 1 has the role assistant after nothing"),
     "two answers": ([user("a"), assistant("b"), assistant("c")], "message 3 has the role assistant after assistant"),
     "system alone": ([SYSTEM], "message 1 is a system message, which a user message must follow"),
-    "parts of a system": ([{"role": "system", "content": ["a"]}, user("a")], "message 1 is a system message, and its"),
+    "parts of a system": (
+        [{"role": "system", "content": [{"text": "a"}]}, user("a")],
+        "message 1 is a system message, and its",
+    ),
     "system then assistant": ([SYSTEM, assistant("a")], "message 1 is a system message"),
     "system later": ([user("a"), assistant("b"), SYSTEM], "message 3 has the role system, but system .only first."),
     "user after system counts": ([SYSTEM, user("a"), user("b")], "message 3 has the role user after user"),

@@ -119,10 +119,7 @@ def test_records_without_a_prompt_are_read_as_trl_reads_them(opened, tokenizer, 
         assert tokenizer.decode(ids) == text
         if prompt.endswith(":"):
             assert ids[1:-1] == tokenizer.encode(text), "the tokens of the whole text, as TRL's"
-    assert (
-        "train: pairs of 'chosen' and 'rejected' (a text each); the prompt is what both begin with, because there is no"
-        " 'prompt'; not read: score"
-    ) in lines
+    assert "train: read as text: chosen, rejected; in no record: prompt; not read: score" in lines
     first = next(iter(list(data.train[""].show(0, tokenizer))[1:]))
     assert prompt in first
     assert f"⟧{chosen[len(prompt) :]}" in first
@@ -141,12 +138,12 @@ USER, GOOD, BAD = (
 @pytest.mark.parametrize(
     ("prompt", "before", "keys", "said"),
     [
-        ({"prompt": [USER]}, [], {}, "after 'prompt' (messages)"),
-        ({"prompt": None}, [USER], {}, "; the prompt is what both begin with"),
-        ({}, [USER], {}, "; the prompt is what both begin with"),
-        ({}, [USER], {"prompt_field": None}, ""),
-        ({"prompt": "hi"}, [], {}, ""),
-        ({"prompt": "hi"}, [USER], {}, ""),
+        ({"prompt": [USER]}, [], {}, "read as messages: prompt, chosen, rejected"),
+        ({"prompt": None}, [USER], {}, "read as messages: chosen, rejected; in no record: prompt"),
+        ({}, [USER], {}, "read as messages: chosen, rejected; in no record: prompt"),
+        ({}, [USER], {"prompt_field": None}, "read as messages: chosen, rejected"),
+        ({"prompt": "hi"}, [], {}, "read as text: prompt; read as messages: chosen, rejected"),
+        ({"prompt": "hi"}, [USER], {}, "read as text: prompt; read as messages: chosen, rejected"),
     ],
 )
 def test_conversations_are_rendered_by_the_chat_template(opened, tokenizer, prompt, before, keys, said):
@@ -156,8 +153,7 @@ def test_conversations_are_rendered_by_the_chat_template(opened, tokenizer, prom
     for (ids, is_target), answer in zip(halves(examples.read(np.arange(1)), 0), ("yes", "no"), strict=True):
         assert tokenizer.decode(ids) == f"<|user|>hi<|end|><|assistant|>{answer}<|end|>"
         assert trained(tokenizer, ids, is_target) == f"{answer}<|end|>"
-    described = [line for line in lines if line.startswith("train: pairs of 'chosen' and 'rejected' (messages each)")]
-    assert not said or any(said in line for line in described)
+    assert f"train: {said}" in lines
 
 
 def test_fields_name_the_keys(opened):
@@ -274,7 +270,7 @@ def test_shown_with_both_halves(opened, tokenizer):
         (
             {"prompt": "a", "chosen": [{"role": "assistant", "content": "b"}], "rejected": "c"},
             {},
-            "must both be lists of messages, or both be texts",
+            "and a completion is a text. Make the completions lists",
         ),
         (
             {"prompt": "a", "chosen": [{"role": "assistant", "content": "b"}], "rejected": [{"role": "assistant"}]},

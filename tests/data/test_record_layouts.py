@@ -25,6 +25,7 @@ from jaxlm.data.formats.supervised import SupervisedFormat
 from jaxlm.data.formats.text import TextFormat
 from jaxlm.data.formats.unpaired_format import UnpairedFormat
 from jaxlm.data.pairs import PairsConfig
+from jaxlm.data.sources import record_files
 from jaxlm.data.sources.named import NamedSource
 from jaxlm.data.tokenizer.chat_template import ChatTemplate
 from jaxlm.data.tokenizer.tokenizer import Tokenizer
@@ -109,9 +110,9 @@ LISTED = {
     "tools of a template without any": ({**CHAT, "tools": TOOLS}, ChatFormat(chat_template=LLAMA), "tools"),
     "tools": ({**CHAT, "tools": TOOLS, "chat_template_kwargs": {"thinks": True}}, ChatFormat(), None),
     "turns": (
-        {"messages": [{**user("a"), "speaker": "bob"}, assistant("b", weight=1, train_detail=[{"begin_offset": 0}])]},
+        {"messages": [{**user("a"), "speaker": "bob"}, assistant("b", weight=1, train_detail=[])]},
         ChatFormat(),
-        "messages[].speaker, messages[].train_detail",
+        "messages[].speaker",
     ),
     "ShareGPT": (
         {
@@ -140,20 +141,121 @@ LISTED = {
         {"prompt": [user("a")], "completion": [assistant("b", weight=0)], "label": True, "tools": TOOLS, "score": 3},
         UnpairedFormat(),
         "score, completion[].weight",
+        "read as messages: prompt, completion",
     ),
-    "texts": ({"prompt": "a", "completion": "b", "label": True, "tools": TOOLS}, UnpairedFormat(), "tools"),
-    "groups": ({"prompt": "a", "responses": ["b"] * 4, "rewards": [1] * 4, "answer": "c"}, GroupsFormat(), "answer"),
-    "rewards read the rest": ({"prompt": [user("a")], "answer": "4", "tools": TOOLS}, PromptsFormat(), None),
-    "rewards, without tools": ({"prompt": "a", "answer": "4", "tools": TOOLS}, PromptsFormat(), "tools"),
+    "texts": (
+        {"prompt": "a", "completion": "b", "label": True, "tools": TOOLS},
+        UnpairedFormat(),
+        "tools",
+        "read as text: prompt, completion",
+    ),
+    "groups": (
+        {"prompt": "a", "responses": ["b"] * 4, "rewards": [1] * 4, "answer": "c"},
+        GroupsFormat(),
+        "answer",
+        "read as text: prompt",
+    ),
+    "rewards read the rest": (
+        {"prompt": [user("a")], "answer": "4", "tools": TOOLS},
+        PromptsFormat(),
+        None,
+        "read as messages: prompt",
+    ),
+    "rewards, without tools": (
+        {"prompt": "a", "answer": "4", "tools": TOOLS},
+        PromptsFormat(),
+        "tools",
+        "read as text: prompt",
+    ),
     "text": ({"text": "a", "url": "b", "empty": "", "none": None}, TextFormat(), "url"),
 }
 
 
 @pytest.mark.parametrize("name", LISTED)
 def test_keys_that_nobody_reads_are_listed(tokenizer, tmp_path, name):
-    record, record_format, expected = LISTED[name]
+    record, record_format, unread, *kinds = LISTED[name]
     own = tokenizer.with_chat_template(QWEN, {})
-    assert described(own, tmp_path, [record], record_format) == (expected and f"not read: {expected}")
+    assert described(own, tmp_path, [record], record_format) == (
+        "; ".join(kinds + ([f"not read: {unread}"] if unread else [])) or None
+    )
+
+
+EACH = "{%% for message in messages %%}%s{{ message.content }}{%% endfor %%}"
+MENTIONS = (
+    "{# tool_calls, tools, generation #}",
+    "<tools>{{ 'tools' }} tool_calls",
+    "{% raw %}{{ tools }}{% endraw %}",
+)
+READINGS = ("message.tool_calls", "message['tool_calls']", "message.get('tool_calls')", "'tool_calls' in message")
+
+
+@pytest.mark.parametrize("mention", [*MENTIONS, "{{ '<tool_calls>' ~ 'tool_calls' }}"])
+def test_a_word_in_the_text_of_a_template_reads_nothing(encoded, tokenizer, tmp_path, mention):
+    own = tokenizer.with_chat_template(EACH % mention, {})
+    assert described(own, tmp_path, [{**CHAT, "tools": TOOLS}], ChatFormat()) == "not read: tools"
+    with pytest.raises(ConfigError, match=r"line 1: message 2 has 'tool_calls', which the chat template .* not read"):
+        encoded(calls(CALL), ChatFormat(chat_template=EACH % mention))
+    with pytest.raises(ConfigError, match=r"tools_field: 'tools' given, but the chat template reads no tools"):
+        encoded([CHAT], ChatFormat(chat_template=EACH % mention, tools_field="tools"))
+
+
+@pytest.mark.parametrize("reading", [*READINGS, "message | attr('tool_calls')"])
+def test_what_a_template_asks_for_is_read(encoded, reading):
+    declared = "{% if not tools is defined %}{% set tools = none %}{% endif %}"
+    template = ChatTemplate(declared + EACH % f"{{% if {reading} %}}calls{{% endif %}}", "given", {})
+    assert "tools" in template.reads.variables
+    assert {"tool_calls", "content"} <= set(template.reads.keys)
+    assert "message" not in template.reads.variables
+
+
+def test_a_block_in_a_comment_marks_nothing(encoded):
+    (chat,) = encoded([CHAT], ChatFormat(chat_template=QWEN))
+    assert encoded([CHAT], ChatFormat(chat_template="{# {% generation %} #}" + QWEN)) == [chat]
+
+
+DROPPING = (
+    "{% for m in messages %}{% if m.role in ('user', 'assistant') %}{{ m.role + m.content }}{% endif %}{% endfor %}"
+)
+
+
+def test_messages_that_a_template_leaves_out_are_listed(tokenizer, tmp_path):
+    own = tokenizer.with_chat_template(DROPPING, {})
+    messages = [
+        SYSTEM,
+        user("a"),
+        {"role": "developer", "content": "b"},
+        assistant("c"),
+        {"role": "tool", "content": ""},
+    ]
+    said = "messages of the role system, messages of the role developer"
+    assert described(own, tmp_path, [{"messages": messages}], ChatFormat()) == f"not read: {said}"
+    turns = [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}]
+    record = {"conversations": turns, "system": "Be brief."}
+    assert described(own, tmp_path, [record], ShareGptFormat()) == "not read: messages of the role system"
+    record = {"prompt": messages[:2], "completion": [assistant("c")]}
+    found = described(own, tmp_path, [record], SupervisedFormat(output_field="completion"))
+    assert found == "not read: messages of the role system"
+
+
+def test_columns_of_images_and_arrays_are_listed_without_being_read(tokenizer, tmp_path, monkeypatch):
+    image = {"bytes": b"x" * 9, "path": "a.png"}
+    record = {
+        **CHAT,
+        "images": [image],
+        "image": image,
+        "audio": [0.5] * 9,
+        "raw": b"y",
+        "url": "b",
+        "history": [["c"]],
+    }
+    pq.write_table(pa.Table.from_pylist([record] * 3), tmp_path / "a.parquet")
+    columns = []
+    opened = record_files.open_table
+    monkeypatch.setattr(record_files, "open_table", lambda *given: columns.append(given[1]) or opened(*given))
+    config = TokensConfig(train_urls=[f"{tmp_path}/a.parquet"], format=ChatFormat(chat_template=QWEN))
+    listed = config.sources()[0].describe_records(TRAIN, tokenizer)
+    assert set(listed.removeprefix("not read: ").split(", ")) == set(record) - {"messages"}
+    assert columns == [[], ["messages", "url", "history"]]
 
 
 def test_they_are_listed_at_the_start_by_one_process(tokenizer, tmp_path, monkeypatch):
@@ -208,6 +310,11 @@ def test_masks_without_weights_are_those_of_transformers(tokenizer, reference, e
     [
         (assistant("b", weight=0.5), {}, r"line 1: message 2: weight: 0\.5 given for the role 'assistant'"),
         (assistant("b", weight="0"), {}, r"line 1: message 2: weight: '0' given"),
+        (
+            assistant("b", train_detail=[{"train": False}]),
+            {},
+            r"line 1: message 2: train_detail: \[\{'train': False\}\] given",
+        ),
         ({**user("b"), "train": True}, {}, r"line 1: message 2: train: True given for the role 'user'"),
         (
             assistant("b", weight=0),
@@ -283,7 +390,7 @@ def test_an_evaluation_writes_the_prompt_that_the_data_has(tokenizer, encoded):
         ({"tools": "add"}, r"line 1: expected a list of tools under 'tools' .*, got 'add' and {}"),
         (
             {"chat_template_kwargs": [1]},
-            r"line 1: expected .* a mapping under 'chat_template_kwargs', .* got \[\] and \[1\]",
+            r"line 1: expected .* a mapping under 'chat_template_kwargs' .* got \[\] and \[1\]",
         ),
     ],
 )
@@ -369,6 +476,46 @@ def test_calls_and_parts_that_a_template_does_not_read_are_refused(encoded, temp
     assert parted == whole
 
 
+LIST = EACH % "{% for part in message.content %}{% if part.type == 'text' %}{{ part.text }}{% endif %}{% endfor %}"
+
+
+@pytest.mark.parametrize("template", ["chatml", LLAMA, LIST], ids=["chatml", "llama", "parts"])
+@pytest.mark.parametrize("content", [3, True, {"a": 1}, ["x"], [None], [{"type": "text", "text": ["x"]}]], ids=str)
+def test_a_content_without_text_is_not_written_as_python_does(encoded, template, content):
+    with pytest.raises(ConfigError, match=r"line 1: message 2: content: .* given, a text or a list of parts expected"):
+        encoded([{"messages": [user("a"), assistant(content)]}], ChatFormat(chat_template=template))
+
+
+def test_a_content_without_parts_is_an_empty_text(encoded):
+    whole, parted = (
+        encoded([{"messages": [user("a"), assistant("b"), user(content)]}], ChatFormat(chat_template="chatml"))
+        for content in ("", [])
+    )
+    assert parted == whole
+
+
+@pytest.mark.parametrize("given", ['[{"name": "add"}]', {"name": "add"}, ["add"]], ids=str)
+def test_calls_are_mappings(encoded, given):
+    with pytest.raises(ConfigError, match=r"line 1: message 2: tool_calls: .* given, a list of mappings expected"):
+        encoded([{"messages": [user("a"), assistant(None, tool_calls=given)]}], ChatFormat(chat_template=QWEN))
+
+
+@pytest.mark.parametrize("name", ["messages", "tools", "add_generation_prompt"])
+def test_a_record_does_not_set_what_rendering_sets(encoded, name):
+    with pytest.raises(
+        ConfigError, match=r"under 'chat_template_kwargs' without messages, tools, add_generation_prompt"
+    ):
+        encoded([{**CHAT, "chat_template_kwargs": {name: []}}], ChatFormat(chat_template=QWEN))
+
+
+def test_documents_are_a_variable_of_a_record(encoded, reference):
+    template = "{% for document in documents %}{{ document.title }}{% endfor %}" + QWEN
+    record = {**CHAT, "chat_template_kwargs": {"documents": [{"title": "value"}]}}
+    ((text, _),) = encoded([record], ChatFormat(chat_template=template))
+    options = {"chat_template": template, "tokenize": False, **record["chat_template_kwargs"]}
+    assert text == reference.apply_chat_template(CHAT["messages"], **options)
+
+
 # --- prompts that are given twice
 
 
@@ -425,6 +572,52 @@ def test_lists_that_repeat_a_prompt_with_other_spaces_share_it(encoded):
     record = {"chosen": [user("hi "), ANSWER], "rejected": [user("hi"), WRONG]}
     ((_, trained),) = encoded([record], PairsFormat(chat_template=QWEN))
     assert trained == "self<|im_end|>\nvalue<|im_end|>\n"
+
+
+@pytest.mark.parametrize("template", [QWEN, LLAMA, PHI, MARKED], ids=["qwen", "llama", "phi", "marked"])
+@pytest.mark.parametrize("answer", ["yes", " no ", "", "im_end"])
+def test_a_prompt_goes_on_with_the_answer_at_its_end(encoded, reference, template, answer):
+    prompt = [user("a"), assistant(answer)]
+    ((text, _),) = encoded([{"prompt": prompt}], PromptsFormat(chat_template=template))
+    options = {"chat_template": template, "continue_final_message": True, "tokenize": False}
+    expected = reference.apply_chat_template(prompt, **options)
+    assert text == (expected if template != PHI else re.sub(r"\|>\s+", "|>", expected))
+
+
+def test_pairs_may_part_after_an_answer(encoded, reference):
+    shared, sides = [user("a"), assistant("b")], [[user("c"), ANSWER], [user("d"), WRONG]]
+    record = dict(zip(("chosen", "rejected"), ([*shared, *side] for side in sides), strict=True))
+    ((text, trained),) = encoded([record], PairsFormat(chat_template=QWEN))
+    options = {"chat_template": QWEN, "tokenize": False}
+    prompt = reference.apply_chat_template(shared, continue_final_message=True, **options)
+    wholes = [reference.apply_chat_template([*shared, *side], **options) for side in sides]
+    assert (text, trained) == ("".join(wholes), "".join(whole.removeprefix(prompt) for whole in wholes))
+
+
+@pytest.mark.parametrize("name", ["reasoning_content", "thinking", "reasoning"])
+@pytest.mark.parametrize("read", ["reasoning_content", "thinking"])
+def test_thoughts_reach_a_template_under_the_name_that_it_reads(encoded, reference, tokenizer, tmp_path, name, read):
+    template = EACH % f"{{% if message.{read} %}}<think>{{{{ message.{read} }}}}</think>{{% endif %}}"
+    messages = [user("a"), assistant("b", **{name: "value"})]
+    ((text, _),) = encoded([{"messages": messages}], ChatFormat(chat_template=template))
+    assert (
+        text
+        == reference.apply_chat_template(messages, chat_template=template, tokenize=False)
+        == "a<think>value</think>b"
+    )
+    own = tokenizer.with_chat_template(template, {})
+    assert described(own, tmp_path, [{"messages": messages}], ChatFormat()) is None
+    assert described(own, tmp_path, [{"messages": [user("a"), assistant("b", thought="c")]}], ChatFormat()) is not None
+
+
+@pytest.mark.parametrize("after", [[], [user("a"), WRONG]])
+def test_an_answer_may_repeat_an_earlier_one(encoded, reference, after):
+    prompt, completion = [user("x"), ANSWER, user("a")], [ANSWER, *after]
+    records = [{"prompt": prompt, "completion": completion, "label": True}]
+    ((text, trained),) = encoded(records, UnpairedFormat(chat_template=QWEN))
+    options = {"chat_template": QWEN, "tokenize": False}
+    header = reference.apply_chat_template(prompt, add_generation_prompt=True, **options)
+    assert text == reference.apply_chat_template([*prompt, *completion], **options) == header + trained
 
 
 @pytest.mark.parametrize("answer", ["self", "  self", "\n\nself", " "])

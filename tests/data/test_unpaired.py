@@ -62,7 +62,7 @@ def test_messages_are_rendered_and_fields_name_the_keys(opened, tokenizer):
         ({"completion": 3}, r"no text and no list of messages under 'completion': it is 3"),
         (
             {"prompt": [{"role": "user", "content": "hi"}]},
-            "the prompt is a list of messages and 'completion' is a text",
+            "'prompt' is a list of messages, and a completion is a text",
         ),
     ],
 )

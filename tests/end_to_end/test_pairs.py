@@ -108,7 +108,7 @@ def test_without_configuration_with_lora_and_a_tokenizer_of_words(workplace):
     config["phases"] = [{"name": "a", "surgery": lora, "trainable": [r"\.[ab]$"], "objective": {"type": "dpo"}}]
     (place.folder / "run.yaml").write_text(yaml.safe_dump(config))
     shown = place.finish("--config_path", "run.yaml", "--show_batch", "0", module="jaxlm.commands.prepare")
-    assert "the prompt is what both begin with, because there is no 'prompt'" in shown.out
+    assert "in no record: prompt" in shown.out
     assert "⟧" in shown.out
     finished = place.finish("--config_path", "run.yaml", "--trainer.num_train_steps", "4")
     assert (

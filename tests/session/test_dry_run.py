@@ -130,9 +130,7 @@ def test_chats_are_previewed_and_masks_that_are_empty_are_refused(folder, tmp_pa
         json.dumps({"prompt": "a", "chosen": "b", "rejected": "c", "score": 1}) + "\n"
     )
     rows, _ = previewed(messages, type="pairs", train_urls=["pairs.jsonl"], format={"type": "pairs"})
-    assert rows == {
-        "records of data": "pairs of 'chosen' and 'rejected' (a text each) after 'prompt' (a text); not read: score"
-    }
+    assert rows == {"records of data": "read as text: prompt, chosen, rejected; not read: score"}
     messages[1]["speaker"] = "x"
     rows, _ = previewed(messages)
     assert rows["trained tokens of data"].endswith("in the first 1 records; not read: messages[].speaker")

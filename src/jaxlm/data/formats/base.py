@@ -9,7 +9,6 @@ import draccus
 import numpy as np
 
 from jaxlm.data.sources.document_files import has_records
-from jaxlm.data.sources.record_files import Record
 from jaxlm.data.sources.text_file import TextFile
 from jaxlm.data.tokenizer.tokenizer import Tokenizer
 from jaxlm.reading.decode import encode
@@ -114,8 +113,6 @@ class FormatConfig(draccus.PluginRegistry, abc.ABC, discover_packages_path="jaxl
     """The keys of a message that this format reads. Others are for the chat template."""
     newer_keys: ClassVar[tuple[str, ...]] = ()
     """Options that older runs do not have, left out at their defaults."""
-    passes_on: ClassVar[bool] = False
-    """Whether other keys of a record reach somebody else, such as rewards."""
 
     @classmethod
     def default_choice_name(cls) -> str | None:
@@ -154,21 +151,9 @@ class FormatConfig(draccus.PluginRegistry, abc.ABC, discover_packages_path="jaxl
         """
         return None
 
-    def describe_record(self, record: Record) -> str | None:
-        """How records like this one are read, if that follows from their keys; None if the configuration says it all.
-
-        Raises:
-            ConfigError: the record cannot be read.
-        """
-        return None
-
     def given_template(self) -> str | None:
         """The key `chat_template`, which may be the path of a .jinja file; None without it, or in formats that have none."""
         return getattr(self, "chat_template", None)
-
-    def beside_prompt(self, values: dict[str, Any]) -> dict[str, Any]:
-        """What a record has besides its prompt, for formats that make prompts. Args: values: of the record."""
-        return values
 
     @abc.abstractmethod
     def encoder(self, tokenizer: Tokenizer, *, bos: bool | None, eos: bool, key: str) -> Encoder:

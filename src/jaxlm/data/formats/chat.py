@@ -15,7 +15,7 @@ from jaxlm.data.formats.base import Begin, Encoder, FormatConfig, MaskedFormat, 
 from jaxlm.data.sources.record_files import Record
 from jaxlm.data.sources.text_file import TextFile
 from jaxlm.data.tokenizer.chat_template import ChatTemplate
-from jaxlm.data.tokenizer.rendering import Arguments
+from jaxlm.data.tokenizer.rendering import GIVEN, Arguments
 from jaxlm.data.tokenizer.tokenizer import Tokenizer
 from jaxlm.reading.choices import choice
 
@@ -23,8 +23,10 @@ Messages = list[dict[str, Any]]
 TOOLS, VARIABLES = "tools", "chat_template_kwargs"
 OF_TEMPLATE = (TOOLS, VARIABLES)
 """Keys of records with messages, for their chat template."""
-TRAINED_IF = ("weight", "train", "training")
-"""Keys of messages that say whether an answer is trained."""
+REASONING = ("reasoning_content", "thinking", "reasoning")
+"""Keys of messages for what the assistant thinks: a template reads one of them."""
+TRAINED_IF = ("weight", "train", "training", "train_detail")
+"""Keys of messages that say whether an answer is trained, or with what begins and ends in it."""
 
 
 @dataclass(frozen=True)
@@ -62,7 +64,7 @@ class ConversationFormat(MaskedFormat):
     def encoder(self, tokenizer: Tokenizer, *, bos: bool | None, eos: bool, key: str) -> Encoder:
         del bos, eos
         template = ChatTemplate.load(self.chat_template, tokenizer, f"{key}.chat_template")
-        if self.tools_field is not None and not template.reads(TOOLS):
+        if self.tools_field is not None and TOOLS not in template.reads.variables:
             raise ConfigError(
                 f"{key}.tools_field: '{self.tools_field}' given, but the chat template reads no tools. Remove it, or set"
                 " chat_template to one that has the variable `tools`"
@@ -115,7 +117,7 @@ class ChatEncoder(Encoder):
                     f"{record.where}: message {untrained[0] + 1} is not to be trained, but {self.key}.mask_user_turns is"
                     " false, which trains every token. Set it to true, or remove the record"
                 )
-            variables = template_variables(record, self.template, key_of_tools(self.config))
+            variables = template_variables(record, self.template, self.config.tools_field or TOOLS)
             rendered = self.template.render(messages, record.where, mark=mark, variables=variables, without=untrained)
             yield RawContent(rendered, len(rendered.text), len(rendered.text.encode()), record.position, record.where)
 
@@ -134,7 +136,7 @@ class ChatEncoder(Encoder):
         return self.template.cache_key()
 
     def no_targets_message(self) -> str:
-        if self.template.has_generation:
+        if self.template.reads.marks:
             why = "its {% generation %} block is empty in all of them. Fix the block, or remove it: the loss is then"
             why += " computed on what each assistant message adds to the conversation"
         else:
@@ -172,9 +174,12 @@ def for_template(messages: Sequence[Mapping[str, Any]]) -> Messages:
     """Messages as a chat template gets them: see `_cleaned`. The texts of a content that has only texts are joined."""
     cleaned = _cleaned(messages)
     for message in cleaned:
-        parts = message.get("content")
-        if isinstance(parts, list) and parts and all(isinstance(p, dict) and p.get("type") == "text" for p in parts):
-            message["content"] = "".join(str(part.get("text") or "") for part in parts)
+        if thoughts := [message[name] for name in REASONING if name in message]:  # as transformers gives them
+            message.update({"thinking": message.get("thinking", thoughts[0]), "reasoning_content": thoughts[0]})
+        if isinstance(parts := message.get("content"), list):
+            texts = [part.get("text", "") for part in parts if isinstance(part, dict) and part.get("type") == "text"]
+            is_text = len(texts) == len(parts) and all(isinstance(text, str) for text in texts)
+            message["content"] = "".join(texts) if is_text else parts
     return cleaned
 
 
@@ -187,11 +192,9 @@ def _cleaned(value: Any) -> Any:
 
     def clean(values: dict[str, Any]) -> dict[str, Any]:
         kept = {key: item for key, item in values.items() if item is not None}
-        arguments = _parsed(kept.get("arguments"))
+        arguments = _parsed(given := kept.get("arguments"))
         if "name" in kept and isinstance(arguments, dict):
-            text = (
-                kept["arguments"] if arguments is not kept["arguments"] else json.dumps(arguments, ensure_ascii=False)
-            )
+            text = given if isinstance(given, str) else json.dumps(arguments, ensure_ascii=False)
             kept["arguments"] = Arguments(arguments, text)
         return kept
 
@@ -206,31 +209,27 @@ def _parsed(value: Any) -> Any:
     return value
 
 
-def key_of_tools(config: FormatConfig) -> str:
-    """The key of the tools in a record."""
-    return getattr(config, "tools_field", None) or TOOLS
-
-
 def template_variables(record: Record, template: ChatTemplate, tools_field: str = TOOLS) -> dict[str, Any]:
     """What the chat template gets of a record beside the messages: its tools, and the variables in TRL's column of them."""
-    tools = (_parsed(record.values.get(tools_field)) if template.reads(TOOLS) else None) or []
+    tools = (_parsed(record.values.get(tools_field)) if TOOLS in template.reads.variables else None) or []
     variables = _parsed(record.values.get(VARIABLES)) or {}
-    if not isinstance(tools, list) or not isinstance(variables, dict):
+    if not isinstance(tools, list) or not isinstance(variables, dict) or not variables.keys().isdisjoint(GIVEN):
         raise ConfigError(
-            f"{record.where}: expected a list of tools under '{tools_field}' and a mapping under '{VARIABLES}', or texts with"
-            f" them in JSON, got {tools!r:.80} and {variables!r:.80}. Correct the record, or rename the keys"
+            f"{record.where}: expected a list of tools under '{tools_field}' and a mapping under '{VARIABLES}' without"
+            f" {', '.join(GIVEN)}, or texts with them in JSON, got {tools!r:.80} and {variables!r:.80}. Correct the record,"
+            " or rename the keys"
         )
     return {**_cleaned(variables), TOOLS: _cleaned(tools) or None}
 
 
 def _untrained(messages: Messages, where: str) -> list[int]:
     """The numbers of the messages that are not to be trained, as OpenAI's, ShareGPT's and Axolotl's files say it."""
-    given = [(n, key, m["role"], m[key]) for n, m in enumerate(messages) for key in TRAINED_IF if key in m]
+    given = [(n, key, m["role"], m[key]) for n, m in enumerate(messages) for key in TRAINED_IF if m.get(key, []) != []]
     for number, key, role, value in given:
         if value not in (0, 1) or (value and key != "weight" and role != "assistant"):
             raise ConfigError(
                 f"{where}: message {number + 1}: {key}: {value!r:.40} given for the role '{role}'. Only answers of the"
-                " assistant are trained (1), or not (0). Correct the record"
+                " assistant are trained (1), or not (0), each as a whole. Correct the record"
             )
     return [number for number, _, _, value in given if not value]
 

@@ -3,14 +3,14 @@
 import abc
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 
-from jaxlm.core.errors import ConfigError, listed
+from jaxlm.core.errors import ConfigError, counted, listed
 from jaxlm.data.formats.base import Begin, Encoder, FormatConfig, RawContent, RecordsFormat, TokenizedText
-from jaxlm.data.formats.chat import Messages, are_messages, for_template, template_variables
+from jaxlm.data.formats.chat import Messages, are_messages, for_template, plain_text, template_variables
 from jaxlm.data.sources.record_files import Record
 from jaxlm.data.sources.text_file import TextFile
 from jaxlm.data.tokenizer.chat_template import ChatTemplate
@@ -24,46 +24,56 @@ class Completions(NamedTuple):
     """A prompt and its completions before tokenization.
 
     Attributes:
-        prompt: the prompt as text. For a conversation, rendered up to the header of the assistant's answer.
-        completions: equally many for all records of a source.
+        prompt: a text, which the template ends with the header of the assistant's answer. Before it is rendered, it may be a
+            list of messages, or None if all completions begin with it.
+        completions: texts, or lists of messages, equally many for all records of a source.
         is_rendered: a chat template wrote all special tokens; otherwise BOS and EOS are added and the texts have none.
         numbers: numbers that belong to the record.
+        trains_prompt: compute the loss on the prompt too.
+        trains_empty: train a completion without text, of which only EOS is left.
     """
 
-    prompt: str
-    completions: tuple[str, ...]
-    is_rendered: bool
+    prompt: Any
+    completions: tuple[Any, ...]
+    is_rendered: bool = False
     numbers: tuple[float, ...] = ()
+    trains_prompt: bool = False
+    trains_empty: bool = True
 
 
 @dataclass(frozen=True)
 class PromptedFormat(RecordsFormat):
-    """Records with a prompt and one or more completions."""
+    """Records with a prompt and one or more completions.
+
+    Attributes:
+        chat_template: for messages: `chatml`, `nanochat`, a Jinja template, or the path of a .jinja file; null uses the
+            tokenizer's chat template.
+    """
 
     begins_as: ClassVar[Begin] = "prompt"
-    trains_empty: ClassVar[bool] = True
-    """Whether a completion without text is trained, of which only EOS is left."""
+
+    chat_template: str | None = field(default=None, kw_only=True)
 
     def encoder(self, tokenizer: Tokenizer, *, bos: bool | None, eos: bool, key: str) -> Encoder:
         template = template_of(self, tokenizer, key)
         return CompletionsEncoder(self, key, tokenizer, template, *boundary_ids(tokenizer, bos=bos, eos=eos))
 
-    @property
-    def trains_prompts(self) -> bool:
-        """Whether the loss is computed on prompts too."""
-        return False
+    def texts(self, file: TextFile) -> Iterator[str]:
+        for record in self.records(file):
+            content = self.completions(record)
+            yield from (plain_text(content.prompt or "") + plain_text(one) for one in content.completions)
 
     @abc.abstractmethod
     def records(self, file: TextFile) -> Iterator[Record]:
         """The records of a file."""
 
     @abc.abstractmethod
-    def completions(self, record: Record, template: ChatTemplate | None) -> Completions:
-        """The prompt and the completions of a record. Raises `ConfigError` if it has none, or they need a template."""
+    def completions(self, record: Record) -> Completions:
+        """The prompt and the completions of a record, as it has them. Raises `ConfigError` if it has none."""
 
     @abc.abstractmethod
     def nothing_to_train_on(self) -> str:
-        """What is missing if no record has a prompt and completions, for the error message."""
+        """What is missing if no record has a prompt and completions, with advice, for the error message."""
 
 
 @dataclass(frozen=True)
@@ -74,6 +84,12 @@ class CompletionsFormat(PromptedFormat):
     @abc.abstractmethod
     def num_completions(self) -> int:
         """Number of completions of each record."""
+
+    def nothing_to_train_on(self) -> str:
+        return (
+            f"no record has a prompt and {counted(self.num_completions, 'completion')} of at least one token each. Set"
+            " data.enforce_bos and data.enforce_eos, or check"
+        )
 
     @property
     def documents_per_sequence(self) -> int | None:
@@ -98,19 +114,6 @@ def text_or_messages(record: Record, key: str) -> str | Messages:
     raise ConfigError(f"{record.where}: no text and no list of messages under '{key}': {problem}")
 
 
-def one_completion(record: Record, prompt: str | Messages, key: str, template: ChatTemplate | None) -> Completions:
-    """A prompt with the completion under a key of its record. Raises `ConfigError` if they do not fit."""
-    completion = text_or_messages(record, key)
-    if isinstance(completion, list):
-        return rendered(record, key, prompt, (completion,), template)
-    if isinstance(prompt, list):
-        raise ConfigError(
-            f"{record.where}: the prompt is a list of messages and '{key}' is a text. Make both of them texts, or both lists"
-            " of messages"
-        )
-    return Completions(prompt, (completion,), is_rendered=False)
-
-
 def checked_template(template: ChatTemplate | None, where: str, key: str) -> ChatTemplate:
     """The template. Raises `ConfigError` if there is none. Args: key: the key of the record that has messages."""
     if template is None:
@@ -120,23 +123,26 @@ def checked_template(template: ChatTemplate | None, where: str, key: str) -> Cha
     return template
 
 
-def rendered(
-    record: Record,
-    key: str,
-    prompt: str | Messages | None,
-    continued: Sequence[Messages],
-    template: ChatTemplate | None,
-) -> Completions:
-    """Renders conversations under a key. The prompt is what is given, or else the messages that all of them begin with."""
+def rendered(record: Record, content: Completions, keys: Sequence[str], template: ChatTemplate | None) -> Completions:
+    """The texts of what a record has under `keys`. Without a prompt, it is the messages that all completions begin with."""
+    prompt, are_texts = content.prompt, [isinstance(completion, str) for completion in content.completions]
+    if all(are_texts) and isinstance(prompt, str):
+        return content
+    key = next(key for key in keys if are_messages(record.values.get(key)))
+    if any(are_texts):
+        raise ConfigError(
+            f"{record.where}: '{key}' is a list of messages, and a completion is a text. Make the completions lists of"
+            " messages, or texts after a prompt that is a text"
+        )
     template = checked_template(template, record.where, key)
     where, variables = record.where, template_variables(record, template)
     before = [{"role": _USER, "content": prompt}] if isinstance(prompt, str) else (prompt or [])
-    conversations = [_joined(before, messages, where) for messages in continued]
+    conversations = [_joined(before, messages, where) for messages in content.completions]
     # The last message of each list is its completion.
     leading = zip(*(conversation[:-1] for conversation in conversations), strict=False)
     equal = itertools.takewhile(lambda several: all(_is_same(one, several[0]) for one in several), leading)
     shared = [several[0] for several in equal]
-    if before and all(messages[0]["role"] == _ASSISTANT for messages in continued):
+    if before and all(messages[0]["role"] == _ASSISTANT for messages in content.completions):
         shared = before
     if not shared:
         raise ConfigError(f"{where}: no prompt: the lists of messages begin differently")
@@ -155,7 +161,7 @@ def rendered(
             f"{where}: the completion cannot be located: the chat template ({template.origin}) renders the prompt differently"
             " without it. Use another template"
         )
-    return Completions(text, tuple(whole[len(text) :] for whole in wholes), is_rendered=True)
+    return content._replace(prompt=text, completions=tuple(whole[len(text) :] for whole in wholes), is_rendered=True)
 
 
 def _joined(prompt: Messages, messages: Messages, where: str) -> Messages:
@@ -163,14 +169,16 @@ def _joined(prompt: Messages, messages: Messages, where: str) -> Messages:
 
     UltraFeedback and others repeat the prompt in the completions, some with a system message or earlier turns before it.
     """
-    goes_on = messages[0]["role"] not in (_SYSTEM, _USER)
-    for begin in () if goes_on or not prompt else range(len(messages) - len(prompt)):
+    if not prompt or messages[0]["role"] not in (_SYSTEM, _USER):
+        return [*prompt, *messages]
+    for begin in range(len(messages) - len(prompt)):
         if all(map(_is_same, prompt, messages[begin:])):
             return messages
-    repeated = next(n for n in range(len(prompt), -1, -1) if all(map(_is_same, prompt[len(prompt) - n :], messages)))
+    sizes = range(min(len(prompt), len(messages) - 1), -1, -1)
+    repeated = next(n for n in sizes if all(map(_is_same, prompt[len(prompt) - n :], messages)))
     after = messages[repeated:]
-    roles = [message["role"] for message in (*prompt[-1:], *after[:1])]
-    if prompt and (roles[-1] == _SYSTEM or roles == [_USER, _USER]):
+    roles = prompt[-1]["role"], after[0]["role"]
+    if roles[1] == _SYSTEM or roles == (_USER, _USER):
         raise ConfigError(
             f"{where}: two prompts: {prompt[-1].get('content')!r:.80} is not in the messages beside it, which begin with"
             f" {messages[0].get('content')!r:.80}. Correct the record, or set data.format.prompt_field to null or another key"
@@ -202,7 +210,7 @@ class CompletionsEncoder(Encoder):
 
     def read(self, file: TextFile) -> Iterator[RawContent]:
         for record in self.config.records(file):
-            content = self.config.completions(record, self.template)
+            content = rendered(record, self.config.completions(record), self.config.keys, self.template)
             texts = (content.prompt, *content.completions)
             num_bytes = sum(len(text.encode()) for text in texts)
             yield RawContent(content, sum(map(len, texts)), num_bytes, record.position, record.where)
@@ -219,8 +227,7 @@ class CompletionsEncoder(Encoder):
         return {} if self.template is None else self.template.cache_key()
 
     def no_targets_message(self) -> str:
-        advice = "Set data.enforce_bos and data.enforce_eos, or check" if self.config.trains_empty else "Check"
-        return f"{self.key}: {self.config.nothing_to_train_on()}. {advice} the records"
+        return f"{self.key}: {self.config.nothing_to_train_on()} the records"
 
     def _plain(self, contents: Sequence[Completions]) -> Iterator[_Sequence]:
         ids = iter(self.tokenizer.encode_arrays([t for c in contents for t in (c.prompt, *c.completions)]))
@@ -241,10 +248,10 @@ class CompletionsEncoder(Encoder):
         ids, masks = [], []
         for prompt, completion in sequences:
             ends = completion if content.is_rendered else np.concatenate([completion, self.after])
-            needed = (prompt, ends) if self.config.trains_empty else (completion,)
+            needed = (prompt, ends) if content.trains_empty else (completion,)
             if not all(map(len, needed)):
                 return None
             ids += [prompt, ends]
-            masks += [np.full(len(prompt), self.config.trains_prompts), np.ones(len(ends), bool)]
+            masks += [np.full(len(prompt), content.trains_prompt), np.ones(len(ends), bool)]
         numbers = np.array(content.numbers, np.float32) if content.numbers else None
         return TokenizedText(np.concatenate(ids), np.concatenate(masks), numbers)

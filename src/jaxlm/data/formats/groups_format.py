@@ -8,16 +8,10 @@ from annotated_types import Interval
 from jaxlm.core.errors import ConfigError, listed
 from jaxlm.core.field_types import LARGEST_INT, is_float32, shown, what_float32_needs
 from jaxlm.data.formats.base import FormatConfig
-from jaxlm.data.formats.chat import OF_TEMPLATE, plain_text
-from jaxlm.data.formats.completions_format import (
-    Completions,
-    CompletionsFormat,
-    rendered,
-    text_or_messages,
-)
+from jaxlm.data.formats.chat import OF_TEMPLATE
+from jaxlm.data.formats.completions_format import Completions, CompletionsFormat, text_or_messages
 from jaxlm.data.sources.record_files import Record
 from jaxlm.data.sources.text_file import TextFile
-from jaxlm.data.tokenizer.chat_template import ChatTemplate
 from jaxlm.reading.choices import choice
 
 
@@ -31,8 +25,6 @@ class GroupsFormat(CompletionsFormat):
         prompt_field: key of the prompt.
         responses_field: key of the list of responses.
         rewards_field: key of the list of rewards.
-        chat_template: for messages: `chatml`, `nanochat`, a Jinja template, or the path of a .jinja file; null uses the
-            tokenizer's chat template.
     """
 
     makes: ClassVar[str] = "groups"
@@ -41,40 +33,27 @@ class GroupsFormat(CompletionsFormat):
     prompt_field: str = "prompt"
     responses_field: str = "responses"
     rewards_field: str = "rewards"
-    chat_template: str | None = None
 
     @property
     def num_completions(self) -> int:
         return self.group_size
 
-    def texts(self, file: TextFile) -> Iterator[str]:
-        for record in self.records(file):
-            prompt = plain_text(text_or_messages(record, self.prompt_field))
-            yield from (prompt + response for response in self._responses(record))
-
     def records(self, file: TextFile) -> Iterator[Record]:
-        return file.records((self.prompt_field, self.responses_field, self.rewards_field), OF_TEMPLATE)
+        return file.records(self.keys, OF_TEMPLATE)
 
-    def nothing_to_train_on(self) -> str:
-        return f"no group has a prompt and {self.group_size} responses of at least one token each"
-
-    def completions(self, record: Record, template: ChatTemplate | None) -> Completions:
-        prompt, responses = text_or_messages(record, self.prompt_field), self._responses(record)
-        rewards = self._list(record, self.rewards_field, "numbers", _is_number)
+    def completions(self, record: Record) -> Completions:
+        prompt = text_or_messages(record, self.prompt_field)
+        responses = self._list(record, self.responses_field, "texts", lambda item: isinstance(item, str))
+        rewards = self._list(record, self.rewards_field, "numbers", lambda item: type(item) in (int, float))
         for number, reward in enumerate(rewards):
             if not is_float32(reward):
                 raise ConfigError(
                     f"{record.where}: {self.rewards_field}[{number}]: {shown(reward)} given, {what_float32_needs(reward)}"
                     " expected. Correct the record, or remove it"
                 )
-        if isinstance(prompt, str):
-            return Completions(prompt, tuple(responses), False, tuple(map(float, rewards)))
-        conversations = [[*prompt, {"role": "assistant", "content": response}] for response in responses]
-        content = rendered(record, self.prompt_field, prompt, conversations, template)
-        return content._replace(numbers=tuple(map(float, rewards)))
-
-    def _responses(self, record: Record) -> list[str]:
-        return self._list(record, self.responses_field, "texts", lambda item: isinstance(item, str))
+        if not isinstance(prompt, str):
+            responses = [[{"role": "assistant", "content": response}] for response in responses]
+        return Completions(prompt, tuple(responses), numbers=tuple(map(float, rewards)))
 
     def _list(self, record: Record, key: str, what: str, accepts: Any) -> list[Any]:
         entries = record.values.get(key)
@@ -84,7 +63,3 @@ class GroupsFormat(CompletionsFormat):
                 f" {entries!r:.80}. Keys of the record: {listed(record.values)}"
             )
         return entries
-
-
-def _is_number(item: Any) -> bool:
-    return isinstance(item, (int, float)) and not isinstance(item, bool)

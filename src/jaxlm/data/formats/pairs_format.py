@@ -4,20 +4,14 @@ import itertools
 import re
 from collections.abc import Iterator
 from dataclasses import field
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from jaxlm.core.errors import ConfigError
 from jaxlm.data.formats.base import FormatConfig, Truncation
-from jaxlm.data.formats.chat import OF_TEMPLATE, plain_text
-from jaxlm.data.formats.completions_format import (
-    Completions,
-    CompletionsFormat,
-    rendered,
-    text_or_messages,
-)
+from jaxlm.data.formats.chat import OF_TEMPLATE
+from jaxlm.data.formats.completions_format import Completions, CompletionsFormat, text_or_messages
 from jaxlm.data.sources.record_files import Record
 from jaxlm.data.sources.text_file import TextFile
-from jaxlm.data.tokenizer.chat_template import ChatTemplate
 from jaxlm.reading.choices import choice
 
 _PROMPT = "prompt"
@@ -38,8 +32,6 @@ class PairsFormat(CompletionsFormat):
             prompt ends after its last occurrence in what both completions have in common; null ends it at the last white
             space.
             For messages it has no effect: the prompt is all messages that both lists begin with.
-        chat_template: for messages: `chatml`, `nanochat`, a Jinja template, or the path of a .jinja file; null uses the
-            tokenizer's chat template.
         truncation: what becomes of a prompt with a completion that is longer than `model.seq_len`: `keep_start` cuts off its
             end, `keep_end` its beginning, and `drop_overlength` leaves the pair out.
     """
@@ -50,7 +42,6 @@ class PairsFormat(CompletionsFormat):
     chosen_field: str = "chosen"
     rejected_field: str = "rejected"
     prompt_ends_with: str | None = None
-    chat_template: str | None = None
     truncation: Truncation = field(default="keep_start", kw_only=True)
 
     def __post_init__(self):
@@ -68,57 +59,20 @@ class PairsFormat(CompletionsFormat):
     def num_completions(self) -> int:
         return 2
 
-    def texts(self, file: TextFile) -> Iterator[str]:
-        for record in self.records(file):
-            prompt, chosen, rejected = self.fields(record)
-            yield from (plain_text(prompt or "") + plain_text(completion) for completion in (chosen, rejected))
-
     def records(self, file: TextFile) -> Iterator[Record]:
-        prompt = [] if self.prompt_field is None else [self.prompt_field]
-        completions = [self.chosen_field, self.rejected_field]
         # Only the usual key may be missing: another one was written by somebody whose data should have it.
-        is_usual = self.prompt_field == _PROMPT
-        needed, optional = (completions, prompt) if is_usual else ([*prompt, *completions], [])
-        return file.records(needed, [*optional, *OF_TEMPLATE])
+        optional = [_PROMPT] if self.prompt_field == _PROMPT else []
+        return file.records([key for key in self.keys if key not in optional], [*optional, *OF_TEMPLATE])
 
-    def describe_record(self, record: Record) -> str:
-        prompt, chosen, _ = self.fields(record)
-        kinds = {True: "a text", False: "messages"}
-        pairs = f"pairs of '{self.chosen_field}' and '{self.rejected_field}' ({kinds[isinstance(chosen, str)]} each)"
-        if prompt is not None:
-            return f"{pairs} after '{self.prompt_field}' ({kinds[isinstance(prompt, str)]})"
-        why = "" if self.prompt_field is None else f", because there is no '{self.prompt_field}'"
-        return f"{pairs}; the prompt is what both begin with{why}"
-
-    def nothing_to_train_on(self) -> str:
-        return "no pair has a prompt and two completions of at least one token each"
-
-    def fields(self, record: Record) -> tuple[Any, Any, Any]:
-        """Prompt (None if both completions begin with it), chosen and rejected of a record; texts or lists of messages."""
+    def completions(self, record: Record) -> Completions:
         is_absent = self.prompt_field == _PROMPT and record.values.get(_PROMPT) is None
         prompt = None if self.prompt_field is None or is_absent else text_or_messages(record, self.prompt_field)
-        return (
-            prompt,
-            text_or_messages(record, self.chosen_field),
-            text_or_messages(record, self.rejected_field),
-        )
+        chosen, rejected = (text_or_messages(record, key) for key in (self.chosen_field, self.rejected_field))
+        if prompt is None and isinstance(chosen, str) and isinstance(rejected, str):
+            return self._text_pair(record.where, chosen, rejected)
+        return Completions(prompt, (chosen, rejected))
 
-    def completions(self, record: Record, template: ChatTemplate | None) -> Completions:
-        prompt, chosen, rejected = self.fields(record)
-        if isinstance(chosen, str) != isinstance(rejected, str) or (
-            isinstance(chosen, str) and isinstance(prompt, list)
-        ):
-            raise ConfigError(
-                f"{record.where}: '{self.chosen_field}' and '{self.rejected_field}' must both be lists of messages, or both"
-                " be texts after a prompt that is a text"
-            )
-        if isinstance(chosen, str):
-            return self._text_pair(record.where, prompt, chosen, rejected)
-        return rendered(record, self.chosen_field, prompt, (chosen, rejected), template)
-
-    def _text_pair(self, where: str, prompt: str | None, chosen: str, rejected: str) -> Completions:
-        if prompt is not None:
-            return Completions(prompt, (chosen, rejected), is_rendered=False)
+    def _text_pair(self, where: str, chosen: str, rejected: str) -> Completions:
         equal = itertools.takewhile(lambda two: two[0] == two[1], zip(chosen, rejected, strict=False))
         common = "".join(a for a, _ in equal)
         size = self._prompt_size(common)
@@ -128,7 +82,7 @@ class PairsFormat(CompletionsFormat):
                 f"{where}: no prompt: '{self.chosen_field}' and '{self.rejected_field}' begin alike with {common[-80:]!r}"
                 f"{without}. Set data.format.prompt_field to the key of the prompt, or prompt_ends_with"
             )
-        return Completions(chosen[:size], (chosen[size:], rejected[size:]), is_rendered=False)
+        return Completions(chosen[:size], (chosen[size:], rejected[size:]))
 
     def _prompt_size(self, common: str) -> int:
         """The number of characters of the prompt in what both completions begin with; 0 without any."""

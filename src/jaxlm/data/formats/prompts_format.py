@@ -24,12 +24,12 @@ class PromptsFormat(RecordsFormat):
     Attributes:
         prompt_field: key of the prompt.
         chat_template: for messages: `chatml`, `nanochat`, a Jinja template, or the path of a .jinja file; null uses the
-            tokenizer's chat template. It renders them up to the header of the assistant's answer.
+            tokenizer's chat template. It renders them up to the header of the assistant's answer,
+            or to the end of the one that they end with.
     """
 
     makes: ClassVar[str] = "prompts"
     begins_as: ClassVar[Begin] = "prompt"
-    passes_on: ClassVar[bool] = True
 
     prompt_field: str = "prompt"
     chat_template: str | None = None
@@ -37,9 +37,6 @@ class PromptsFormat(RecordsFormat):
     @property
     def documents_per_sequence(self) -> int | None:
         return 1
-
-    def beside_prompt(self, values: dict[str, Any]) -> dict[str, Any]:
-        return {key: value for key, value in values.items() if key != self.prompt_field}
 
     def encoder(self, tokenizer: Tokenizer, *, bos: bool | None, eos: bool, key: str) -> Encoder:
         del eos  # a prompt goes on

@@ -5,11 +5,10 @@ from typing import ClassVar
 
 from jaxlm.core.errors import ConfigError
 from jaxlm.data.formats.base import FormatConfig, MaskedFormat
-from jaxlm.data.formats.chat import OF_TEMPLATE, Messages, plain_text
-from jaxlm.data.formats.completions_format import Completions, PromptedFormat, one_completion, text_or_messages
+from jaxlm.data.formats.chat import OF_TEMPLATE, Messages
+from jaxlm.data.formats.completions_format import Completions, PromptedFormat, text_or_messages
 from jaxlm.data.sources.record_files import Record
 from jaxlm.data.sources.text_file import TextFile
-from jaxlm.data.tokenizer.chat_template import ChatTemplate
 from jaxlm.reading.choices import choice
 
 
@@ -25,8 +24,6 @@ class SupervisedFormat(MaskedFormat, PromptedFormat):
         context_field: key of a text that follows the prompt after a line break, unless it is empty, such as Alpaca's `input`.
         separate_with: text inserted between prompt and completion, as part of the prompt; null inserts nothing.
         mask_inputs: compute the loss on the completion only; `false` computes it on the prompt too.
-        chat_template: for messages: `chatml`, `nanochat`, a Jinja template, or the path of a .jinja file; null uses the
-            tokenizer's chat template.
     """
 
     input_field: str = "prompt"
@@ -34,18 +31,8 @@ class SupervisedFormat(MaskedFormat, PromptedFormat):
     separate_with: str | None = None
     mask_inputs: bool = True
     context_field: str | None = None
-    chat_template: str | None = None
 
     newer_keys: ClassVar[tuple[str, ...]] = ("context_field", "chat_template")
-    trains_empty: ClassVar[bool] = False
-
-    @property
-    def trains_prompts(self) -> bool:
-        return not self.mask_inputs
-
-    def texts(self, file: TextFile) -> Iterator[str]:
-        for record in self.records(file):
-            yield plain_text(self.prompt(record)) + plain_text(text_or_messages(record, self.output_field))
 
     def records(self, file: TextFile) -> Iterator[Record]:
         return file.records(self.keys, OF_TEMPLATE)
@@ -62,8 +49,9 @@ class SupervisedFormat(MaskedFormat, PromptedFormat):
             )
         return prompt
 
-    def completions(self, record: Record, template: ChatTemplate | None) -> Completions:
-        return one_completion(record, self.prompt(record), self.output_field, template)
+    def completions(self, record: Record) -> Completions:
+        prompt, completion = self.prompt(record), text_or_messages(record, self.output_field)
+        return Completions(prompt, (completion,), trains_prompt=not self.mask_inputs, trains_empty=False)
 
     def nothing_to_train_on(self) -> str:
-        return f"every completion under '{self.output_field}' is empty: no tokens to compute the loss on"
+        return f"every completion under '{self.output_field}' is empty: no tokens to compute the loss on. Check"

@@ -5,11 +5,10 @@ from typing import ClassVar
 
 from jaxlm.core.errors import ConfigError, listed
 from jaxlm.data.formats.base import FormatConfig
-from jaxlm.data.formats.chat import OF_TEMPLATE, plain_text
-from jaxlm.data.formats.completions_format import Completions, CompletionsFormat, one_completion, text_or_messages
+from jaxlm.data.formats.chat import OF_TEMPLATE
+from jaxlm.data.formats.completions_format import Completions, CompletionsFormat, text_or_messages
 from jaxlm.data.sources.record_files import Record
 from jaxlm.data.sources.text_file import TextFile
-from jaxlm.data.tokenizer.chat_template import ChatTemplate
 from jaxlm.reading.choices import choice
 
 
@@ -22,8 +21,6 @@ class UnpairedFormat(CompletionsFormat):
         prompt_field: key of the prompt.
         completion_field: key of the completion.
         label_field: key of the label: true (or 1) for a desirable completion, false (or 0) for another.
-        chat_template: for messages: `chatml`, `nanochat`, a Jinja template, or the path of a .jinja file; null uses the
-            tokenizer's chat template.
     """
 
     makes: ClassVar[str] = "unpaired"
@@ -31,30 +28,20 @@ class UnpairedFormat(CompletionsFormat):
     prompt_field: str = "prompt"
     completion_field: str = "completion"
     label_field: str = "label"
-    chat_template: str | None = None
 
     @property
     def num_completions(self) -> int:
         return 1
 
-    def texts(self, file: TextFile) -> Iterator[str]:
-        for record in self.records(file):
-            yield "".join(
-                plain_text(text_or_messages(record, key)) for key in (self.prompt_field, self.completion_field)
-            )
-
     def records(self, file: TextFile) -> Iterator[Record]:
-        return file.records((self.prompt_field, self.completion_field, self.label_field), OF_TEMPLATE)
+        return file.records(self.keys, OF_TEMPLATE)
 
-    def nothing_to_train_on(self) -> str:
-        return "no record has a prompt and a completion of at least one token each"
-
-    def completions(self, record: Record, template: ChatTemplate | None) -> Completions:
+    def completions(self, record: Record) -> Completions:
         label = record.values.get(self.label_field)
         if label not in (0, 1):  # True and False are equal to them
             raise ConfigError(
                 f"{record.where}: expected true or false under '{self.label_field}', got {label!r:.80}. Keys of the record:"
                 f" {listed(record.values)}"
             )
-        prompt = text_or_messages(record, self.prompt_field)
-        return one_completion(record, prompt, self.completion_field, template)._replace(numbers=(float(label),))
+        prompt, completion = (text_or_messages(record, key) for key in (self.prompt_field, self.completion_field))
+        return Completions(prompt, (completion,), numbers=(float(label),))

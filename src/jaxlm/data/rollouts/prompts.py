@@ -149,8 +149,9 @@ def _local_records(source: NamedSource) -> Iterator[Record] | None:
 
 
 def _without_prompts(source: NamedSource, files: Iterable[TextFile]) -> Iterator[Record]:
-    beside = source.config.format.beside_prompt
-    return (record._replace(values=beside(record.values)) for file in files for record in file.records(None))
+    keys = source.config.format.keys
+    for record in (record for file in files for record in file.records(None)):
+        yield record._replace(values={key: value for key, value in record.values.items() if key not in keys})
 
 
 class PromptRecords:

@@ -6,10 +6,11 @@ supported: with them, the same data would give different tokens every day. They 
 """
 
 import contextlib
+import functools
 import hashlib
 import json
 import os
-import re
+import reprlib
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -18,12 +19,12 @@ from typing import Any, NamedTuple, TypeAlias
 from jaxlm.core.bounded_read import read_text
 from jaxlm.core.errors import ConfigError
 from jaxlm.data.tokenizer.renderer import RENDERER, RenderingError, UnsuitableTextError
-from jaxlm.data.tokenizer.rendering import BEGIN, END, MARKS, Job
+from jaxlm.data.tokenizer.rendering import BEGIN, END, MARKS, Job, Reads
 from jaxlm.data.tokenizer.templates import NAMED
 from jaxlm.data.tokenizer.tokenizer import Tokenizer
 
-_GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 _ASSISTANT = "assistant"
+_GOES_ON = "ANSWER_GOES_ON_HERE "  # the space tells whether a template keeps those at the end
 _ANSWERS = ("jaxlm", "haliax")  # of an example: they end differently, in capitals too
 _CALLS = ("tool_calls", "function_call")  # keys of messages
 _VERSION = 2  # of how records become what templates render
@@ -59,9 +60,13 @@ class ChatTemplate:
         content = json.dumps([self.text, dict(self.names)])
         return {_TEMPLATE: hashlib.sha256(content.encode()).hexdigest(), CONVERSATIONS: _VERSION}
 
-    def reads(self, name: str) -> bool:
-        """Whether the template mentions a variable, a key of a message or a type of content."""
-        return re.search(rf"\b{re.escape(name)}\b", self.text) is not None
+    @functools.cached_property
+    def reads(self) -> Reads:
+        """What the template reads. Raises `ConfigError` if it is invalid."""
+        try:
+            return Reads(*json.loads(RENDERER.render(Job(self.text, {}, ()))[0]))
+        except RenderingError as error:
+            raise ConfigError(f"the chat template ({self.origin}){error}") from error
 
     @classmethod
     def load(cls, source: str | None, tokenizer: Tokenizer, key: str) -> "ChatTemplate":
@@ -87,13 +92,8 @@ class ChatTemplate:
                 " a .jinja file"
             )
         template = cls(text, origin, tokenizer.template_names)
-        template.check()
+        _ = template.reads
         return template
-
-    @property
-    def has_generation(self) -> bool:
-        """Whether the template marks the assistant's text with `{% generation %}`."""
-        return _GENERATION.search(self.text) is not None
 
     def render(
         self, messages: Messages, where: str, *, mark: bool, variables: Variables = NONE, without: Collection[int] = ()
@@ -115,8 +115,8 @@ class ChatTemplate:
             return Rendered(text, ((0, len(text)),))
         roles = [message["role"] for message in messages]
         # Without blocks, an answer is what its message adds to the conversation and the header of the message.
-        answers = [n for n, role in enumerate(roles) if role == _ASSISTANT and (n in without) == self.has_generation]
-        ends = [end for n in answers for end in ((n, not self.has_generation), (n + 1, False))]
+        answers = [n for n, role in enumerate(roles) if role == _ASSISTANT and (n in without) == self.reads.marks]
+        ends = [end for n in answers for end in ((n, not self.reads.marks), (n + 1, False))]
         text, *texts = self._texts(messages, where, variables, [whole, *ends])
         for number, before, until in zip(answers, texts[::2], texts[1::2], strict=True):
             if not (until.startswith(before) and text.startswith(until)):
@@ -126,11 +126,22 @@ class ChatTemplate:
                     " template with {% generation %} around the assistant's text, or set mask_user_turns to false"
                 )
         spans = tuple((len(b), len(u)) for b, u in zip(texts[::2], texts[1::2], strict=True))
-        return _split_marked(text, spans) if self.has_generation else Rendered(text, spans)
+        return _split_marked(text, spans) if self.reads.marks else Rendered(text, spans)
 
     def prompt(self, messages: Messages, where: str, variables: Variables = NONE) -> str:
-        """Renders a conversation followed by the header of the assistant's next message."""
-        return MARKS.sub("", self._texts(messages, where, variables, [(len(messages), True)])[0])
+        """Renders a conversation followed by the header of the assistant's next message. An answer at its end goes on."""
+        *before, last = messages
+        answer = last.get("content") if last["role"] == _ASSISTANT else None
+        if not isinstance(answer, str):
+            return MARKS.sub("", self._texts(messages, where, variables, [(len(messages), True)])[0])
+        marked = [*before, {**last, "content": answer + _GOES_ON}]
+        text = MARKS.sub("", self._texts(marked, where, variables, [(len(messages), False)])[0])
+        text, mark, after = text.rpartition(_GOES_ON.strip())
+        if not mark:
+            raise ConfigError(
+                f"{where}: the chat template ({self.origin}) leaves out the answer that the prompt ends with"
+            )
+        return text if after.startswith(" ") else text.rstrip()
 
     def _texts(
         self, messages: Messages, where: str, variables: Variables, until: Sequence[tuple[int, bool]]
@@ -147,23 +158,21 @@ class ChatTemplate:
             raise ConfigError(f"{where}: the chat template ({self.origin}){error}") from error
 
     def _check_message(self, message: Mapping[str, Any], where: str) -> None:
-        """Raises `ConfigError` for calls and parts of a content that the template would leave out, or write as a list."""
-        content = message.get("content")
-        parts = [part for part in content if isinstance(part, Mapping)] if isinstance(content, list) else []
+        """Raises `ConfigError` for calls and parts of a content that templates leave out or write as Python does."""
+        content, calls = message.get("content"), message.get("tool_calls") or []
+        parts = [] if content is None or isinstance(content, str) else content
+        for name, items in (("content", parts), ("tool_calls", calls)):
+            given = items if isinstance(items, list) else [None]
+            if not all(isinstance(item, Mapping) and isinstance(item.get("text", ""), str) for item in given):
+                kinds = "a list of mappings" if name in _CALLS else "a text or a list of parts"
+                raise ConfigError(f"{where}: {name}: {reprlib.repr(items)} given, {kinds} expected. Correct the record")
         given = [name for name in _CALLS if message.get(name)] + [str(part.get("type") or "text") for part in parts]
-        unread = [name for name in given if not self.reads(name)]
+        unread = [name for name in given if name not in self.reads.keys]
         if unread:
             raise ConfigError(
                 f"{where} has '{unread[0]}', which the chat template ({self.origin}) does not read. Set chat_template to one"
                 " that does, or remove the record"
             )
-
-    def check(self) -> None:
-        """Raises `ConfigError` if the template is invalid."""
-        try:
-            RENDERER.render(Job(self.text, {}, ()))
-        except RenderingError as error:
-            raise ConfigError(f"the chat template ({self.origin}){error}") from error
 
 
 def _named(name: str, tokenizer: Tokenizer, key: str) -> str:

@@ -3,8 +3,7 @@
 Tokens that these files add get the ids after those of tokenizer.json, or keep the id that they have there.
 """
 
-import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from jaxlm.core.errors import ConfigError
@@ -14,30 +13,34 @@ if TYPE_CHECKING:
 
 _NAMED = tuple(f"{name}_token" for name in ("bos", "eos", "unk", "sep", "pad", "cls", "mask"))
 _FLAGS = ("single_word", "lstrip", "rstrip", "normalized", "special")
-# Classes that take tokenizer.json as it is; the others build the steps before the vocabulary anew.
-_AS_IT_IS = (None, "PreTrainedTokenizerFast", "TokenizersBackend")
+# Classes that build the steps around the vocabulary anew, and types of models whose tokenizer.json is taken as it is instead.
+_LLAMA = ("LlamaTokenizer", "CodeLlamaTokenizer")
+_BYTE_LEVEL = tuple(f"{name}Tokenizer" for name in ("GPT2", "GPTNeoX", "Qwen2", "Cohere", "CodeGen", "Roberta"))
+AS_IT_IS = (
+    *("arctic", "flex_olmo", "glm", "glm4", "glm4_moe", "gpt_bigcode", "granite", "granitemoe", "internlm2"),
+    *("internlm3", "jamba", "minicpm3", "minimax_m2", "ministral", "mistral", "mixtral", "nemotron", "olmo2"),
+    *("olmo3", "persimmon", "phi3", "phimoe", "stablelm"),
+)
 
 
-def with_folder_settings(
-    backend: "tokenizers.Tokenizer", settings: Mapping[str, Any], added: Mapping[str, Any], special: Mapping[str, Any]
-) -> "tokenizers.Tokenizer":
-    """The tokenizer with the tokens and the prefix of these files.
+def add_folder_settings(
+    backend: "tokenizers.Tokenizer",
+    settings: Mapping[str, Any],
+    added: Mapping[str, Any],
+    special: Mapping[str, Any],
+    model: Mapping[str, Any],
+) -> None:
+    """Gives the tokenizer the tokens, the prefix and the decoder of these files.
 
     Args:
-        settings, added, special: the content of tokenizer_config.json, added_tokens.json and special_tokens_map.json.
+        settings, added, special, model: the content of tokenizer_config.json, added_tokens.json, special_tokens_map.json and
+            config.json.
 
     Raises:
         ConfigError: a token is to have an id that it does not get.
     """
-    import tokenizers
-
-    prefix = settings.get("add_prefix_space")
-    if isinstance(prefix, bool) and settings.get("tokenizer_class") not in _AS_IT_IS:
-        content = json.loads(backend.to_str())
-        for step in _steps(content.get("pre_tokenizer")):
-            if step["type"] == "ByteLevel":
-                step["add_prefix_space"] = prefix
-        backend = tokenizers.Tokenizer.from_str(json.dumps(content))
+    if model.get("model_type") not in AS_IT_IS:
+        _build_again(backend, settings)
     decoder = settings.get("added_tokens_decoder")
     names = settings if decoder is not None else {**special, **settings}
     extra = names.get("extra_special_tokens") or names.get("additional_special_tokens") or []
@@ -59,7 +62,6 @@ def with_folder_settings(
                 f"data.tokenizer: '{token.content}' is to have the id {number}, but tokenizer.json leads to {got}. Download"
                 " the tokenizer's files again"
             )
-    return backend
 
 
 def _token(given: Any, *, special: bool = True) -> "tokenizers.AddedToken":
@@ -70,10 +72,21 @@ def _token(given: Any, *, special: bool = True) -> "tokenizers.AddedToken":
     return tokenizers.AddedToken(given, special=special)
 
 
-def _steps(pre_tokenizer: Any) -> Iterator[dict[str, Any]]:
-    """The parts of a sequence of pre-tokenizers."""
-    if pre_tokenizer and pre_tokenizer["type"] == "Sequence":
-        for one in pre_tokenizer["pretokenizers"]:
-            yield from _steps(one)
-    elif pre_tokenizer:
-        yield pre_tokenizer
+def _build_again(backend: "tokenizers.Tokenizer", settings: Mapping[str, Any]) -> None:
+    from tokenizers import decoders, models, pre_tokenizers
+
+    name, prefix = (settings.get("tokenizer_class") or "").removesuffix("Fast"), settings.get("add_prefix_space")
+    given = backend.pre_tokenizer
+    steps = [*(given if isinstance(given, pre_tokenizers.Sequence) else [given])]
+    byte_level = [step for step in steps if isinstance(step, pre_tokenizers.ByteLevel)]
+    if name in _BYTE_LEVEL:
+        for step in byte_level:
+            step.add_prefix_space = prefix is True
+    elif name in _LLAMA and not byte_level and isinstance(backend.model, models.BPE):
+        is_code = name == _LLAMA[1]
+        scheme = "never" if prefix is False else "always" if settings.get("legacy") and not is_code else "first"
+        backend.normalizer, backend.model.fuse_unk, backend.model.byte_fallback = None, True, True
+        backend.pre_tokenizer = pre_tokenizers.Metaspace("\u2581", scheme, split=False)
+        strip = [] if prefix is False and not is_code else [decoders.Strip(" ", left=1)]
+        steps = [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse(), *strip]
+        backend.decoder = decoders.Sequence(steps)

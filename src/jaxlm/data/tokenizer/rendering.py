@@ -12,7 +12,7 @@ import pickle
 import re
 import resource
 import signal
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from multiprocessing.connection import Connection
 from typing import Any, NamedTuple
 
@@ -21,6 +21,7 @@ BEGIN, END = "\ufdd0", "\ufdd1"
 MARKS = re.compile(f"([{BEGIN}{END}])")
 # The first byte of a message says what follows it.
 TEXT, SYNTAX, FAILED, TOO_LARGE, INVALID = b"t", b"s", b"f", b"l", b"i"
+GIVEN = ("messages", "tools", "add_generation_prompt")  # variables that no record sets
 _MAX_MESSAGE = 500  # characters
 # What gives another text every time.
 _RANDOM_GLOBALS, _RANDOM_FILTERS = ("lipsum",), ("random",)
@@ -47,12 +48,26 @@ class Job(NamedTuple):
         template: the Jinja template.
         variables: of the template.
         until: for each text: how many of the messages it has, and whether the header of the next answer follows. Without
-            any, the template is only compiled.
+            any, the answer is what the template `Reads`, as JSON.
     """
 
     template: str
     variables: dict[str, Any]
     until: tuple[tuple[int, bool], ...]
+
+
+class Reads(NamedTuple):
+    """What a template reads.
+
+    Attributes:
+        variables: beside those that it sets.
+        keys: of messages, tools and contents, or values that it compares with. What it writes is none of them.
+        marks: whether it puts `{% generation %}` around the assistant's text.
+    """
+
+    variables: Collection[str]
+    keys: Collection[str]
+    marks: bool
 
 
 class Arguments(dict):
@@ -109,9 +124,11 @@ def _answers(job: Job, limits: Limits) -> Iterator[bytes]:
             yield INVALID + b"the text contains U+FDD0 or U+FDD1, which are Unicode noncharacters. Remove them"
             return
         for number, is_prompt in job.until:
-            variables = job.variables | {"messages": job.variables["messages"][:number]}
+            given = dict(
+                zip(GIVEN, (job.variables["messages"][:number], job.variables.get("tools"), is_prompt), strict=True)
+            )
             parts, size = [], 0
-            for part in template.generate(**variables, documents=None, add_generation_prompt=is_prompt):
+            for part in template.generate({"documents": None} | job.variables | given):
                 parts.append(part)
                 size += len(part)
                 if size > limits.characters:
@@ -119,7 +136,7 @@ def _answers(job: Job, limits: Limits) -> Iterator[bytes]:
                     return
             yield TEXT + "".join(parts).encode("utf-8")
         if not job.until:
-            yield TEXT
+            yield TEXT + json.dumps(_reads(job.template)).encode()
     except jinja2.TemplateSyntaxError as error:
         yield SYNTAX + f"line {error.lineno}: {error.message}"[:_MAX_MESSAGE].encode("utf-8", "replace")
     except MemoryError:
@@ -132,6 +149,18 @@ def _answers(job: Job, limits: Limits) -> Iterator[bytes]:
 @functools.lru_cache(maxsize=64)
 def _compiled(text: str) -> Any:
     return _environment().from_string(text)
+
+
+def _reads(text: str) -> Reads:
+    from jinja2 import meta, nodes
+
+    tree = _environment().parse(text)
+    written = tree.find_all((nodes.Output, nodes.Add, nodes.Concat))
+    output = {id(child) for node in written for child in node.iter_child_nodes()}
+    keys = {node.attr for node in tree.find_all(nodes.Getattr)}
+    keys |= {n.value for n in tree.find_all(nodes.Const) if isinstance(n.value, str) and id(n) not in output}
+    marks = tree.find(nodes.ExtensionAttribute) is not None
+    return Reads(sorted(meta.find_undeclared_variables(tree)), sorted(keys), marks)
 
 
 @functools.cache

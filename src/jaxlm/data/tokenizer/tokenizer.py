@@ -17,7 +17,7 @@ from jaxlm.core.bounded_read import SMALL, read_bytes
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.values.files_read import note_file
 from jaxlm.core.values.token_scores import DummyPrefix
-from jaxlm.data.tokenizer.folder_settings import with_folder_settings
+from jaxlm.data.tokenizer.folder_settings import add_folder_settings
 from jaxlm.data.tokenizer.pattern_errors import is_panic, pattern_errors
 from jaxlm.interop.json_object import read_json_object
 
@@ -394,9 +394,10 @@ def load_tokenizer(path: str, vocab_size: int | None = None) -> Tokenizer:
         raise ConfigError(
             f"data.tokenizer: '{file}' has no tokens: its vocabulary is empty. Download or train it again"
         )
-    others = (_read_json(file.with_name(name)) for name in (_SETTINGS, "added_tokens.json", "special_tokens_map.json"))
+    names = (_SETTINGS, "added_tokens.json", "special_tokens_map.json", _MODEL)
+    settings, added, special, model = (_read_json(file.with_name(name)) for name in names)
     try:
-        backend = with_folder_settings(backend, *others)
+        add_folder_settings(backend, settings, added, special, model)
     except (TypeError, ValueError, LookupError, AttributeError) as error:
         raise ConfigError(
             f"data.tokenizer: the tokens that the files beside '{file}' add are damaged: {error}"

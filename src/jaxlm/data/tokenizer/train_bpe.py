@@ -76,8 +76,20 @@ class BpeConfig:
             raise ConfigError(
                 f"data.vocab_size: {vocab_size} given, at least {smallest} expected: one token for each byte and {one}"
             )
-        if self.pattern not in PATTERNS:
-            _check_pattern(self.pattern)
+        if self.pattern in PATTERNS:
+            return
+        if self.pattern.replace("_", "").isalnum() or not self.pattern:
+            raise ConfigError(
+                f"data.tokenizer.pattern: '{self.pattern}' given, {', '.join(PATTERNS)} or a regular expression expected"
+            )
+        import tokenizers
+
+        try:
+            tokenizers.Regex(self.pattern)
+        except Exception as error:  # the library raises plain exceptions
+            raise ConfigError(
+                f"data.tokenizer.pattern: '{self.pattern}' is not a regular expression: {error}"
+            ) from error
 
     def cache_key(self) -> dict[str, Any]:
         """What determines the tokens besides the text and the size, as plain JSON; {} for the defaults."""
@@ -90,19 +102,6 @@ def bpe_config(tokenizer: str | BpeConfig) -> BpeConfig | None:
     if isinstance(tokenizer, BpeConfig):
         return tokenizer
     return BpeConfig() if tokenizer == TRAIN_BPE else None
-
-
-def _check_pattern(pattern: str) -> None:
-    import tokenizers
-
-    if pattern.replace("_", "").isalnum() or not pattern:
-        raise ConfigError(
-            f"data.tokenizer.pattern: '{pattern}' given, {', '.join(PATTERNS)} or a regular expression expected"
-        )
-    try:
-        tokenizers.Regex(pattern)
-    except Exception as error:  # the library raises plain exceptions
-        raise ConfigError(f"data.tokenizer.pattern: '{pattern}' is not a regular expression: {error}") from error
 
 
 def train_bpe(texts: Iterable[str], vocab_size: int, config: BpeConfig | None = None) -> Tokenizer:
