@@ -4,8 +4,8 @@ from collections import Counter
 
 import pytest
 
-from tests.fields import model_table, orchestration_table, preset_table, run_table
-from tests.fields.proofs import Change, Entry, Outcome, Section, ShownIn, assert_test_exists, outcome_of
+from tests.fields import model_table, orchestration_table, preset_table, run_table, trees
+from tests.fields.proofs import RANDOM_BITS, Change, Entry, Outcome, Section, ShownIn, assert_test_exists, outcome_of
 from tests.fields.trees import BASES, all_fields, at_path, merged
 
 TABLES = (model_table.TABLE, run_table.TABLE, preset_table.TABLE, orchestration_table.TABLE)
@@ -70,6 +70,32 @@ def test_field(base, paths):
         except AssertionError as error:
             wrong[path] = str(error)
     assert wrong == {}
+
+
+def sampled(base: dict) -> Outcome:
+    """A run that trains the base's model and surgeries on responses that it samples."""
+    grpo = {"type": "grpo", "old_policy": "rollout", "kl": None}
+    rewards = [{"type": "format", "pattern": "[0-9]+"}]
+    rollouts = {"type": "rollouts", "train_urls": ["p.jsonl"], "max_new_tokens": 8, "rewards": rewards}
+    return Outcome(
+        {key: base[key] for key in ("model", "trainer", "phases") if key in base}
+        | {"objective": grpo, "data": rollouts}
+    )
+
+
+@pytest.mark.parametrize("model", trees.MODELS)
+def test_a_sampler_computes_what_a_step_of_any_model_computes(model):
+    assert sampled(BASES[model]).error == ""
+
+
+MAKES_RANDOM = {key: entry.value for key, entry in ENTRIES.items() if getattr(entry, "proof", None) is RANDOM_BITS}
+
+
+@pytest.mark.parametrize(("base", "path"), [*MAKES_RANDOM, ("flax", "model.kwargs.dropout")])
+def test_a_key_that_makes_training_random_is_refused_beside_a_sampler(base, path):
+    assert sampled(BASES[base]).error == ""
+    changed = sampled(at_path(BASES[base], path, MAKES_RANDOM.get((base, path), 0.5)))
+    assert "In training, it is random (dropout)" in changed.error
 
 
 def test_tests_named_as_proofs_exist():

@@ -167,9 +167,9 @@ def test_blocks_have_no_trunk_to_store():
         CachedTrunk(objective=DiffusionBlocks())
 
 
-def test_masks_without_a_bound_are_refused():
+def test_masks_without_a_bound_are_refused(blocks):
     with pytest.raises(ConfigError, match="diffusion_blocks is a bound only for masks that hide each token"):
-        DiffusionBlocks().check_columns(set(columns_of(2, time_step_mask_fractions=[0.15])))
+        DiffusionBlocks().check_columns(set(columns_of(2, time_step_mask_fractions=[0.15])), blocks)
 
 
 def plan_of(rows=32, masking=None, trainer=None, top=None, **objective):

@@ -460,7 +460,7 @@ def test_responses_of_a_filtered_distribution_are_corrected_for():
 )
 def test_objectives_that_do_not_suit_the_data_are_refused(options, columns, message):
     with pytest.raises(ConfigError, match=message):
-        grpo(**options).check_columns(columns)
+        grpo(**options).check_columns(columns, random_model(0))
 
 
 NO_KEY = r"objective\.loss\.%s: no such key in objective\.loss \(type %s\)"

@@ -269,10 +269,10 @@ def test_scores_refuse_a_model_that_reads_its_targets(model):
         score_batch(model, a_batch())
 
 
-def test_diffusion_refuses_masks_without_a_bound():
+def test_diffusion_refuses_masks_without_a_bound(model):
     spec = set(columns_of(2, time_step_mask_fractions=[0.15]))
     with pytest.raises(ConfigError, match="is a bound only for masks that hide each token with the same probability"):
-        Diffusion().check_columns(spec)
+        Diffusion().check_columns(spec, model)
     narrow = (
         {"min_mask_fraction": 0.5, "max_mask_fraction": 0.5},
         {"max_mask_fraction": 0.85},
@@ -281,4 +281,4 @@ def test_diffusion_refuses_masks_without_a_bound():
     for keys in ({"mode": "fixed_count"}, {"random_fraction": 0.1}, {"num_time_steps": 8}, *narrow):
         assert not MaskingConfig(**keys).has_rates
     assert all(MaskingConfig(mask_schedule_type=kind).has_rates for kind in ("linear", "cosine", "exponential"))
-    Diffusion().check_columns(set(columns_of(2)))
+    Diffusion().check_columns(set(columns_of(2)), model)

@@ -73,8 +73,8 @@ class ObjectiveConfig(draccus.PluginRegistry, abc.ABC, discover_packages_path="j
         """The objective whose loss it computes: itself, unless it wraps another."""
         return self
 
-    def check_columns(self, columns: Collection[str]) -> None:
-        """Raises `ConfigError` if the objective cannot train on batches with columns of these names."""
+    def check_columns(self, columns: Collection[str], model: LanguageModel) -> None:
+        """Raises `ConfigError` if the objective cannot train a model like this, with shapes, on columns of these names."""
 
     def check_model(self, model: ModelConfig) -> None:
         """Raises `ConfigError` if the loss means nothing for this model."""

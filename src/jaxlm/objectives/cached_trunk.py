@@ -183,8 +183,8 @@ class CachedTrunk(ObjectiveConfig):
     def check_model(self, model: ModelConfig) -> None:
         self.objective.check_model(model)
 
-    def check_columns(self, columns: Collection[str]) -> None:
-        self.objective.check_columns(columns)
+    def check_columns(self, columns: Collection[str], model: LanguageModel) -> None:
+        self.objective.check_columns(columns, model)
 
     def check_batch(self, batch: Any) -> None:
         self.objective.check_batch(batch)

@@ -19,6 +19,7 @@ from jaxlm.core.field_types import PositiveFloat, PositiveFraction
 from jaxlm.core.values.batch_types import SAMPLER_LOGPS, GroupBatch
 from jaxlm.core.values.sums import Sum
 from jaxlm.models.base import AuxLoss, LanguageModel
+from jaxlm.models.inference.responses import check_samples_as_trained
 from jaxlm.models.loss import ChunkLogits
 from jaxlm.objectives.advantages import Advantage, NormalizeThenSum, OfBatch, OfGroup, OfSum, Overlong
 from jaxlm.objectives.base import AUXILIARY, Metrics, ObjectiveConfig, auxiliary_terms, auxiliary_weight
@@ -131,7 +132,7 @@ class Grpo(ReferencedObjective):
             )
         self.check_reference()
 
-    def check_columns(self, columns: Collection[str]) -> None:
+    def check_columns(self, columns: Collection[str], model: LanguageModel) -> None:
         is_sampled = SAMPLER_LOGPS in columns
         of_model = isinstance(self.old_policy, OfModel) and self.off_policy_threshold is not None
         probabilities, is_of_parts = "the probabilities of its sampler", isinstance(self.advantage, NormalizeThenSum)
@@ -156,6 +157,8 @@ class Grpo(ReferencedObjective):
                 "objective.cache: true given, but the responses are sampled during training, so no reference can be asked"
                 " about them before it. Remove it"
             )
+        if is_sampled:
+            check_samples_as_trained(model)
 
     def check_batch(self, batch: GroupBatch) -> None:
         is_corrected = not isinstance(self.old_policy, OfModel) or self._importance_sampling is not None

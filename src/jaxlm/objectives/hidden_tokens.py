@@ -35,7 +35,7 @@ class HiddenTokens(ObjectiveConfig):
 class DiffusionBound(HiddenTokens):
     """An objective that is the bound of masked diffusion."""
 
-    def check_columns(self, columns: Collection[str]) -> None:
+    def check_columns(self, columns: Collection[str], model: LanguageModel) -> None:
         if "rates" not in columns:
             raise ConfigError(
                 f"objective.type: {choice_name(type(self))} is a bound only for masks that hide each token with the same"

@@ -19,7 +19,7 @@ from jaxlm.core.mesh import MeshShape
 from jaxlm.core.precision import Precision, parse_precision
 from jaxlm.core.sharding import Layout
 from jaxlm.core.stores import is_url, local_copy, open_store
-from jaxlm.core.values.batch_types import SAMPLER_LOGPS, TokenBatch
+from jaxlm.core.values.batch_types import TokenBatch
 from jaxlm.data.config import DataConfig
 from jaxlm.data.sources.named import NamedSource
 from jaxlm.data.tokenizer.train_bpe import BpeConfig, bpe_config
@@ -36,7 +36,6 @@ from jaxlm.interop.hf.hub import check_upload_name
 from jaxlm.interop.hf.model_section import hf_name
 from jaxlm.models.base import ModelConfig, vocab_axis
 from jaxlm.models.diffusion.denoisers import check_is_whole
-from jaxlm.models.inference.responses import check_samples_as_trained
 from jaxlm.objectives.base import ObjectiveConfig
 from jaxlm.optim.base import OptimizerConfig
 from jaxlm.optim.groups import group_schedules
@@ -210,10 +209,9 @@ def make_plan(config: RunConfig, run_id: str, vocab_size: int, devices: Sequence
     states = [plan.state_builder.abstract_state(phase) for phase in phases]
     precision.check([state_builder.abstract_initial_model, *(state.model for state in states)])
     for phase, state in zip(phases, states, strict=True):
+        phase.objective.check_columns(data[phase.index].batch_spec(phase.model.seq_len).columns, state.model)
         phase.objective.check_trainable(state.model, phase.split(state.model)[0])
         _check_trend(phase, state)
-        if SAMPLER_LOGPS in data[phase.index].batch_spec(phase.model.seq_len).columns:
-            check_samples_as_trained(state.model)
         for evaluation in (one for one in config.evals if one.runs_in(phase.name)):
             evaluation.check_parts(state.model)
         if config.hf_save_path is not None:
@@ -342,7 +340,6 @@ def _check_batch(phase: Phase, data: DataConfig, config: RunConfig) -> None:
             f" {'set objective.cache: false' if asks else 'use the objective inside of it alone'}"
         )
     phase.objective.check_model(phase.model)
-    phase.objective.check_columns(spec.columns)
     phase.objective.check_batch(batch)
 
 
