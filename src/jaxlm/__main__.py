@@ -11,13 +11,18 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import jaxlm
+from jaxlm.core.distributed import detect_launcher
 from jaxlm.core.errors import EXIT_CONFIG, ConfigError, did_you_mean, end_at_interrupt, end_of_output
 from jaxlm.core.redaction import command_line
+from jaxlm.interop.caramba.from_caramba import check_version, is_caramba
+from jaxlm.interop.stackwise.from_stackwise import is_stackwise
 from jaxlm.reading.decode import unknown_key
 from jaxlm.reading.outline import unknown_keys
 from jaxlm.reading.overrides import Arguments, override, parse_arguments
 from jaxlm.reading.plugins import ENTRY_POINTS
 from jaxlm.reading.recipes import recipes_command
+from jaxlm.reading.targets import ENTRYPOINTS, TARGETS
+from jaxlm.reading.variables import VARS
 from jaxlm.reading.yaml import ConfigSource, load_yaml
 
 COMMANDS = {
@@ -34,10 +39,6 @@ COMMANDS = {
 }
 RECIPES = "recipes"
 REPORT = "report"  # reads files alone
-# Keys of other programs' files, and of files with variants.
-_NOT_OURS = {"version", "training", "vars", "targets", "entrypoints"}
-# A process of several first connects to the others, to say what is wrong.
-_PEERS = {"SLURM_PROCID", "OMPI_COMM_WORLD_SIZE", "TPU_WORKER_HOSTNAMES", "MEGASCALE_NUM_SLICES"}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -77,16 +78,22 @@ def _answer(command: str, arguments: Sequence[str]) -> int | None:
 
 
 def _check_keys(arguments: Arguments) -> None:
-    """Raises `ConfigError` for a misspelled key of a run in jaxlm's own format, before jax is imported."""
+    """Raises `ConfigError` for a misspelled key of a run in jaxlm's own format, before jax is imported.
+
+    A process of several first connects to the others, to say what is wrong.
+    """
     path, root = arguments.config_path or "", None if arguments.config_root is None else Path(arguments.config_root)
-    is_one_of_several = os.environ.keys() & _PEERS or any("distributed" in name for name in arguments.options)
+    is_one_of_several = detect_launcher(os.environ) or any("distributed" in name for name in arguments.options)
     if is_one_of_several or "://" in path or importlib.metadata.entry_points(group=ENTRY_POINTS):
         return
     source = override(load_yaml(path, root) if path else ConfigSource({}), arguments.options)
-    trainer = source.tree.get("trainer")
-    if source.tree.keys() & _NOT_OURS or (isinstance(trainer, dict) and "distributed" in trainer):
+    tree, trainer = source.tree, source.tree.get("trainer")
+    if is_caramba(tree) or (isinstance(trainer, dict) and "distributed" in trainer):
         return
-    for place, allowed in unknown_keys(source.tree):
+    check_version(source)
+    if is_stackwise(tree, own=()) or tree.keys() & {VARS, TARGETS, ENTRYPOINTS}:
+        return
+    for place, allowed in unknown_keys(tree):
         raise unknown_key(source, place, None, allowed, is_run=True)
 
 

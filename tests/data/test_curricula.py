@@ -166,7 +166,7 @@ def test_a_curriculum_that_accepts_nothing_ends_the_run():
     ("curriculum", "records", "message"),
     [
         (DifficultyConfig("n"), RECORDS, r"data\.curriculum\.full_after: missing"),
-        (SuccessConfig(easy=0.4, hard=0.5), RECORDS, r"data\.curriculum\.hard: 0\.5 given, less than easy \(0\.4\)"),
+        (SuccessConfig(easy=0.4, hard=0.5), RECORDS, r"data\.curriculum\.hard: 0\.5, less than easy \(0\.4\)"),
         (
             GROWING,
             [*RECORDS[:4], RECORDS[4] | {"n": "hard"}, *RECORDS[5:]],

@@ -146,10 +146,10 @@ class TestKeys:
         [
             (
                 {},
-                r"data\.validation_split: 'validation' is the default, but .*\. Choose one of: test, train, or null",
+                r"data\.validation_split: 'validation', but .*\. Choose one of: test, train, or null",
             ),
-            ({"validation_split": "tset"}, r"data\.validation_split: 'tset' given, but .* has no such split"),
-            ({"split": "tarin"}, r"data\.split: 'tarin' given, .*Choose one of: test, train"),
+            ({"validation_split": "tset"}, r"data\.validation_split: 'tset', but .* has no such split"),
+            ({"split": "tarin"}, r"data\.split: 'tarin', but .*Choose one of: test, train"),
             ({"name": "main"}, r"data\.name: has no effect on .*saved"),
             ({"train_urls": ["x.txt"]}, r"data\.id: given together with data\.train_urls"),
             ({"id": None, "split": "test"}, r"data\.split: has no effect without data\.id"),

@@ -19,6 +19,9 @@ from jaxlm.data.sources.source_config import SourceConfig
 from jaxlm.data.tokenizer.tokenizer import END_OF_TEXT
 from jaxlm.data.tokenizer.train_bpe import BpeConfig
 from jaxlm.data.tokens import TokensConfig
+from jaxlm.plan.run_config import RunConfig
+from jaxlm.reading.decode import decode
+from jaxlm.reading.yaml import ConfigSource
 from tests.data.helpers import numbered_cache, open_data, some_text
 
 SEQ_LEN = 32
@@ -366,12 +369,13 @@ def test_the_batch_spec_names_the_columns(corpus):
         ({"time_step_mask_fractions": []}, r"\[\] given, at least one fraction expected"),
         ({"time_step_mask_fractions": [0.1], "num_time_steps": 4}, "num_time_steps: given together with time_step"),
         ({"min_mask_fraction": 0.5, "max_mask_fraction": 0.2}, "0.5 given, above max_mask_fraction: 0.2. Swap them"),
+        ({"max_mask_fraction": 0.0005}, "min_mask_fraction: 0.001 is the default, above max_mask_fraction: 0.0005"),
         ({"random_fraction": 0.6, "unchanged_fraction": 0.6}, "Together they must not be above 1"),
     ],
 )
 def test_keys_that_contradict_each_other_are_refused(masking, message):
     with pytest.raises(ConfigError, match=message):
-        MaskingConfig(**masking)
+        decode(RunConfig, ConfigSource({"data": {"masking": masking}}))
 
 
 def test_a_tokenizer_without_a_mask_token_is_refused_and_one_is_saved(corpus):

@@ -235,8 +235,8 @@ def test_documents_with_pass_keys_end_with_their_own():
     assert len({match[2] for match in matches}) > 100
     assert [record["text"] for record in corpus.records("train")] == texts["train"]
     assert not {text[:100] for text in texts["train"]} & {text[:100] for text in texts["validation"]}
-    with pytest.raises(ConfigError, match=r"source\.min_characters: 9 given, more than source\.max_characters: 8"):
-        next(iter(PassKeyCorpus(min_characters=9, max_characters=8).records("train")))
+    with pytest.raises(ConfigError, match=r"^min_characters: 500 is the default, more than max_characters: 8"):
+        decode(PassKeyCorpus, ConfigSource({"type": "pass_keys", "max_characters": 8}))
     for key, most in {"digits": 1000, "min_characters": 10_000_000, "max_characters": 10_000_000}.items():
         with pytest.raises(ConfigError, match=rf"{key}: 2147483647 given, .* at most {most} expected"):
             decode(DataConfig, ConfigSource({"source": {"type": "pass_keys", key: 2**31 - 1}}))

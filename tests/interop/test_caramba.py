@@ -12,7 +12,8 @@ import numpy as np
 import pytest
 import yaml
 
-from jaxlm.core.errors import ConfigError
+from jaxlm.__main__ import main
+from jaxlm.core.errors import EXIT_CONFIG, ConfigError
 from jaxlm.interop.caramba.from_caramba import from_caramba
 from jaxlm.optim.adagc import AdaGc
 from jaxlm.optim.portfolio import PortfolioConfig
@@ -711,12 +712,14 @@ def test_variables_that_nothing_uses_are_noted(tmp_path: Path):
     ],
     ids=lambda fragment: next(iter(fragment)),
 )
-def test_a_part_of_a_manifest_is_told_to_say_so(fragment: dict[str, Any], tmp_path: Path):
+def test_a_part_of_a_manifest_is_told_to_say_so(fragment: dict[str, Any], tmp_path: Path, capsys):
     (tmp_path / "part.yml").write_text(yaml.safe_dump(fragment, sort_keys=False))
     with pytest.raises(
         ConfigError, match=r"part\.yml:\d+: \w+: as in caramba's manifests, .* Add version: 2 at its top"
     ):
         load_config(["--config_path", str(tmp_path / "part.yml")], "jaxlm.train")
+    assert main(["train", "--config_path", str(tmp_path / "part.yml")]) == EXIT_CONFIG
+    assert "Add version: 2 at its top" in capsys.readouterr().err
 
 
 CONVERGING = {"convergence_target": 0.02}

@@ -14,8 +14,6 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, NoReturn
 
-import jax
-
 from jaxlm.core.errors import EXIT_FAILED, ConfigError
 from jaxlm.core.field_types import NonNegativeInt, PositiveInt
 
@@ -99,6 +97,8 @@ class DistributedConfig:
         Args:
             failed: exit code of this process if it has failed already, and connects only to say so.
         """
+        import jax
+
         explicit = (self.coordinator_address, self.num_processes, self.process_id)
         for name in ("initialization_timeout", "heartbeat_timeout", "shutdown_timeout"):
             if getattr(self, name) < timedelta(seconds=1):
@@ -129,6 +129,8 @@ class DistributedConfig:
 
         jax waits in a thread: its own end of the waiting is an abort, and the main thread would not see Ctrl-C.
         """
+        import jax
+
         waiting = _Waiting(
             lambda: jax.distributed.initialize(
                 self.coordinator_address,

@@ -51,11 +51,6 @@ def shown(value: Any) -> str:
     return shortened(repr(value))
 
 
-def given(value: Any, default: Any) -> str:
-    """A value for a message, which does not say of a default that a user gave it."""
-    return f"{value!r} {'is the default' if value == default else 'given'}"
-
-
 def listed(names: Collection[str]) -> str:
     """Names for a message: the first of them, and how many more there are."""
     shown = ", ".join(itertools.islice(names, _MAX_LISTED))

@@ -199,7 +199,7 @@ class _Decoder:
         try:
             return kind(**values)
         except ValueError as error:
-            raise self._error(*_located(str(error), kind, path)) from error
+            raise self._error(*_located(str(error), kind, path, values)) from error
 
     def _inheriting(self, kind: Any, sections: Any, path: KeyPath, outer: Any, values: Mapping[str, Any]) -> Any:
         if not isinstance(sections, list):
@@ -314,17 +314,18 @@ def unknown_key(
     return config_error(source, path, f"no such key in {section}{typed}.{hint} Allowed: {', '.join(allowed)}")
 
 
-def _located(problem: str, kind: Any, path: KeyPath) -> tuple[KeyPath, str]:
+def _located(problem: str, kind: Any, path: KeyPath, values: Mapping[str, Any]) -> tuple[KeyPath, str]:
     """The path that the message of a section's own check begins with, and the rest of the message.
 
-    The message names a key as in "end_after: ..." or "trainer.watchdog.end_after: ...". In a phase, the path is longer.
+    The message names a key as in "end_after: ..." or "trainer.watchdog.end_after: ...". In a phase, the path is longer. Where
+    it says that a value is given, the rest says that it is the default if the key is not in `values`.
     """
     name, separator, rest = problem.partition(": ")
     *parents, key = name.split(".")
     if not separator or not set(parents) <= set(path):
         return path, problem
     if key in (field.name for field in dataclasses.fields(kind)):
-        return (*path, key), rest
+        return (*path, key), rest if key in values else re.sub(r"^(\S.*?) given\b", r"\1 is the default", rest)
     return (path, rest) if key in path else (path, problem)
 
 

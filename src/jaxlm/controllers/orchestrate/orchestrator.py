@@ -31,7 +31,7 @@ from jaxlm.controllers.orchestrate.bandit import Bandit, favoring, reward
 from jaxlm.controllers.orchestrate.memory import Memory
 from jaxlm.controllers.orchestrate.safety import PURPOSES, Safety
 from jaxlm.core.controls import NOWCAST
-from jaxlm.core.errors import ConfigError, given
+from jaxlm.core.errors import ConfigError
 from jaxlm.core.field_types import (
     Fraction,
     NonNegativeFloat,
@@ -179,9 +179,9 @@ class OrchestratorConfig(ControllerConfig):
         named |= {} if self.safety is None else {"safety.strategy": self.safety.strategy}
         for key, name in named.items():
             if name not in optimizer.strategies:
-                default, instead = (Safety.strategy, ", or safety: null") if key == "safety.strategy" else (None, "")
+                instead = ", or safety: null" if key == "safety.strategy" else ""
                 raise ConfigError(
-                    f"{key}: {given(name, default)}, but optimizer.strategies has {', '.join(optimizer.strategies)}. Set one"
+                    f"{key}: {name!r}, but optimizer.strategies has {', '.join(optimizer.strategies)}. Set one"
                     f" of them{instead}"
                 )
         self._check_nowcast(optimizer.nowcast_window)
@@ -229,9 +229,8 @@ class OrchestratorConfig(ControllerConfig):
         for key in ("every", "start"):
             if (value := getattr(self.nowcast, key)) < window:
                 raise ConfigError(
-                    f"nowcast.{key}: {given(value, getattr(NowcastTrials, key))}, at"
-                    f" least {window} expected: the weights are extrapolated"
-                    " from as many updates (optimizer.nowcast.window)"
+                    f"nowcast.{key}: {value}, at least {window} expected: the weights are extrapolated from as many updates"
+                    " (optimizer.nowcast.window)"
                 )
 
 

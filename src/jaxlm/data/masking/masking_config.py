@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from jaxlm.core.errors import ConfigError, given
+from jaxlm.core.errors import ConfigError
 from jaxlm.core.field_types import Fraction, NumReplicas, NumTimeSteps, PositiveFraction, PositiveInt, Seed
 from jaxlm.core.values.mask_schedule import (
     NEARLY_NONE,
@@ -91,8 +91,8 @@ class MaskingConfig:
                     )
         elif self.min_mask_fraction > self.max_mask_fraction:
             raise ConfigError(
-                f"data.masking.min_mask_fraction: {given(self.min_mask_fraction, MaskingConfig.min_mask_fraction)},"
-                f" above max_mask_fraction: {self.max_mask_fraction}. Swap them"
+                f"data.masking.min_mask_fraction: {self.min_mask_fraction} given, above max_mask_fraction:"
+                f" {self.max_mask_fraction}. Swap them"
             )
         self._check_times()
         if self.random_fraction + self.unchanged_fraction > 1:

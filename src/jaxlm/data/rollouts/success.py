@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import numpy as np
 from annotated_types import Interval
 
-from jaxlm.core.errors import ConfigError, given
+from jaxlm.core.errors import ConfigError
 from jaxlm.core.field_types import BelowOne, Fraction
 from jaxlm.data.rollouts.curriculum import Curriculum, CurriculumConfig, CurriculumContext, PromptNumbers
 from jaxlm.data.rollouts.rollout import packed, unpacked
@@ -43,8 +43,7 @@ class SuccessConfig(CurriculumConfig):
     def check(self) -> None:
         if self.hard >= self.easy:
             raise ConfigError(
-                f"data.curriculum.hard: {given(self.hard, type(self).hard)}, less than easy ({self.easy})"
-                " expected: a prompt is not both"
+                f"data.curriculum.hard: {self.hard}, less than easy ({self.easy}) expected: a prompt is not both"
             )
 
     def open(self, context: CurriculumContext) -> Curriculum:

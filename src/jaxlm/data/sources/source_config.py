@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import ClassVar, NamedTuple
 
-from jaxlm.core.errors import ConfigError, counted, given
+from jaxlm.core.errors import ConfigError, counted
 from jaxlm.core.field_types import PositiveInt
 from jaxlm.data.base import TRAIN, VALIDATION, DataSource
 from jaxlm.data.formats.base import FormatConfig
@@ -117,7 +117,6 @@ class SourceConfig:
         assert self.id is not None, "has() is false without an id"
         option = "split" if split == TRAIN else "validation_split"
         dataset_split = getattr(self, option) or ""
-        what = given(dataset_split, VALIDATION if split == VALIDATION else None)
         sources = dataset_sources(
             self.id,
             self.name,
@@ -125,7 +124,7 @@ class SourceConfig:
             self.stream,
             mirror,
             key=key,
-            given=f"{key}.{option}: {what}",
+            setting=f"{key}.{option}: {dataset_split!r}",
             advice="" if split == TRAIN else ", or null for no validation data",
         )
         return [ListedUrl(f"{key}.id", f"{self.id}/{dataset_split}", sources)]

@@ -21,7 +21,7 @@ import jax
 import jax.numpy as jnp
 from annotated_types import Interval
 
-from jaxlm.core.errors import ConfigError, given
+from jaxlm.core.errors import ConfigError
 from jaxlm.core.field_types import PositiveFloat, PositiveInt
 from jaxlm.core.guards import StepGuard, StepStats, Verdict
 from jaxlm.core.values import telemetry
@@ -86,14 +86,12 @@ class Telemetry(StepGuard):
     def __post_init__(self):
         if self.min_steps > self.window:
             raise ConfigError(
-                f"optimizer.telemetry.min_steps: {given(self.min_steps, Telemetry.min_steps)}, at most {self.window}"
-                " expected, the steps of window."
-                " Lower it, or raise window"
+                f"min_steps: {self.min_steps} given, at most {self.window} expected, the steps of"
+                " window. Lower it, or raise window"
             )
         if self.mean_steps >= self.reference_steps:
             raise ConfigError(
-                f"optimizer.telemetry.mean_steps: {given(self.mean_steps, Telemetry.mean_steps)}, less than"
-                f" the {self.reference_steps} of"
+                f"mean_steps: {self.mean_steps} given, less than the {self.reference_steps} of"
                 " reference_steps expected: a controller compares the two means. Lower it, or raise reference_steps"
             )
 

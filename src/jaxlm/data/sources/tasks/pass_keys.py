@@ -10,7 +10,7 @@ import random
 from collections.abc import Mapping
 from typing import Any
 
-from jaxlm.core.errors import ConfigError, given
+from jaxlm.core.errors import ConfigError
 from jaxlm.core.field_types import NumCharacters, NumDigits
 from jaxlm.core.values.pass_key import NEEDLE, PLACE, QUESTION
 from jaxlm.data.base import TRAIN, VALIDATION
@@ -34,6 +34,13 @@ class PassKeyCorpus(TaskCorpus):
     max_characters: NumCharacters = 1500
     digits: NumDigits = 5
 
+    def __post_init__(self):
+        if self.min_characters > self.max_characters:
+            raise ConfigError(
+                f"min_characters: {self.min_characters} given, more than max_characters: {self.max_characters}. Give at most"
+                " that"
+            )
+
     @property
     def version(self) -> str:
         digest = hashlib.sha256()
@@ -42,11 +49,6 @@ class PassKeyCorpus(TaskCorpus):
         return f"1 {digest.hexdigest()}"
 
     def record(self, chooser: random.Random, split: str) -> Mapping[str, Any]:
-        if self.min_characters > self.max_characters:
-            raise ConfigError(
-                f"source.min_characters: {given(self.min_characters, type(self).min_characters)}, more than"
-                f" source.max_characters: {self.max_characters}. Give at most that"
-            )
         key = "".join(chooser.choices("0123456789", k=self.digits))
         lines, size = _lines(split), chooser.randint(self.min_characters, self.max_characters)
         hay, at = [], chooser.randrange(len(lines))
