@@ -15,12 +15,13 @@ from jaxlm.core.guards import StepStats
 from jaxlm.core.precision import DynamicLossScale, PrecisionConfig, Unscaled, parse_precision
 from jaxlm.core.products import bfloat16
 from jaxlm.models.base import Inputs
+from jaxlm.models.layers import activation_dtype
 from jaxlm.plan.load_config import decode_run
 from jaxlm.plan.plan import Plan, make_plan
 from jaxlm.reading.yaml import ConfigSource
 from jaxlm.session.compilation.options import StepOptions
 from jaxlm.session.resume_checks import SavedRun, changes, computing_facts, config_changes
-from jaxlm.session.startup import activation_dtype, describe
+from jaxlm.session.startup import describe
 from tests.engine.helpers import VOCAB
 from tests.fields.trees import tree as run_tree
 
@@ -140,8 +141,9 @@ def test_activations_have_the_dtype_of_the_embedding():
         return plan.precision.cast_to_compute(model).hidden(Inputs(ids, ids, ids)).final
 
     model = plan.state_builder.abstract_initial_model
-    assert jax.eval_shape(hidden, model, ids).dtype == activation_dtype(plan.precision, model) == jnp.float32
-    assert activation_dtype(plan_of().precision, model) == jnp.bfloat16
+    assert jax.eval_shape(hidden, model, ids).dtype == jnp.float32
+    for precision, dtype in ((plan.precision, jnp.float32), (plan_of().precision, jnp.bfloat16)):
+        assert activation_dtype(jax.eval_shape(precision.cast_to_compute, model)) == dtype
 
 
 def test_a_changed_rule_is_told_when_a_run_resumes():

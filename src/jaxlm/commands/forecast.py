@@ -170,34 +170,19 @@ def _forecast_phase(
     console: Console,
 ) -> Forecast:
     """Args: cuda: what the compiler for NVIDIA GPUs compiles for; None for another compiler."""
-    sampling = None
     with plan.layout.use(), compiling_for_cuda(cuda.capability) if cuda else nullcontext():
         step = compile_step(plan, phase, console.log, limit=int(topology.chip.memory))
-        if cuda:
-            sampling = forecast_sampling(plan, phase, topology, console.log)
-    try:
-        hlo = step.call.as_text() or ""
-    except jax.errors.JaxRuntimeError as error:
-        raise ConfigError(
-            f"--topology {topology.name}: jax {jax.__version__} cannot read the program that the installed compiler wrote"
-            f" ({str(error)[:80]}). Install the compiler of this version: {install_command('tpu')}"
-        ) from error
+        sampling = forecast_sampling(plan, phase, topology, console.log) if cuda else None
+    hlo = _program_text(step, topology)
     flops, tokens = flops_per_token(plan, phase), plan.batches.of(phase).largest.size * plan.tokens_per_example(phase)
     model = plan.state_builder.abstract_state(phase).model
     on_host = _optimizer_bytes(plan, phase) if plan.layout.optimizer_memory else 0
     if cuda:
-        estimate = estimate_kernels(hlo, topology, plan.mesh, plan.precision.compute)
         update = roofline(hlo, speed_of(topology, plan.precision.compute), OPTIMIZER_SCOPE).total
+        estimate = estimate_kernels(hlo, topology, plan.mesh, plan.precision.compute)
         estimate = dataclasses.replace(estimate, host=(*estimate.host, *_moments_traffic(on_host, topology, update)))
     else:
-        update = None
-        estimate = Estimate(  # the kernels are not known
-            kernels=_analytic_seconds(plan, topology, step, model, flops.causal, tokens),
-            communication=communication_seconds(hlo, topology, plan.mesh),
-            hidden=None,
-            flops=None,
-            collectives=collectives_by_kind(hlo),
-        )
+        update, estimate = None, _analytic_estimate(plan, topology, step, hlo, model, flops.causal, tokens)
     seconds, exposed, scheduled = estimate.overlapped, estimate.exposed, estimate.scheduled
     per_second = tokens / (topology.num_chips * topology.chip.peak)
     return Forecast(
@@ -276,18 +261,35 @@ def _simulated_devices(topology: Topology) -> tuple[Sequence[Any], str]:
     return devices[: topology.num_chips], description
 
 
-def _analytic_seconds(
-    plan: Plan, topology: Topology, step: CompiledStep, model: LanguageModel, flops: float, tokens: int
-) -> Seconds:
-    """Time of the model's FLOPs in a step, `flops` per token and what remat recomputes, and of moving its state."""
+def _program_text(step: CompiledStep, topology: Topology) -> str:
+    try:
+        return step.call.as_text() or ""
+    except jax.errors.JaxRuntimeError as error:
+        raise ConfigError(
+            f"--topology {topology.name}: jax {jax.__version__} cannot read the program that the installed compiler wrote"
+            f" ({str(error)[:80]}). Install the compiler of this version: {install_command('tpu')}"
+        ) from error
+
+
+def _analytic_estimate(
+    plan: Plan, topology: Topology, step: CompiledStep, hlo: str, model: LanguageModel, flops: float, tokens: int
+) -> Estimate:
+    """Estimates a program whose kernels are not known by the model's FLOPs, `flops` per token and what remat recomputes, and
+    by moving its state."""
     of_weights = min(flops, 6 * num_active(model))
     recomputed = {FULL: flops / 3, ATTENTION: of_weights / 3}.get(step.remat_policy, 0.0)
     executed = (flops + recomputed) * tokens / topology.num_chips
     state = _STATE_TRAFFIC * tree.num_parameters(model) * plan.precision.params.itemsize
     num_shards = plan.mesh.data * plan.mesh.context * plan.mesh.model
-    return Seconds(
-        products=executed / (topology.chip.peak_of(plan.precision.compute) * GEMM_SHARE),
-        memory=state / num_shards / topology.chip.memory_bandwidth,
+    return Estimate(
+        kernels=Seconds(
+            products=executed / (topology.chip.peak_of(plan.precision.compute) * GEMM_SHARE),
+            memory=state / num_shards / topology.chip.memory_bandwidth,
+        ),
+        communication=communication_seconds(hlo, topology, plan.mesh),
+        hidden=None,
+        flops=None,
+        collectives=collectives_by_kind(hlo),
     )
 
 

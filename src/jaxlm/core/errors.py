@@ -58,14 +58,14 @@ def listed(names: Collection[str]) -> str:
     return f"{shown}{more}" or "none"
 
 
-def nearest(name: str, known: Iterable[str], cutoff: float = 0.6) -> str | None:
+def nearest_spelling(name: str, known: Iterable[str], cutoff: float = 0.6) -> str | None:
     """The known name with the most similar spelling."""
     return next(iter(difflib.get_close_matches(name, list(known), n=1, cutoff=cutoff)), None)
 
 
 def did_you_mean(name: str, known: Iterable[str], before: str = "'", after: str = "'") -> str:
     """A sentence for a message, with a space before it; empty if no known name is similar."""
-    near = nearest(name, known)
+    near = nearest_spelling(name, known)
     return f" Did you mean {before}{near}{after}?" if near else ""
 
 

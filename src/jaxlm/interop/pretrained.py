@@ -6,14 +6,14 @@ from jaxlm.core.errors import ConfigError
 from jaxlm.core.sharding import Layout
 from jaxlm.interop.hf.folder import AS_THEY_ARE, PretrainedModel, ReadOptions, load_model, open_folder
 from jaxlm.interop.hf.tensor_files import open_tensors
-from jaxlm.interop.torch.nanochat import check_vocabulary, load_nanochat, model_file, read_config
+from jaxlm.interop.torch.nanochat import check_vocabulary, load_nanochat, model_file, read_nanochat_config
 from jaxlm.models.base import LanguageModel, ModelConfig
 
 
 def open_pretrained(path: Path, options: ReadOptions = AS_THEY_ARE) -> PretrainedModel:
     """Reads the configuration of a folder, or of one of nanochat's files. Errors as of `open_folder`."""
     if (file := model_file(path)) is not None:
-        return PretrainedModel(*read_config(file))
+        return PretrainedModel(*read_nanochat_config(file))
     return open_folder(path, options)
 
 

@@ -9,7 +9,7 @@ from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from jaxlm.core.errors import nearest
+from jaxlm.core.errors import nearest_spelling
 from jaxlm.reading.yaml import KeyPath
 
 _PACKAGE = Path(__file__).parents[1]
@@ -127,8 +127,10 @@ def meant(path: KeyPath, allowed: Collection[str], *, is_run: bool) -> str | Non
     if key in BY_OTHERS and elsewhere.get(key, dotted) != dotted:
         return elsewhere[key].removeprefix(dotted.removesuffix(key))
     words = sorted(key.split("_"))
-    near = next((name for name in allowed if sorted(name.split("_")) == words), None) or nearest(key, allowed, 0.7)
+    near = next((name for name in allowed if sorted(name.split("_")) == words), None) or nearest_spelling(
+        key, allowed, 0.7
+    )
     if near or elsewhere.get(key, dotted) != dotted:
         return near or elsewhere[key]
-    far = nearest(key, elsewhere, 0.85)
-    return nearest(key, allowed, 0.5) or (far and elsewhere[far])
+    far = nearest_spelling(key, elsewhere, 0.85)
+    return nearest_spelling(key, allowed, 0.5) or (far and elsewhere[far])

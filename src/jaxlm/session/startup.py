@@ -9,13 +9,11 @@ from importlib.metadata import version
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 
 from jaxlm.core import tree
 from jaxlm.core.devices import cuda_capability, peak_flops
 from jaxlm.core.errors import ConfigError, counted
 from jaxlm.core.exchange import exchange
-from jaxlm.core.precision import Precision
 from jaxlm.core.products.bfloat16 import bfloat16_products, has_matrix_instruction
 from jaxlm.core.products.fp8 import has_fp8_products
 from jaxlm.core.publish import child_of, is_complete, location_of, names_in
@@ -25,11 +23,10 @@ from jaxlm.core.sharding import axis_mapping_table
 from jaxlm.data.tokenizer.tokenizer import Tokenizer
 from jaxlm.engine.checkpoint.manifest import Cursor
 from jaxlm.engine.phases import Phase
-from jaxlm.models import layers
 from jaxlm.models.attention.choose import AttentionChoice, choose_attention
 from jaxlm.models.base import LanguageModel
 from jaxlm.models.chunked_loss import default_chunk_tokens
-from jaxlm.models.layers import Attention
+from jaxlm.models.layers import Attention, activation_dtype
 from jaxlm.models.moe import num_active
 from jaxlm.models.remat import (
     ATTENTION,
@@ -230,7 +227,7 @@ def attention_choices(plan: Plan) -> list[AttentionChoice]:
     context = {"context": layout.context, "in_text_order": layout.context.balance == "none"}
     for phase in plan.phases:
         model = plan.state_builder.abstract_state(phase).model
-        dtype = activation_dtype(plan.precision, model)
+        dtype = activation_dtype(jax.eval_shape(plan.precision.cast_to_compute, model))
         shared = (layout.platform, cuda_capability(layout.device), dtype, phase.model.seq_len)
         of_phase = [
             dataclasses.replace(layer.task(*shared, kind.window), **context)
@@ -244,11 +241,6 @@ def attention_choices(plan: Plan) -> list[AttentionChoice]:
         if layout.context.divides_rows and any(one.takes_second_derivatives for one in optimizers):
             tasks |= dict.fromkeys((dataclasses.replace(task, twice_differentiable=True),) for task in of_phase)
     return [choose_attention(*task) for task in tasks]
-
-
-def activation_dtype(precision: Precision, model: LanguageModel) -> jnp.dtype:
-    """The dtype of the residual stream in the phase's step."""
-    return layers.activation_dtype(jax.eval_shape(precision.cast_to_compute, model))
 
 
 def fp8_products(plan: Plan) -> dict[str, str]:

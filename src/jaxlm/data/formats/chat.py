@@ -15,7 +15,7 @@ from jaxlm.data.formats.base import Begin, Encoder, FormatConfig, MaskedFormat, 
 from jaxlm.data.sources.record_files import Record
 from jaxlm.data.sources.text_file import TextFile
 from jaxlm.data.tokenizer.chat_template import ChatTemplate
-from jaxlm.data.tokenizer.rendering import GIVEN, Arguments
+from jaxlm.data.tokenizer.rendering import GIVEN, ToolArguments
 from jaxlm.data.tokenizer.tokenizer import Tokenizer
 from jaxlm.reading.choices import choice
 
@@ -195,7 +195,7 @@ def _cleaned(value: Any) -> Any:
         arguments = _parsed(given := kept.get("arguments"))
         if "name" in kept and isinstance(arguments, dict):
             text = given if isinstance(given, str) else json.dumps(arguments, ensure_ascii=False)
-            kept["arguments"] = Arguments(arguments, text)
+            kept["arguments"] = ToolArguments(arguments, text)
         return kept
 
     return json.loads(json.dumps(value, default=str), object_hook=clean)

@@ -70,7 +70,7 @@ class Reads(NamedTuple):
     marks: bool
 
 
-class Arguments(dict):
+class ToolArguments(dict):
     """The arguments of a call: a mapping for templates with `tojson`, and its JSON for those that write what they get."""
 
     def __init__(self, values: dict[str, Any], text: str):

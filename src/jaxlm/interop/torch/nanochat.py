@@ -69,7 +69,7 @@ def _meta(file: Path) -> Path:
     return file.with_name(file.name.replace("model_", "meta_")).with_suffix(".json")
 
 
-def read_config(file: Path) -> tuple[NanoConfig, int]:
+def read_nanochat_config(file: Path) -> tuple[NanoConfig, int]:
     """The model config and the vocabulary size of a weights file.
 
     Raises:
@@ -151,7 +151,7 @@ def load_nanochat(
 
 def check_vocabulary(file: Path, num_tokens: int) -> None:
     """Raises `ConfigError` if the model of a weights file has another vocabulary than a tokenizer of this size."""
-    _, vocab_size = read_config(file)
+    _, vocab_size = read_nanochat_config(file)
     if vocab_size != num_tokens:
         raise ConfigError(
             f"{file}: a vocabulary of {vocab_size} tokens in {_meta(file).name}, but the tokenizer has {num_tokens}. Set"
