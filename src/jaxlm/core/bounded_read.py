@@ -39,7 +39,7 @@ def largest() -> int:
 
 
 def listed_file(folder: Path, name: str) -> Path:
-    """The path of a file that another file of a folder lists. Raises `ConfigError` for a name that leads out of it."""
+    """Finds a file that another file of a folder lists. Raises `ConfigError` for a name that leads out of it."""
     if not name or "\0" in name or Path(name).is_absolute() or ".." in Path(name).parts:
         raise ConfigError(
             f"{folder}: {name!r} is listed, the name of a file in this folder expected. Download it again"
@@ -60,7 +60,7 @@ def open_regular(path: Path | str) -> io.BufferedReader:
 
 
 def parse_json(text: str | bytes) -> Any:
-    """The value in a JSON text. Raises `ValueError` for anything else, such as what is nested too deeply."""
+    """Parses a JSON text. Raises `ValueError` for anything else, such as what is nested too deeply."""
     try:
         return json.loads(text)
     except RecursionError:  # no cause: its traceback has a thousand lines
@@ -68,7 +68,7 @@ def parse_json(text: str | bytes) -> Any:
 
 
 def map_array(path: Path | str) -> "np.ndarray":
-    """A memory map of the array in a .npy file. Raises `ConfigError` if it is anything else, and `OSError`."""
+    """Maps the array of a .npy file into memory. Raises `ConfigError` if it is anything else, and `OSError`."""
     import numpy as np
 
     try:

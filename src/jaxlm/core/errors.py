@@ -42,35 +42,35 @@ def _bounded_line(line: str) -> str:
 
 
 def shortened(text: str) -> str:
-    """A key or a value for a message: its beginning, if it is too long to read."""
+    """Cuts off a key or a value for a message if it is too long to read."""
     return text if len(text) <= _MAX_SHOWN else f"{text[:_MAX_SHOWN]}... ({len(text):,} characters)"
 
 
 def shown(value: Any) -> str:
-    """A value for a message."""
+    """Writes a value for a message."""
     return shortened(repr(value))
 
 
 def listed(names: Collection[str]) -> str:
-    """Names for a message: the first of them, and how many more there are."""
+    """Lists names for a message: the first of them, and how many more there are."""
     shown = ", ".join(itertools.islice(names, _MAX_LISTED))
     more = f", ... ({len(names) - _MAX_LISTED:,} more)" if len(names) > _MAX_LISTED else ""
     return f"{shown}{more}" or "none"
 
 
 def nearest_spelling(name: str, known: Iterable[str], cutoff: float = 0.6) -> str | None:
-    """The known name with the most similar spelling."""
+    """Finds the known name with the most similar spelling."""
     return next(iter(difflib.get_close_matches(name, list(known), n=1, cutoff=cutoff)), None)
 
 
 def did_you_mean(name: str, known: Iterable[str], before: str = "'", after: str = "'") -> str:
-    """A sentence for a message, with a space before it; empty if no known name is similar."""
+    """Writes a question for a message, with a space before it; empty if no known name is similar."""
     near = nearest_spelling(name, known)
     return f" Did you mean {before}{near}{after}?" if near else ""
 
 
 def counted(number: int, noun: str) -> str:
-    """A number with its noun, as `1 process` or `2 processes`."""
+    """Writes a number with its noun, as `1 process` or `2 processes`."""
     plural = f"{noun}es" if noun.endswith(("s", "x", "ch", "sh")) else f"{noun}s"
     return f"{number:,} {noun if number == 1 else plural}"
 

@@ -99,7 +99,7 @@ def _phase_steps_of(kind: type) -> tuple[str, ...]:
 
 
 def beyond(section: Any, num_steps: int, prefix: str = "") -> list[str]:
-    """The keys of a section, and of those in it that are not as by default, that wait for more steps than a phase has."""
+    """Finds the keys that wait for more steps than a phase has, in a section and in changed sections within it."""
     values = {name: getattr(section, name) for name in _phase_steps_of(type(section))}
     lines = [f"{prefix}{name}: {value}" for name, value in values.items() if (value or 0) > num_steps]
     for field in dataclasses.fields(section):

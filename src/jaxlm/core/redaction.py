@@ -55,7 +55,7 @@ def redacted(text: str) -> str:
 
 
 def redact(value: Any) -> Any:
-    """A value without the secrets in its texts. Args: value: a text, or a dataclass, mapping or sequence that has some."""
+    """Removes the secrets from texts in a value. Args: value: a text, or a dataclass, mapping or sequence that has some."""
     if isinstance(value, str):
         return redacted(value)
     if isinstance(value, Mapping):
@@ -69,7 +69,7 @@ def redact(value: Any) -> Any:
 
 
 def redacted_bytes(content: bytes) -> bytes:
-    """The content of a file without its secrets."""
+    """Removes the secrets from the content of a file."""
     return redacted(content.decode(errors="surrogateescape")).encode(errors="surrogateescape")
 
 

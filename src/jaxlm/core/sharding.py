@@ -208,7 +208,7 @@ def current_device() -> Any:
 
 
 def replicated(arrays: T) -> T:
-    """The arrays, whole on every device, so that every process can read them. Call it in traced code."""
+    """Copies arrays whole to every device, so that every process can read them. Call it in traced code."""
     layout = current_layout()
     return arrays if layout is None else jax.lax.with_sharding_constraint(arrays, layout.replicated())
 

@@ -72,7 +72,7 @@ def tracing(**changes: Any) -> Iterator[None]:
 
 
 def used_arguments(function: Callable[..., Any], *args: Any) -> list[bool]:
-    """Whether the result of a function depends on each array of its arguments. Args: args: shapes and dtypes are enough."""
+    """Finds out for each array of the arguments whether the result depends on it. Args: args: shapes and dtypes suffice."""
     traced = jax.make_jaxpr(function)(*args).jaxpr
     return dce_jaxpr(traced, [True] * len(traced.outvars))[1]
 

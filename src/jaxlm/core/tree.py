@@ -92,7 +92,7 @@ def is_wide(leaf: Any) -> bool:
 
 
 def sum_dtype(dtype: Any) -> Any:
-    """The dtype of a sum over many terms, microbatches or steps whose terms have this dtype: at least float32.
+    """Returns the dtype of a sum over many terms, microbatches or steps whose terms have this dtype: at least float32.
 
     In bfloat16, which has 8 bits, a sum stops growing at 256 equal terms, and a running mean that moves by less than 1/256
     of itself does not move.

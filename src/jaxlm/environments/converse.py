@@ -220,7 +220,7 @@ class _Speaker:
 
 
 def opened_environment(config: EnvironmentConfig) -> Environment:
-    """A new environment. Raises `ConfigError` if it cannot be opened."""
+    """Opens a new environment. Raises `ConfigError` if it cannot be opened."""
     kind = type(config).__name__
     environment = _guarded(kind, "its method open", config.open)
     if not isinstance(environment, Environment):

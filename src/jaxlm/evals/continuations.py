@@ -149,7 +149,7 @@ def token_columns(batch) -> tuple[jax.Array, jax.Array]:
 
 
 def num_shared(one: Sequence[int], other: Sequence[int]) -> int:
-    """The number of tokens that both begin with."""
+    """Counts the tokens that both begin with."""
     return next(
         (at for at, pair in enumerate(zip(one, other, strict=False)) if pair[0] != pair[1]), min(len(one), len(other))
     )

@@ -99,7 +99,7 @@ def read_bundle(folder: str, names: Sequence[str] = CORE_TASKS, max_per_task: in
 
 
 def task_entries(folder: str, names: Sequence[str]) -> dict[str, TaskEntry]:
-    """The tasks. Raises `ConfigError` if the folder is not a bundle, or lacks one of them. Reads no questions."""
+    """Lists the tasks. Raises `ConfigError` if the folder is not a bundle, or lacks one of them. Reads no questions."""
     root = _local(folder, _WHERE)
     if unknown := [name for name in names if name not in CORE_TASKS]:
         raise ConfigError(f"evals: core: tasks: '{unknown[0]}' given, but CORE has: {', '.join(CORE_TASKS)}")

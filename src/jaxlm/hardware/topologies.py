@@ -142,7 +142,7 @@ class Topology:
 
     @property
     def size(self) -> str:
-        """The number of chips in words, and of devices if it is another."""
+        """Writes the number of chips, and of devices if it is another."""
         chiplets = self.chip.chiplets
         return (
             f"{self.num_chips} chips" if chiplets == 1 else f"{self.num_chips // chiplets} chips of {chiplets} devices"

@@ -94,7 +94,7 @@ def _apply_norm(norm: Norm | None, x: NamedArray) -> NamedArray:
 
 
 class SizedConfig(ModelConfig):
-    """The axes of a stream, its layers and their heads, by the config keys that a family declares."""
+    """Names the axes of a stream, its layers and their heads, by the config keys that a family declares."""
 
     hidden_dim: int
     num_layers: int

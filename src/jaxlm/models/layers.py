@@ -65,7 +65,7 @@ class Embedding(eqx.Module):
 
 
 def activation_dtype(model: Any) -> jnp.dtype:
-    """The dtype of the residual stream, and so of keys and values: that of the embeddings, or of other parameters."""
+    """Returns the dtype of the residual stream, and so of keys and values: that of the embeddings, or of other parameters."""
     tables = [embedding.weight for embedding in tree.modules(model, Embedding)]
     arrays = [leaf for _, leaf in tree.leaves(model) if tree.is_inexact(leaf)]
     return jnp.result_type(*(one.dtype for one in tables or arrays[:1]))

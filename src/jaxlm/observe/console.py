@@ -91,7 +91,7 @@ def table(title: str, rows: Sequence[tuple[str, str]]) -> str:
 
 
 def folded(text: str, width: int) -> str:
-    """A text in which rows of a `table` that are wider than the terminal go on below their value, not below their name."""
+    """Folds rows of a `table` that are wider than the terminal, so that they go on below their value."""
     lines = []
     for line in text.split("\n"):
         row = _ROW.match(line)

@@ -88,7 +88,7 @@ def controller_notes(config: RunConfig, phases: Sequence[Phase]) -> list[str]:
 
 
 def objective_notes(config: RunConfig, phases: Sequence[Phase]) -> list[str]:
-    """What of objectives has no effect, because it waits for more steps than their phases have."""
+    """Notes what has no effect in objectives, because it waits for more steps than their phases have."""
     users: dict[str, list[Phase]] = {}
     for phase, own in zip(phases, config.phases or [None], strict=True):
         is_shared = own is None or own.objective is None

@@ -54,7 +54,7 @@ def encode(value: Any) -> Any:
 
 
 def flattened(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
-    """The values in nested mappings, by dotted path."""
+    """Yields the values of nested mappings by dotted path."""
     if isinstance(value, Mapping) and value:
         for key, item in value.items():
             yield from flattened(item, f"{path}.{key}" if path else str(key))
@@ -297,7 +297,7 @@ class _Decoder:
 
 
 def config_error(source: ConfigSource, path: KeyPath, problem: str) -> ConfigError:
-    """The error for a problem at a path, with file, line and dotted path."""
+    """Makes the error for a problem at a path, with file, line and dotted path."""
     where, dotted = source.where(path), ".".join(map(str, path)) or "configuration"
     is_option = where.endswith((f"--{dotted}", f"keys: {dotted}"))  # the key is named already
     return ConfigError(": ".join([*filter(None, [where]), *([] if is_option else [shortened(dotted)]), problem]))
@@ -306,7 +306,7 @@ def config_error(source: ConfigSource, path: KeyPath, problem: str) -> ConfigErr
 def unknown_key(
     source: ConfigSource, path: KeyPath, choice: str | None, allowed: Sequence[str], *, is_run: bool
 ) -> ConfigError:
-    """The error for a key that its section does not have. `choice` is the section's `type`, if it has one."""
+    """Makes the error for a key that its section does not have. `choice` is the section's `type`, if it has one."""
     near = meant(path, allowed, is_run=is_run)
     hint = f" Did you mean '{near}'?" if near else ""
     section = ".".join(map(str, path[:-1])) or "the top level"

@@ -78,7 +78,7 @@ def _kinds(annotation: str) -> set[str]:
 
 
 def unknown_keys(tree: Mapping[str, Any], kind: str = ROOT, path: KeyPath = ()) -> Iterator[tuple[KeyPath, list[str]]]:
-    """The keys of a configuration that no section at their place can have, each with those that it can have."""
+    """Yields the keys that no section at their place can have, each with those that it can have."""
     fields = _fields(kind)
     for key, value in tree.items():
         if key not in fields:
@@ -116,7 +116,7 @@ def places() -> dict[str, str]:
 
 
 def meant(path: KeyPath, allowed: Collection[str], *, is_run: bool) -> str | None:
-    """What is meant by a key that its section does not have: a misspelled key, or one of another section or program.
+    """Guesses what a key means that its section does not have: a misspelled key, or one of another section or program.
 
     Args:
         allowed: the keys of the section.

@@ -57,7 +57,7 @@ def overridden(variables: Mapping[str, Any], options: Mapping[str, Any]) -> dict
 
 
 def unused(names: Iterable[str], tree: Mapping[str, Any]) -> tuple[str, ...]:
-    """A note for each variable that a configuration uses nowhere."""
+    """Notes the variables that a configuration uses nowhere."""
     used = {use[2] for text in _texts(tree, set()) for use in _USE.finditer(text) if not use[1]}
     return tuple(f"{VARS}.{name}: not used: ${{{name}}} is nowhere in the file" for name in names if name not in used)
 

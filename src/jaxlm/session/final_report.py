@@ -70,7 +70,7 @@ def final_report(plan: Plan, console: Console, *, has_template: bool) -> None:
 
 
 def chats(record_format: FormatConfig) -> bool:
-    """Whether a model learns to answer in a chat template: texts need none."""
+    """Returns whether a model learns to answer in a chat template: texts need none."""
     return record_format.begins_as == "template" or record_format.given_template() is not None
 
 
@@ -90,7 +90,7 @@ def how_to_train_longer(plan: Plan) -> list[tuple[str, str]]:
 
 
 def how_to_use(plan: Plan, *, chats: bool) -> tuple[str, str]:
-    """A row with a command that does what the model was trained for. Args: chats: it was trained on conversations."""
+    """Writes a row with a command that does what the model was trained for. Args: chats: it was trained on conversations."""
     location = plan.checkpoints.location
     if chats and plan.phases[-1].objective.trains_writing:
         return "to chat", f"jaxlm chat --checkpoint {location}"

@@ -25,7 +25,7 @@ def flat(array: NamedArray, *groups: tuple[hax.Axis, ...]) -> jax.Array:
 
 
 def heads_of_layers(layer: Linear, heads: str) -> jax.Array:
-    """The float32 weight [layers, heads, D, I] of a projection. With a bias, the last input is 1. Args: heads: their axis."""
+    """Reads a float32 weight [layers, heads, D, I]. With a bias, the last input is 1. Args: heads: their axis."""
     groups = [(layer.weight.resolve_axis(name),) for name in (LAYERS, heads, HEAD_SIZE, EMBED)]
     weight = flat(layer.weight, *groups)  # pyright: ignore[reportArgumentType]
     return (

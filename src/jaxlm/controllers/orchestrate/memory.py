@@ -57,5 +57,5 @@ class Memory:
     rejections: int = 0
 
     def is_branching(self, step: int) -> bool:
-        """Whether a branch is to begin, or had this step."""
+        """Returns whether a branch is to begin, or had this step."""
         return self.trying is not None or step <= self.branched_until

@@ -45,7 +45,7 @@ def note_file(path: Path) -> None:
 
 
 def name_of(path: Path) -> str:
-    """The end of a path, for messages; the same on machines that keep the file in different folders."""
+    """Returns the end of a path, for messages: the same on machines that keep the file in different folders."""
     parts = path.absolute().parts
     if _SNAPSHOTS in parts[1:]:
         at = len(parts) - 1 - parts[::-1].index(_SNAPSHOTS)

@@ -17,7 +17,7 @@ _GROWTH = 3.0  # of the exponential mapping: the distances grow by about e^3 fro
 
 
 def time_steps(mapping: TimeMapping | Sequence[int], num_stacks: int, num_steps: int, key: str) -> tuple[int, ...]:
-    """The time step of each stack: strictly increasing, below `num_steps`.
+    """Gives each stack its time step: strictly increasing, below `num_steps`.
 
     `linear`: k / (K - 1) (T - 1) for stack k of K and T steps, rounded; `exponential`: (e^(a k / (K - 1)) - 1) / (e^a - 1)
     (T - 1) with a = 3, rounded. A single stack has the last one, because it has to remove all noise.

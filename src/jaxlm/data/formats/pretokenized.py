@@ -90,7 +90,7 @@ class PretokenizedEncoder(Encoder):
 
 
 def numbers_under(key: str, record: Record) -> Any:
-    """What a record has under a key of token ids or labels. Raises `ConfigError` if that is nothing."""
+    """Reads the token ids or labels under a key of a record. Raises `ConfigError` if there are none."""
     if (values := record.values.get(key)) is None:
         problem = "null" if key in record.values else "missing"
         raise ConfigError(

@@ -38,7 +38,7 @@ class SupervisedFormat(MaskedFormat, PromptedFormat):
         return file.records(self.keys, OF_TEMPLATE)
 
     def prompt(self, record: Record) -> str | Messages:
-        """The prompt, including the context and `separate_with`. Raises `ConfigError` if there is none."""
+        """Writes the prompt, including the context and `separate_with`. Raises `ConfigError` if there is none."""
         prompt, key = text_or_messages(record, self.input_field), self.context_field
         context = "" if key is None or record.values.get(key, key) is None else text_or_messages(record, key)
         if isinstance(prompt, str) and isinstance(context, str):

@@ -128,7 +128,7 @@ def _table(path: Path, text_key: str) -> Iterator[Document]:
 
 @contextlib.contextmanager
 def open_table(path: Path, columns: Sequence[str] | None) -> Iterator[tuple["pa.Schema", Parts]]:
-    """The schema of a table, and its rows with those `columns` that exist, or all. Raises `ConfigError` for damage."""
+    """Reads the schema of a table, and its rows with the `columns` that exist, or all. Raises `ConfigError` for damage."""
     row = 0
 
     def checked(parts: Parts) -> Parts:

@@ -156,7 +156,7 @@ class NamedSource:
         return self.config.format.encoder(tokenizer, bos=self._bos, eos=self.eos, key=f"{self.key}.format")
 
     def rendering(self, split: str, tokenizer: Tokenizer, before: Mapping[str, Any] | None) -> dict[str, Any]:
-        """What messages of a split are rendered with. Texts stay what they are, so that their key is what it was `before`."""
+        """Identifies what renders a split's messages. Texts stay what they are, so that their key is what it was `before`."""
         now = self.encoder(tokenizer).cache_key()
         kept = {} if before is None else {name: before[name] for name in RENDERING if name in before}
         if before is None or kept == now:
@@ -191,7 +191,7 @@ class NamedSource:
         return self._files(listed, lambda _: None, {}) if is_here else None
 
     def describe_records(self, split: str, tokenizer: Tokenizer) -> str | None:
-        """How the records of a split are read, and which of their keys are not; None for files of other machines too."""
+        """Says how the records of a split are read, and which keys are not; None also for files of other machines."""
         return describe_records(self.config.format, tokenizer, self.local_files(split) or (), self._text_key)
 
     def is_tokenized(self, split: str) -> bool:

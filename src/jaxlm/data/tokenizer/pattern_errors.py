@@ -23,5 +23,5 @@ def pattern_errors(key: str = "data.tokenizer") -> Iterator[None]:
 
 
 def is_panic(error: BaseException) -> bool:
-    """Whether code in Rust has panicked. The type cannot be imported, and is no `Exception`."""
+    """Returns whether code in Rust has panicked. The type cannot be imported, and is no `Exception`."""
     return type(error).__name__ == "PanicException"

@@ -71,7 +71,7 @@ class Reads(NamedTuple):
 
 
 class ToolArguments(dict):
-    """The arguments of a call: a mapping for templates with `tojson`, and its JSON for those that write what they get."""
+    """Holds a call's arguments: a mapping for templates with `tojson`, and its JSON for those that write what they get."""
 
     def __init__(self, values: dict[str, Any], text: str):
         super().__init__(values)

@@ -273,7 +273,7 @@ def config_to_json(family: Family, config: ModelConfig) -> Json:
 
 
 def edited_json(family: Family, config: ModelConfig, source: Mapping[str, Any]) -> Json:
-    """The config.json of a model that was made from another one: `source`, with the keys that describe a difference.
+    """Writes the config.json of a model that was made from another: that of the `source`, with the keys that differ.
 
     A model that was trained on shorter texts keeps the source's length, unless it has lost rows of its table of positions, or
     has another rotary embedding.

@@ -426,7 +426,7 @@ def late_window(default_layers: int) -> KeyGroup:
 
 
 def unused_window_notes(theirs: Mapping[str, Any]) -> list[str]:
-    """What a family ignores in `layer_types` because `use_sliding_window` decides for all layers."""
+    """Notes what a family ignores in `layer_types` because `use_sliding_window` decides for all layers."""
     off = not theirs.get("use_sliding_window", False) or theirs.get("sliding_window", 4096) is None
     return [f"layer_types: {_LOCAL}: use_sliding_window is not true"] if off and local_layers(theirs) else []
 

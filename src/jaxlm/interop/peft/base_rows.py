@@ -18,7 +18,7 @@ from jaxlm.interop.peft.names import EMBEDDING, LINEAR, MAGNITUDE, PREFIX, modul
 
 @dataclass(frozen=True)
 class BaseRows:
-    """The vocabulary of a base.
+    """Holds the vocabulary of a base.
 
     Attributes:
         name: of the base.
@@ -33,7 +33,7 @@ class BaseRows:
     def added_to(
         self, tensors: Mapping[str, np.ndarray], table: Sequence[Tensor], num_rows: int
     ) -> dict[str, np.ndarray]:
-        """An adapter file's tensors with the base's rows: adapters do not change the others, and copies have their values.
+        """Adds the base's rows to an adapter's tensors: adapters do not change them, and copies have their values.
 
         Args:
             table: the table of weights.

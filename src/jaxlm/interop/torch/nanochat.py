@@ -70,7 +70,7 @@ def _meta(file: Path) -> Path:
 
 
 def read_nanochat_config(file: Path) -> tuple[NanoConfig, int]:
-    """The model config and the vocabulary size of a weights file.
+    """Reads the model config and the vocabulary size of a weights file.
 
     Raises:
         ConfigError: the model is of another revision, or the files are damaged.

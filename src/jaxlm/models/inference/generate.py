@@ -70,7 +70,7 @@ class GenerationConfig:
 
     @staticmethod
     def of(keys: Any, **others: Any) -> "GenerationConfig":
-        """The options of a section of the configuration or of a command line, which have the same names."""
+        """Takes the options from a section of the configuration or a command line, which have the same names."""
         return GenerationConfig(**{name: getattr(keys, name) for name in _OF_KEYS}, **others)
 
     @property

@@ -13,7 +13,7 @@ from jaxlm.reading.decode import choice_name
 
 
 class MissingLibraryError(Exception):
-    """The library that a tracker needs is not installed."""
+    """Says that a library which a tracker needs is not installed."""
 
 
 class Tracker(Protocol):

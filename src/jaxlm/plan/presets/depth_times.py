@@ -55,7 +55,7 @@ class StackTime:
 
 @dataclass(frozen=True)
 class DepthTimes:
-    """A time step for each stack, the first one with the fewest hidden tokens. With the objective `mlm`, a stack trains at
+    """Gives each stack a time step, the first one with the fewest hidden tokens. With the objective `mlm`, a stack trains at
     its own time alone; with `diffusion`, at all times that are closer to its own than to any other stack's.
 
     Attributes:
@@ -75,7 +75,7 @@ class DepthTimes:
     num_time_steps: NumTimeSteps | None = None
 
     def of(self, num_stacks: int, tree: Mapping[str, Any], objective: Any, seq_len: int) -> tuple[StackTime, ...]:
-        """The time of each stack, in `order`.
+        """Returns the time of each stack, in `order`.
 
         Args:
             tree: the configuration.
