@@ -188,7 +188,7 @@ def test_a_full_disk_stops_the_run_and_loses_no_finished_checkpoint(again, place
 
 
 def test_sample_needs_only_the_checkpoint(finished, in_process):
-    arguments = ("--checkpoint", "checkpoints/run", "--prompt", "def ", "--prompt", "import ", "--max_new_tokens", "8")
+    arguments = ("--checkpoint", "checkpoints/run", "--prompt", "def ", "--prompt", "import ")
     result = finished.finish(*arguments, module="jaxlm.commands.sample")
     assert result.out.count("---") == 2
     missing = in_process(sample.main, finished, "--checkpoint", "checkpoints/rum")

@@ -143,6 +143,9 @@ def test_greedy_texts_are_those_of_transformers(tmp_path):
     ids = [tokenizer(prompts[0])["input_ids"]]
     assert model.generate(ids, max_new_tokens=12, temperature=0.0) == expected[:1]
     assert model.generate(prompts[0], max_new_tokens=12, temperature=0.0) == expected[0], "a string for a string"
+    long = (ids[0] * 100)[: theirs.config.max_position_embeddings - 12]
+    new = theirs.generate(torch.tensor([long]), max_new_tokens=12, do_sample=False)[0, len(long) :].tolist()
+    assert model.generate([long], temperature=0.0) == [model.tokenizer.decode(new)], "as many as fit"
     with pytest.raises(ConfigError, match="stop: 'x' given"):
         model.generate(["x"], stop="x")
     assert repr(model).startswith(f"InferenceModel('{tmp_path / 'model'}': llama, ")

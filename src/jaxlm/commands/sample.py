@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 from jaxlm.core.errors import ConfigError
 from jaxlm.models.inference.denoise import denoised
-from jaxlm.models.inference.generate import generate_tokens
+from jaxlm.models.inference.generate import default_new_tokens, generate_tokens
 from jaxlm.models.inference.stop_strings import StopStrings
 from jaxlm.models.inference.unstacked import Generator
 from jaxlm.session.exit_codes import command
@@ -35,6 +35,9 @@ def main(arguments: Sequence[str]) -> int:
         raise ConfigError("--stop: '' given, but a stop string must not be empty. Set a stop string, or remove --stop")
     loaded = open_model(options.checkpoint, keys, options.adapter, options.weights)
     tokenizer, prompts = loaded.tokenizer, options.prompt or [""]
+    ids = [loaded.prompt_ids(prompt) for prompt in prompts]
+    if options.max_new_tokens is None:
+        options.max_new_tokens = default_new_tokens(ids, loaded.model.seq_len)
     calls = tool_calls_of(options, tokenizer)
     of_text = StopStrings.of_text(stop_strings, tokenizer.decode)
     config, denoising = generation_config_of(options, tokenizer.stop_ids), denoising_of(options)
@@ -43,7 +46,6 @@ def main(arguments: Sequence[str]) -> int:
     with loaded.plan.layout.use():
         model = loaded.for_inference(options.quantize)
         started = time.perf_counter()
-        ids = [loaded.prompt_ids(prompt) for prompt in prompts]
         if model.is_causal and denoising is None:
             completions = generate_tokens(Generator.of(model), ids, config, stops.until, calls)
         else:
@@ -68,7 +70,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--prompt", action="append", help="prompt to complete; may be repeated")
     parser.add_argument("--stop", action="append", help="string that ends a completion; may be repeated")
-    add_generation_options(parser, max_new_tokens=128, temperature=0.8)
+    add_generation_options(parser, max_new_tokens=None, temperature=0.8)
     add_denoising_options(parser)
     return parser
 

@@ -19,13 +19,13 @@ from jaxlm.reading.yaml import ConfigSource, parse_value
 _NO_TOOL, _DEFAULT_TOOL = "none", "calculator"
 
 
-def add_generation_options(parser: argparse.ArgumentParser, *, max_new_tokens: int, temperature: float) -> None:
+def add_generation_options(parser: argparse.ArgumentParser, *, max_new_tokens: int | None, temperature: float) -> None:
     """Adds the options that `generation_config_of` reads."""
     parser.add_argument(
         "--max_new_tokens",
         type=int,
         default=max_new_tokens,
-        help=f"maximum number of tokens to generate (default {max_new_tokens})",
+        help=f"maximum number of tokens to generate (default {max_new_tokens or 128}, or what fits)",
     )
     parser.add_argument(
         "--temperature",

@@ -19,7 +19,7 @@ from jaxlm.core.tree import num_parameters
 from jaxlm.data.tokenizer.tokenizer import Tokenizer
 from jaxlm.models.base import FINAL, Inputs, LanguageModel
 from jaxlm.models.inference.denoise import DenoisingConfig, denoised
-from jaxlm.models.inference.generate import GenerationConfig, generate_tokens
+from jaxlm.models.inference.generate import GenerationConfig, default_new_tokens, generate_tokens
 from jaxlm.models.inference.padding import padded_length, program_rows
 from jaxlm.models.inference.stop_strings import StopStrings
 from jaxlm.models.inference.unstacked import Generator
@@ -57,7 +57,7 @@ class InferenceModel:
         self,
         prompts: str | Sequence[Text],
         *,
-        max_new_tokens: int = 128,
+        max_new_tokens: int | None = None,
         temperature: float = 0.8,
         top_k: int | None = None,
         top_p: float | None = None,
@@ -72,7 +72,8 @@ class InferenceModel:
         Args:
             prompts: one string, or a list of strings or of token ids. A string begins with the BOS token if the training data
                 did, or if the tokenizer of a Hugging Face folder adds it.
-            max_new_tokens, temperature, top_k, top_p, seed, min_p, repetition_penalty: see `GenerationConfig`.
+            max_new_tokens: None generates up to 128, or what fits after the longest prompt.
+            temperature, top_k, top_p, seed, min_p, repetition_penalty: see `GenerationConfig`.
             stop: texts that end a continuation. They are not part of it.
             denoising: how a masked-diffusion model fills in the new tokens; None for the defaults.
 
@@ -89,7 +90,8 @@ class InferenceModel:
             raise ConfigError(f"generate: stop: {stop!r} given, but a list of texts that are not empty is expected")
         ids = [self.loaded.prompt_ids(p) if isinstance(p, str) else list(map(int, p)) for p in texts]
         filters: Any = {"min_p": min_p, "repetition_penalty": repetition_penalty}
-        config = GenerationConfig(max_new_tokens, temperature, top_k, top_p, seed, stop_ids, **filters)
+        num_new = default_new_tokens(ids, self.model.Pos.size) if max_new_tokens is None else max_new_tokens
+        config = GenerationConfig(num_new, temperature, top_k, top_p, seed, stop_ids, **filters)
         stops = StopStrings.of_text(stop, self.tokenizer.decode)
         with self.loaded.plan.layout.use():
             if self.model.is_causal and denoising is None:

@@ -106,6 +106,11 @@ class GenerationConfig:
                 )
 
 
+def default_new_tokens(prompts: Sequence[Sequence[int]], seq_len: int) -> int:
+    """Returns the number of tokens to generate if a user gives none: 128, or what fits after the longest prompt."""
+    return max(1, min(128, seq_len - max(map(len, prompts), default=0)))
+
+
 def how_to_fit(num_prompt_tokens: int, seq_len: int) -> str:
     """What to change if a prompt and the tokens after it are too long for a model, for messages."""
     room = seq_len - num_prompt_tokens
