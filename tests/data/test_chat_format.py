@@ -271,7 +271,7 @@ def test_conversations_without_answers_are_skipped_and_counted(config, tmp_path)
         file.write(json.dumps({"messages": [{"role": "user", "content": "anybody?"}]}) + "\n")
     windows = sequences_of(config, 64, said.append)
     assert len(windows.cache.offsets) - 1 == len(CONVERSATIONS)
-    assert "train: 1 documents left out: they have no token to compute the loss on" in said
+    assert "train: 1 document left out, without a token to compute the loss on" in said
 
 
 def test_another_template_uses_another_cache(config):

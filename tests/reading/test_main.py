@@ -36,6 +36,10 @@ from jaxlm.reading.yaml import load_yaml
             "command line --model.hiden_dim: no such key in model (type llama). Did you mean 'hidden_dim'? Allowed: ",
         ),
         (
+            ("--model.typ", "gpt2", "--model.num_layers", "4"),
+            "command line --model.typ: no such key in model (type llama). Did you mean 'type'? Allowed: ",
+        ),
+        (
             ("--evals", "[{type: harness, taskz: [a]}]"),
             "command line --evals: evals.0.taskz: no such key in evals.0 (type harness). Did you mean 'tasks'? Allowed: ",
         ),

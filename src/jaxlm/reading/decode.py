@@ -173,7 +173,8 @@ class _Decoder:
         for key in tree:
             if key not in fields:
                 choice = choice_name(kind) if is_choice(kind) else None
-                raise unknown_key(self._source, (*path, key), choice, list(fields), is_run=self._is_run)
+                known = [*fields, *([] if choice is None else [CHOICE_TYPE_KEY])]
+                raise unknown_key(self._source, (*path, key), choice, known, is_run=self._is_run)
         lists = {key: value for key, value in tree.items() if _inherits(fields[key])}
         values = {key: value for key, value in (inherited or {}).items() if key in fields}
         values |= {

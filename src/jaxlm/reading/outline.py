@@ -66,10 +66,11 @@ def _fields(name: str) -> dict[str, str]:
     classes, family, more = _sources()[0], {name}, {name} - {ROOT}
     while more := {other for other, (bases, _) in classes.items() if bases & more} - family:
         family |= more
+    typed = {} if len(family) == 1 else {"type": "str"}
     while more := {base for one in family for base in classes[one][0] if base in classes} - family:
         family |= more
     ordered = [name, *(one for one in classes if one in family - {name})]
-    return {field: kind for one in ordered for field, kind in classes[one][1].items()}
+    return {field: kind for one in ordered for field, kind in classes[one][1].items()} | typed
 
 
 def _kinds(annotation: str) -> set[str]:
@@ -107,7 +108,8 @@ def places() -> dict[str, str]:
         below = []
         for path, kind in level:
             for key, annotation in _fields(kind).items():
-                found.setdefault(key, f"{path}{key}")
+                if key != "type":
+                    found.setdefault(key, f"{path}{key}")
                 suffix = ".N" if "list[" in annotation else ".NAME" if "dict[" in annotation else ""
                 below += [(f"{path}{key}{suffix}.", inner) for inner in sorted(_kinds(annotation) - seen)]
                 seen |= _kinds(annotation)
