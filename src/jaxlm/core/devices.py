@@ -67,7 +67,7 @@ def cuda_capability(device: Any) -> tuple[int, int] | None:
 
 
 def open_devices() -> list[Any]:
-    """Returns all devices of the run. Every command asks jax for devices here first.
+    """Returns all devices of the run. Every command that computes asks jax for its devices here first.
 
     Raises:
         ConfigError: jax cannot open the platform that the environment or the configuration asks for.
