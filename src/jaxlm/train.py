@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from jaxlm.core.errors import ConfigError
+from jaxlm.core.errors import ConfigError, shown
 from jaxlm.core.runtime import configure_jax, is_main_process, main_first, main_only, release_ended
 from jaxlm.core.stores import AT_START_S, retried
 from jaxlm.core.values.activity import Activity
@@ -128,6 +128,8 @@ def train(config: RunConfig, console: Console | None = None, clock: ActivityCloc
         ConfigError: the configuration cannot be run, before anything is compiled or written; a dry run found, before or after
             it compiled, that a start would fail; or a reward, an environment or the data failed later.
     """
+    if not isinstance(config, RunConfig):
+        raise ConfigError(f"train: {shown(config)} given, a configuration expected. jaxlm.read_config(PATH) reads one")
     console, clock = console or Console(), clock or ActivityClock()
     plan = _make_checked_plan(config, console)
     if config.dry_run:

@@ -134,6 +134,10 @@ CALLED = """
         jaxlm.train(jaxlm.read_config("jaxlm:quickstart.yaml", {"trainer.id": "a/b"}))
     except jaxlm.core.errors.ConfigError as error:
         print(error)
+    try:
+        jaxlm.train("lora.yaml")
+    except jaxlm.core.errors.ConfigError as error:
+        print(error)
     print(jaxlm.train(config).outcome)
 """
 
@@ -143,3 +147,10 @@ def test_the_module_train_is_also_the_function(tmp_path):
     result = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
     assert result.stdout.splitlines()[-1] == "Done()", result.stderr
     assert "trainer.id: 'a/b' given" in result.stdout
+    assert "train: 'lora.yaml' given, a configuration expected. jaxlm.read_config(PATH) reads one" in result.stdout
+
+
+def test_a_recipe_is_named_where_a_file_with_its_name_is_missing(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError, match=r"full path is .*/lora\.yaml\. The recipe of this name is jaxlm:lora\.yaml"):
+        load_config(["--config_path", "lora.yaml"], "jaxlm.train")

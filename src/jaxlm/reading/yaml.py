@@ -21,7 +21,7 @@ import yaml
 
 from jaxlm.core.bounded_read import read_text
 from jaxlm.core.errors import ConfigError
-from jaxlm.reading.recipes import config_file
+from jaxlm.reading.recipes import FOLDER, SCHEME, config_file
 
 KeyPath = tuple[str | int, ...]
 _COLLECTIONS = ("tag:yaml.org,2002:map", "tag:yaml.org,2002:seq")
@@ -171,7 +171,9 @@ class _Reader:
         except (OSError, UnicodeDecodeError) as error:
             reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
             by = f"{self.marks.get(at, '')}: !include " if chain else ""
-            raise ConfigError(f"{by}{path}: cannot be read ({reason}). The full path is {resolved}") from error
+            is_recipe = not chain and (FOLDER / path).is_file()
+            hint = f". The recipe of this name is {SCHEME}{path}" if is_recipe else ""
+            raise ConfigError(f"{by}{path}: cannot be read ({reason}). The full path is {resolved}{hint}") from error
         return self.text(text, str(path), at, (*chain, resolved))
 
     def text(self, text: str, name: str, at: KeyPath, chain: tuple[Path, ...]) -> Any:

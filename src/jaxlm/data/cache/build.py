@@ -253,7 +253,9 @@ def _join_shards(building: Path, files: Sequence[TextFile], made_from: CacheKey,
     fsync(finished)
     log(f"{building.stem}: {counted(num_documents, 'document')}, {num_tokens:,} tokens, {num_bytes:,} bytes of text")
     if joined["left_out"]:
-        log(f"{building.stem}: {counted(joined['left_out'], 'document')} left out, without a token to compute the loss on")
+        log(
+            f"{building.stem}: {counted(joined['left_out'], 'document')} left out, without a token to compute the loss on"
+        )
 
 
 def _append_shards(shards: Sequence[Path], file: BinaryIO) -> dict[str, Any]:
