@@ -94,11 +94,11 @@ def test_the_calculator_answers_in_the_middle_of_a_completion():
     assert first.mask == (1,) * turns[0] + (0,) * turns[1] + (1,) * turns[2]
     expected = [-1 - n / 100 for n in range(turns[0])] + [0.0] * turns[1] + [-1.1 - n / 100 for n in range(turns[2])]
     assert first.logps == tuple(expected)
-    assert (first.is_finished, first.reward, first.num_turns) == (True, 0.25, 2)
-    assert (text_of(second.tokens), second.mask, second.num_turns) == ("no" + EOS, (1, 1, 1), 1)
+    assert (first.is_finished, first.reward, len(first.turn_ends)) == (True, 0.25, 2)
+    assert (text_of(second.tokens), second.mask, len(second.turn_ends)) == ("no" + EOS, (1, 1, 1), 1)
     # An invalid call has no output, as in nanochat: the policy writes on.
     assert text_of(third.tokens) == call("oops") + call("'aba'.count('a')") + output("2") + EOS
-    assert (third.reward, third.num_turns) == (-0.75, 3)
+    assert (third.reward, len(third.turn_ends)) == (-0.75, 3)
     assert first.turn_ends == (turns[0], sum(turns))
     assert third.turn_ends[0] == len(ids(call("oops"))), "the next turn follows at once"
     assert [(rows, turn) for _, rows, turn, _ in script.calls] == [([0, 1, 2], 0), ([0, 2], 1), ([2], 2)]
@@ -119,7 +119,7 @@ def test_limits_end_a_conversation(max_turns, max_new_tokens, text, mask, num_tu
     script = Script([call("1+1"), "xyz" + EOS], [EOS])
     found, other = converse(script, tool(), prompts("a", "b"), DIALECT, limits)
     assert (text_of(found.tokens), found.mask) == (text, tuple(map(int, mask)))
-    assert (found.is_finished, found.num_turns) == (False, num_turns)
+    assert (found.is_finished, len(found.turn_ends)) == (False, num_turns)
     assert found.turn_ends[-1] == len(found.tokens)
     assert other.is_finished
     assert all(most <= max_new_tokens for *_, most in script.calls)

@@ -92,7 +92,6 @@ def hints_of(kind: type) -> Mapping[str, Any]:
 
 @functools.cache
 def _phase_steps_of(kind: type) -> tuple[str, ...]:
-    """The fields of a dataclass that are marked as `STEPS_OF_PHASE`."""
     hints = typing.get_type_hints(kind, include_extras=True)
     is_marked = lambda hint: any(STEPS_OF_PHASE in getattr(one, "__metadata__", ()) for one in _members(hint))  # noqa: E731
     return tuple(name for name, hint in hints.items() if is_marked(hint))

@@ -119,7 +119,9 @@ def remember_secrets(value: Any, key: str = "") -> None:
         for item in value:
             remember_secrets(item, key)
     elif isinstance(value, str):
-        secrets = [value] if _is_secret(key, value) else [*_in_urls(value)]
+        in_urls = [match[2] for match in _PASSWORD.finditer(value)]
+        in_urls += [match[3] for match in _PARAMETER.finditer(value) if _is_parameter(match[2])]
+        secrets = [value] if _is_secret(key, value) else in_urls
         forms = (form for secret in secrets for form in (secret, unquote(secret)))
         _remembered.update(form for form in forms if _can_be_found(form))
 
@@ -187,14 +189,8 @@ def _is_secret(key: str, value: str) -> bool:
 
 
 def _is_parameter(name: str) -> bool:
-    """Whether a query parameter has a secret."""
     name = _snake(name)
     return name in ("sig", "key", "auth", "code") or name.endswith("token") or _SECRET_NAME.fullmatch(name) is not None
-
-
-def _in_urls(text: str) -> Iterator[str]:
-    yield from (match[2] for match in _PASSWORD.finditer(text))
-    yield from (match[3] for match in _PARAMETER.finditer(text) if _is_parameter(match[2]))
 
 
 def _secrets(*, names_too: bool) -> frozenset[str]:

@@ -90,11 +90,6 @@ class Conversation(NamedTuple):
     reward: float
     turn_ends: tuple[int, ...]
 
-    @property
-    def num_turns(self) -> int:
-        """Of the policy."""
-        return len(self.turn_ends)
-
 
 @dataclass
 class _Row:

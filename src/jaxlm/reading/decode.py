@@ -118,7 +118,8 @@ def drop_stale_keys(kind: type, file: dict[str, Any], overrides: Mapping[str, An
         section, over = file.get(field.name), overrides.get(field.name)
         if not isinstance(section, dict) or not isinstance(over, Mapping):
             continue
-        base: Any = _registry_in(hints[field.name])
+        # the registry in a union such as `TrackerConfig | list[TrackerConfig]`
+        base: Any = next(filter(is_choice, typing.get_args(hints[field.name])), hints[field.name])
         if is_choice(base):
             old = chosen_class(base, section, default_of(field))
             new = chosen_class(base, over) if CHOICE_TYPE_KEY in over else old
@@ -134,11 +135,6 @@ def drop_stale_keys(kind: type, file: dict[str, Any], overrides: Mapping[str, An
             subsection: Any = base
             dropped += [f"{field.name}.{path}" for path in drop_stale_keys(subsection, section, over)]
     return dropped
-
-
-def _registry_in(hint: Any) -> Any:
-    """The registry in a union such as `TrackerConfig | list[TrackerConfig]`, or the hint itself."""
-    return next((kind for kind in typing.get_args(hint) if is_choice(kind)), hint)
 
 
 def default_of(field: dataclasses.Field) -> Any:

@@ -182,7 +182,6 @@ def _overview(sections: Sequence[ConfigSection], command: str) -> Iterator[str]:
 
 
 def _row(name: str, meaning: str) -> str:
-    """A name and the first sentence of its meaning."""
     sentence = re.split(r"(?<=\.)\s", meaning)[0].rstrip(".")
     return textwrap.fill(sentence, _WIDTH, initial_indent=f"  {name:34} ", subsequent_indent=" " * 37)
 

@@ -75,6 +75,10 @@ def describe(plan: Plan, start: str | None = None) -> list[tuple[str, str]]:
     """The plan as rows of name and value. Args: start: what the run starts from; None if only the configuration is known."""
     devices = plan.layout.mesh.devices.ravel()
     model, batches, trainer = plan.phases[0].model, plan.batches, plan.config.trainer
+    family, abstract = (
+        type(model).__name__.removesuffix("Config"),
+        plan.state_builder.abstract_state(plan.phases[0]).model,
+    )
     flops = flops_per_token(plan, plan.phases[0]).causal
     references = asked_in(plan, plan.phases[0])
     passes = "forward and backward" + (f", and the forward pass of {' and '.join(references)}" if references else "")
@@ -91,7 +95,7 @@ def describe(plan: Plan, start: str | None = None) -> list[tuple[str, str]]:
         ("compute sharding", axis_mapping_table(plan.layout.compute)),
         *_precision(plan),
         *repeatability(plan.layout.platform, os.environ.get("XLA_FLAGS", "")),
-        ("model", _sizes(plan)),
+        ("model", f"{family}, {parameters(abstract)}, vocabulary {plan.state_builder.Vocab.size:,}"),
         ("batch", describe_batches(batches, plan.phases)),
         ("evaluation", f"{_evals(plan)} every {counted(trainer.steps_per_eval, 'step')}"),
         (
@@ -153,12 +157,6 @@ def _evals(plan: Plan) -> str:
     amount = "all batches" if max_batches is None else f"at most {max_batches} batches"
     sizes = " or ".join(dict.fromkeys(str(plan.batches.eval_of(phase)) for phase in plan.phases))
     return f"{', '.join(names) or 'none'}, on {amount} of {sizes} sequences,"
-
-
-def _sizes(plan: Plan) -> str:
-    abstract = plan.state_builder.abstract_state(plan.phases[0]).model
-    kind = type(plan.phases[0].model).__name__.removesuffix("Config")
-    return f"{kind}, {parameters(abstract)}, vocabulary {plan.state_builder.Vocab.size:,}"
 
 
 def _logits(plan: Plan) -> str:
