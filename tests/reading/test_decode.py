@@ -117,7 +117,11 @@ def test_valid_values_are_decoded(given, value):
         ({"shapes": [{}]}, "shapes.0.type: no type given. Allowed: circle, half, square"),
         ({"shape": {"side": 2}}, "no such key in shape (type circle)"),
         ({"shape": 3}, "shape: 3 given, a section"),
-        ({"shapes": ["circle"]}, "shapes.0: 'circle' given, a section with keys expected (type, ...)"),
+        (
+            {"shapes": ["circle"]},
+            "shapes.0: 'circle' given, a section with keys expected (type, ...). Write {type: circle}",
+        ),
+        ({"shapes": ["round"]}, "shapes.0: 'round' given, a section with keys expected (type, ...)"),
         ({"k" * 9000: 1}, f"{'k' * 200}... (9,000 characters): no such key in the top level"),
         ({"inner": {}}, "the key 'text' is missing"),
         ({"inner": {"text": "t", "wait": "soon"}}, "inner.wait"),

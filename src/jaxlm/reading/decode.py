@@ -158,9 +158,11 @@ class _Decoder:
         if _is_name(kind, tree):
             tree = {CHOICE_TYPE_KEY: tree}
         if not isinstance(tree, Mapping):
-            names = [f.name for f in dataclasses.fields(kind)] if dataclasses.is_dataclass(kind) else []
-            keys = names or ["type", "..."]
-            raise self._error(path, f"{_format_value(tree)} given, a section with keys expected ({', '.join(keys)})")
+            keys = ["type", "..."] if is_choice(kind) else [f.name for f in dataclasses.fields(kind)]
+            hint = f". Write {{type: {tree}}}" if is_choice(kind) and str(tree) in kind.get_known_choices() else ""
+            raise self._error(
+                path, f"{_format_value(tree)} given, a section with keys expected ({', '.join(keys)}){hint}"
+            )
         if is_choice(kind):
             kind = self._choice(kind, tree, path, default)
             tree = {key: value for key, value in tree.items() if key != CHOICE_TYPE_KEY}
