@@ -218,7 +218,6 @@ def _sources(data: DataConfig) -> Iterator[str]:
 
 
 def _datasets(sections: tuple[DataConfig, ...]) -> Iterator[str]:
-    """The Hub names of the training data."""
     for config in (source.config for section in sections for source in section.sources()):
         locations = [config.id] if config.id else [url for url in config.train_urls if url.startswith(_HUB_URL)]
         names = (repository_of(url.removeprefix(_HUB_URL).partition("?")[0]) for url in locations)

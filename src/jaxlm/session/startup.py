@@ -251,7 +251,6 @@ def fp8_products(plan: Plan) -> dict[str, str]:
 
 
 def _stored_weights(plan: Plan) -> dict[str, str]:
-    """Phase -> what its stored weights need."""
     texts = {phase.name: describe_stored(plan.state_builder.abstract_state(phase).model) for phase in plan.phases}
     return {name: text for name, text in texts.items() if text is not None}
 
