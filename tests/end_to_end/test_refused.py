@@ -51,7 +51,7 @@ REFUSALS = {
     ),
     "a long sample": (
         ("--evals", "[{type: samples, max_new_tokens: 4000}]"),
-        "together they must not exceed model.seq_len",
+        "together exceed model.seq_len",
     ),
     "going back to nothing": (
         ("--trainer.load_checkpoint_path", "checkpoints/run/step-3"),

@@ -204,7 +204,7 @@ def sampled(tmp_path_factory):
     ],
 )
 def test_samples_that_do_not_fit_are_refused_before_training(sampled, fields, advice):
-    with pytest.raises(ConfigError, match=rf"must not exceed model\.seq_len: 32\. {advice}$"):
+    with pytest.raises(ConfigError, match=rf"together exceed model\.seq_len: 32\. {advice}$"):
         sampled(**fields)
 
 

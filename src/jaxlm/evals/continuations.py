@@ -74,8 +74,8 @@ class ContinuationsEvalConfig(GateConfig):
     def check_opens(self, tokenizer: Callable[[], Any], seq_len: int, *, dry: bool) -> None:
         if self.prompt_tokens + self.max_new_tokens > seq_len:
             raise ConfigError(
-                f"{_KEY}: prompt_tokens: {self.prompt_tokens} and max_new_tokens: {self.max_new_tokens} given, but together"
-                f" they must not exceed model.seq_len: {seq_len}. Lower one of them"
+                f"{_KEY}: prompt_tokens: {self.prompt_tokens} and max_new_tokens: {self.max_new_tokens} together"
+                f" exceed model.seq_len: {seq_len}. Lower one of them"
             )
 
     def open(self, ctx: EvalContext) -> Eval:

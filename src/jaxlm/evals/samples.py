@@ -110,8 +110,8 @@ class SamplesEvalConfig(EvalConfig):
     def _check_length(self, longest: int, seq_len: int) -> None:
         if longest + self.max_new_tokens > seq_len:
             raise ConfigError(
-                f"evals: type samples: a prompt of {longest} tokens and max_new_tokens: {self.max_new_tokens} given, but"
-                f" together they must not exceed model.seq_len: {seq_len}. {how_to_fit(longest, seq_len)}"
+                f"evals: type samples: a prompt of {longest} tokens and max_new_tokens: {self.max_new_tokens}"
+                f" together exceed model.seq_len: {seq_len}. {how_to_fit(longest, seq_len)}"
             )
 
     def _calls(self, tokenizer: Any) -> ToolCalls | None:
