@@ -500,7 +500,7 @@ NO_KEY = r"objective\.loss\.%s: no such key in objective\.loss \(type %s\)"
         ),
         (
             {"entropy": {"adaptive": {"target": 1.0, "min": 0.1}}},
-            r"objective\.entropy\.coef: 0 given, from adaptive\.min \(0\.1\)",
+            r"objective\.entropy\.coef: 0 is the default, from adaptive\.min \(0\.1\)",
         ),
         (
             {"advantage": {"type": "normalize_then_sum", "baseline": "mean"}},
@@ -517,7 +517,7 @@ NO_KEY = r"objective\.loss\.%s: no such key in objective\.loss \(type %s\)"
         ),
         (
             {"loss": {"type": "vespo", "negative_power": 40.0}},
-            r"negative_decay: 2 given with negative_power: 40, with which the weight of a response reaches e\^8",
+            r"negative_decay: 2 is the default with negative_power: 40, with which the weight of a response reaches e\^8",
         ),
         ({"loss": {"type": "vespo", "epsilon_high": 0.28}}, NO_KEY % ("epsilon_high", "vespo")),
         ({"loss": {"type": "gmpo", "importance": "sequence"}}, NO_KEY % ("importance", "gmpo")),
