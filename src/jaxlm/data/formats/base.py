@@ -100,7 +100,7 @@ class Encoder(abc.ABC):
 
 @dataclass(frozen=True)
 class FormatConfig(draccus.PluginRegistry, abc.ABC, discover_packages_path="jaxlm.data.formats"):
-    """How the records of a source become tokens. The fields named `..._field` and `..._key` hold the keys that it reads."""
+    """Turns the records of a source into tokens. The fields named `..._field` and `..._key` hold the keys that it reads."""
 
     makes: ClassVar[str] = "documents"
     """What the records become: the data section must read the same."""
@@ -120,7 +120,7 @@ class FormatConfig(draccus.PluginRegistry, abc.ABC, discover_packages_path="jaxl
 
     @property
     def keys(self) -> list[str]:
-        """The keys of a record that this format reads, beside those for a chat template."""
+        """Lists the keys of a record that this format reads, beside those for a chat template."""
         names = [item.name for item in fields(self) if item.name.endswith(("_field", "_key"))]
         return [key for key in (getattr(self, name) for name in names) if key is not None]
 

@@ -76,7 +76,7 @@ class ConversationFormat(MaskedFormat):
             yield plain_text(messages)
 
     def conversations(self, file: TextFile) -> Iterator[tuple[Record, Messages]]:
-        """The conversations of a file, each with its record."""
+        """Reads the conversations of a file, each with its record."""
         optional = [key for key in self.keys if key != self.key_of_messages]
         for record in file.records((self.key_of_messages,), [*optional, *OF_TEMPLATE]):
             yield record, for_template(self.messages(record))
@@ -157,7 +157,7 @@ def are_messages(value: Any) -> TypeGuard[Messages]:
 
 
 def given_messages(record: Record, key: str) -> Messages:
-    """The messages under a key of a record. Raises `ConfigError` if there are none."""
+    """Reads the messages under a key of a record. Raises `ConfigError` if there are none."""
     messages = record.values.get(key)
     if not are_messages(messages):
         turns = messages if isinstance(messages, list) else []
@@ -184,7 +184,7 @@ def for_template(messages: Sequence[Mapping[str, Any]]) -> Messages:
 
 
 def _cleaned(value: Any) -> Any:
-    """A value in which no mapping has a null, and the arguments of calls are mappings.
+    """Copies a value so that no mapping has a null, and the arguments of calls are mappings.
 
     Tables have nulls for keys that only other records have, and cannot say which of them somebody wrote. So that JSON gives
     the same tokens, its nulls are left out too. Those in texts with JSON, as OpenAI writes arguments, stay.
@@ -202,7 +202,7 @@ def _cleaned(value: Any) -> Any:
 
 
 def _parsed(value: Any) -> Any:
-    """What a text says in JSON, or the value itself."""
+    """Parses a text that is JSON; returns other values as they are."""
     if isinstance(value, str):
         with contextlib.suppress(ValueError):
             return parse_json(value) if value.strip() else None
@@ -210,7 +210,7 @@ def _parsed(value: Any) -> Any:
 
 
 def template_variables(record: Record, template: ChatTemplate, tools_field: str = TOOLS) -> dict[str, Any]:
-    """What the chat template gets of a record beside the messages: its tools, and the variables in TRL's column of them."""
+    """Collects what the template gets of a record beside messages: its tools, and the variables in TRL's column of them."""
     tools = (_parsed(record.values.get(tools_field)) if TOOLS in template.reads.variables else None) or []
     variables = _parsed(record.values.get(VARIABLES)) or {}
     if not isinstance(tools, list) or not isinstance(variables, dict) or not variables.keys().isdisjoint(GIVEN):
@@ -223,7 +223,7 @@ def template_variables(record: Record, template: ChatTemplate, tools_field: str 
 
 
 def _untrained(messages: Messages, where: str) -> list[int]:
-    """The numbers of the messages that are not to be trained, as OpenAI's, ShareGPT's and Axolotl's files say it."""
+    """Finds the numbers of messages that are not to be trained, as OpenAI's, ShareGPT's and Axolotl's files say it."""
     given = [(n, key, m["role"], m[key]) for n, m in enumerate(messages) for key in TRAINED_IF if m.get(key, []) != []]
     for number, key, role, value in given:
         if value not in (0, 1) or (value and key != "weight" and role != "assistant"):
@@ -235,7 +235,7 @@ def _untrained(messages: Messages, where: str) -> list[int]:
 
 
 def renders_messages(config: FormatConfig, files: Iterable[TextFile]) -> bool:
-    """Whether a chat template writes tokens: in formats of conversations, and in others if a record has messages."""
+    """Returns whether a chat template writes tokens: in formats of conversations, and in others if a record has messages."""
     if config.begins_as == "template":
         return True
     records = (record for file in files for record in file.records((), config.keys))

@@ -65,7 +65,7 @@ class PromptedFormat(RecordsFormat):
 
     @abc.abstractmethod
     def records(self, file: TextFile) -> Iterator[Record]:
-        """The records of a file."""
+        """Reads the records of a file."""
 
     @abc.abstractmethod
     def completions(self, record: Record) -> Completions:
@@ -187,7 +187,7 @@ def _joined(prompt: Messages, messages: Messages, where: str) -> Messages:
 
 
 def _is_same(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
-    """Whether two messages say the same, but for white space around it."""
+    """Compares two messages, but for white space around them."""
     contents = [m["content"].strip() if isinstance(m.get("content"), str) else m.get("content") for m in (one, other)]
     return contents[0] == contents[1] and {**one, "content": None} == {**other, "content": None}
 
