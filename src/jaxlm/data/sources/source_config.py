@@ -124,7 +124,7 @@ class SourceConfig:
             self.stream,
             mirror,
             key=key,
-            setting=f"{key}.{option}: {dataset_split!r}",
+            named=f"{key}.{option}: {dataset_split!r}",
             advice="" if split == TRAIN else ", or null for no validation data",
         )
         return [ListedUrl(f"{key}.id", f"{self.id}/{dataset_split}", sources)]
