@@ -60,7 +60,6 @@ from jaxlm.session.init_from import (
     find_init_from,
 )
 from jaxlm.session.leaves_from_tokens import leaves_from_tokens
-from jaxlm.session.past_references import read_again, with_past_references
 from jaxlm.session.phase_data import PhaseData, open_phase_data
 from jaxlm.session.phase_hooks import check_gates_again, open_hooks, open_probe
 from jaxlm.session.phase_metrics import open_metrics
@@ -74,6 +73,8 @@ from jaxlm.session.resume_checks import (
     check_same_run,
     check_same_tokenizer,
     evaluated_changes,
+    read_again,
+    with_past_references,
 )
 from jaxlm.session.run import Run, open_run
 from jaxlm.session.saving import settle

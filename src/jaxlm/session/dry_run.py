@@ -43,8 +43,8 @@ from jaxlm.reading.decode import choice_name
 from jaxlm.session.compilation.cache import enable_compilation_cache
 from jaxlm.session.compilation.step import compile_steps, gib
 from jaxlm.session.init_from import check_init_from, import_notes
-from jaxlm.session.past_references import with_past_references
 from jaxlm.session.references import check_references
+from jaxlm.session.resume_checks import with_past_references
 from jaxlm.session.startup import check_exports_are_new, describe
 
 _DEFAULT_VOCAB_SIZE = 50_257  # GPT-2's

@@ -12,7 +12,7 @@ from jaxlm.core.bounded_read import read_bytes
 from jaxlm.core.errors import ConfigError, bounded
 from jaxlm.core.precision import parse_precision
 from jaxlm.core.redaction import without_secrets
-from jaxlm.core.runtime import main_first
+from jaxlm.core.runtime import from_main, main_first
 from jaxlm.core.values.files_read import check_same_files, note
 from jaxlm.data.base import TRAIN
 from jaxlm.data.tokenizer.chat_template import CONVERSATIONS
@@ -30,6 +30,7 @@ from jaxlm.reading.decode import encode
 from jaxlm.reading.effects import CONTENT, HARMLESS, ROUNDING, Effect, effect_of, follows, stated_effects
 from jaxlm.reading.plugins import own_modules
 from jaxlm.session.compilation.options import StepOptions
+from jaxlm.session.init_from import InitFrom, expected_cursor
 from jaxlm.session.references import references_identity
 
 # Files in a checkpoint's `run/` folder, next to config.yaml.
@@ -391,3 +392,37 @@ def _are_entries(before: Any, now: Any) -> bool:
         isinstance(old, Mapping) and isinstance(new, Mapping) and old.get("type") == new.get("type")
         for old, new in pairs
     )
+
+
+# References that a run no longer reads: only phases that it has left, or surgeries of phases that it has entered, did.
+#
+# Their files may be gone. What identifies them is taken from the checkpoint instead.
+
+
+def with_past_references(plan: Plan) -> Plan:
+    """The plan, with the identities of the references that the run has probably left behind. All processes call this."""
+    cursor = expected_cursor(plan)
+
+    def identities() -> dict[str, dict[str, str]]:
+        names = _past(plan, cursor)
+        saved = load_saved_run(plan) if names else None
+        return {name: dict({} if saved is None else saved.references.get(name, {})) for name in names}
+
+    return replace(plan, past_refs=from_main(identities)) if plan.refs else plan
+
+
+def read_again(plan: Plan, init_from: InitFrom) -> Plan:
+    """The plan for where the run really goes on, which is earlier than expected if checkpoints are damaged."""
+    past = _past(plan, None if init_from.state is None else init_from.state.cursor)
+    return replace(plan, past_refs={name: known for name, known in plan.past_refs.items() if name in past})
+
+
+def _past(plan: Plan, cursor: Cursor | None) -> list[str]:
+    if cursor is None:
+        return []
+    ahead = plan.phases[cursor.phase :]
+    evals = [one for one in plan.config.evals if any(one.runs_in(phase.name) for phase in ahead)]
+    needed = {name for evaluation in evals for name in evaluation.references}
+    needed |= {name for phase in ahead for name in phase.objective.references}
+    needed |= {name for phase in ahead[1:] for name in phase.surgery_references}
+    return [name for name in plan.refs if name not in needed]

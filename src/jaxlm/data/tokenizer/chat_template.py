@@ -60,11 +60,11 @@ class ChatTemplate:
         content = json.dumps([self.text, dict(self.names)])
         return {_TEMPLATE: hashlib.sha256(content.encode()).hexdigest(), CONVERSATIONS: _VERSION}
 
-    @functools.cached_property
+    @property
     def reads(self) -> Reads:
         """What the template reads. Raises `ConfigError` if it is invalid."""
         try:
-            return Reads(*json.loads(RENDERER.render(Job(self.text, {}, ()))[0]))
+            return _read_by(self.text)
         except RenderingError as error:
             raise ConfigError(f"the chat template ({self.origin}){error}") from error
 
@@ -173,6 +173,11 @@ class ChatTemplate:
                 f"{where} has '{unread[0]}', which the chat template ({self.origin}) does not read. Set chat_template to one"
                 " that does, or remove the record"
             )
+
+
+@functools.cache
+def _read_by(template: str) -> Reads:
+    return Reads(*json.loads(RENDERER.render(Job(template, {}, ()))[0]))
 
 
 def _named(name: str, tokenizer: Tokenizer, key: str) -> str:

@@ -78,6 +78,7 @@ class LeaseLostError(Exception):
 
 
 def all_held(checks: Iterable[StillHeld]) -> StillHeld:
+    """Makes one check of several."""
     checks = list(checks)
     return lambda: [still_held() for still_held in checks]
 

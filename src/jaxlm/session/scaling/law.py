@@ -121,6 +121,7 @@ def _power_law(budgets: np.ndarray, values: np.ndarray) -> PowerLaw:
 
 
 def law_as_json(law: ScalingLaw) -> Mapping[str, object]:
+    """Returns the law as plain values."""
     power = lambda one: None if one is None else {"factor": one.factor, "exponent": one.exponent}  # noqa: E731
     return {
         "num_parameters": power(law.parameters),

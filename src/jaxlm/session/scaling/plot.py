@@ -12,6 +12,7 @@ _NUM_POINTS = 200
 
 
 def scaling_plot(points: Sequence[TrainedPoint], law: ScalingLaw, path: Path, metric: str) -> None:
+    """Writes the plot as a PNG."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 

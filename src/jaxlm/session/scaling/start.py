@@ -89,6 +89,7 @@ def _check_room(nodes: Sequence[dict], config: MemberRayConfig) -> None:
 
 
 def command_of(member: Member) -> list[str]:
+    """Returns the command that trains a member."""
     return [sys.executable, "-m", "jaxlm.train", "--config_path", str(member.config_path)]
 
 

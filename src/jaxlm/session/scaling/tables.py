@@ -26,6 +26,7 @@ def plan_table(members: Sequence[Member], finished: Collection[str]) -> str:
 
 
 def member_table(results: Sequence[MemberResult]) -> str:
+    """Lists what each member reached."""
     metric = results[0].metric if results else "loss"
     return _table(
         ("FLOPs", "depth", "scaling parameters N", "tokens D", "D / N", metric),
@@ -44,6 +45,7 @@ def member_table(results: Sequence[MemberResult]) -> str:
 
 
 def law_table(law: ScalingLaw) -> str:
+    """Lists the minimum of each budget, and the power laws."""
     rows = []
     for p in law.parabolas:
         if p.num_parameters is None or p.num_tokens is None or p.loss is None:
