@@ -130,3 +130,21 @@ def test_a_token_with_another_id_is_refused(tmp_path):
     path = folder(tmp_path, {"added_tokens.json": {"<a>": 300}})
     with pytest.raises(ConfigError, match=r"'<a>' is to have the id 300, but tokenizer\.json leads to 256"):
         load_tokenizer(path)
+
+
+def test_the_steps_that_a_run_has_saved_stay(tmp_path):
+    """Earlier versions took the normalizer of tokenizer.json where transformers builds the class's steps."""
+    from tokenizers import models, normalizers
+
+    vocab = {"<unk>": 0, "<s>": 1, "</s>": 2, "\u2581": 3, "a": 4, "b": 5, "\u2581a": 6}
+    backend = tokenizers.Tokenizer(models.BPE(vocab, [("\u2581", "a")], unk_token="<unk>"))
+    backend.normalizer = normalizers.Sequence([normalizers.Prepend("\u2581"), normalizers.Replace(" ", "\u2581")])
+    backend.add_special_tokens(["<s>", "</s>"])
+    backend.save(str(tmp_path / "tokenizer.json"))
+    settings = {"tokenizer_class": "LlamaTokenizer", "legacy": False}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
+    text = "<s>a b</s>a<s>b"
+    saved, foreign = (load_tokenizer(str(tmp_path), of_run=of_run) for of_run in (True, False))
+    as_saved = backend.encode(text, add_special_tokens=False).ids
+    assert saved.encode_like_transformers(text, add_special_tokens=False) == as_saved
+    assert foreign.encode_like_transformers(text, add_special_tokens=False) != as_saved

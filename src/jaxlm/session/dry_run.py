@@ -96,7 +96,7 @@ def _of_checkpoint(config: RunConfig, tokenizer: str) -> tuple[int, str] | None:
             continue
         for checkpoint in resolve_checkpoints(path, Path(trainer.checkpointer.staging_dir))[-1:]:
             with checkpoint.local("run/tokenizer") as folder:
-                return load_tokenizer(str(folder)).vocab_size, f"tokens of {checkpoint.location}"
+                return load_tokenizer(str(folder), of_run=True).vocab_size, f"tokens of {checkpoint.location}"
     return None
 
 

@@ -469,7 +469,7 @@ def check_tokenizer(init_from: InitFrom, tokenizer: Tokenizer, log: Log) -> None
     if checkpoint is None:
         return
     with checkpoint.checkpoint.local("run/tokenizer") as folder:
-        theirs = load_tokenizer(str(folder))
+        theirs = load_tokenizer(str(folder), of_run=True)
     if theirs.vocab_size != tokenizer.vocab_size:
         raise ConfigError(
             f"data.tokenizer: it has {tokenizer.vocab_size:,} tokens, but {checkpoint.location} was trained with"

@@ -307,7 +307,7 @@ def _open_checkpoint(
             raise
         raise ConfigError(f"{error} If you mean a Hugging Face repository, write {name}@main") from error
     with checkpoint.checkpoint.local("run") as folder:
-        tokenizer = load_tokenizer(str(folder / "tokenizer"))
+        tokenizer = load_tokenizer(str(folder / "tokenizer"), of_run=True)
         config = read_saved(folder / "config.yaml", keys, spelling.key)
     check_effective(keys, also=also, spelling=spelling)
     plan = make_plan(config, "trained", tokenizer.vocab_size, devices)

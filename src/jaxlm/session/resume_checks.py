@@ -100,7 +100,7 @@ def _read_saved_run(checkpoint: Checkpoint) -> SavedRun:
             _read_json(folder / DATA_IDENTITY),
             _read_json(folder / REFERENCES_IDENTITY) or {},
             _read_json(folder / ENVIRONMENT) or {},  # earlier versions did not save it
-            load_tokenizer(str(folder / "tokenizer")).fingerprint,
+            load_tokenizer(str(folder / "tokenizer"), of_run=True).fingerprint,
             _read_json(folder / RENDERING) or {},  # earlier versions did not save it
         )
 

@@ -29,17 +29,20 @@ def add_folder_settings(
     added: Mapping[str, Any],
     special: Mapping[str, Any],
     model: Mapping[str, Any],
+    *,
+    rebuild: bool = True,
 ) -> None:
     """Gives the tokenizer the tokens, the prefix and the decoder of these files.
 
     Args:
         settings, added, special, model: the content of tokenizer_config.json, added_tokens.json, special_tokens_map.json and
             config.json.
+        rebuild: whether the class in the settings may replace the steps of tokenizer.json.
 
     Raises:
         ConfigError: a token is to have an id that it does not get.
     """
-    if model.get("model_type") not in AS_IT_IS:
+    if rebuild and model.get("model_type") not in AS_IT_IS:
         _build_again(backend, settings)
     decoder = settings.get("added_tokens_decoder")
     names = settings if decoder is not None else {**special, **settings}

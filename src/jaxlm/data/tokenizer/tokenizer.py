@@ -357,7 +357,7 @@ class Tokenizer:
         )
 
 
-def load_tokenizer(path: str, vocab_size: int | None = None) -> Tokenizer:
+def load_tokenizer(path: str, vocab_size: int | None = None, *, of_run: bool = False) -> Tokenizer:
     """Loads the tokenizer from a `tokenizer.json`, or from a folder that contains one.
 
     BOS and EOS are `bos_token` and `eos_token` of `tokenizer_config.json` in the same folder, else `bos_token_id` and
@@ -365,6 +365,7 @@ def load_tokenizer(path: str, vocab_size: int | None = None) -> Tokenizer:
 
     Args:
         vocab_size: the size that it must have; None accepts any.
+        of_run: whether a run has saved it, so that the steps of its tokenizer.json are those it was trained with.
 
     Raises:
         ConfigError: the file does not exist or is not a tokenizer, or it has another size.
@@ -397,7 +398,7 @@ def load_tokenizer(path: str, vocab_size: int | None = None) -> Tokenizer:
     names = (_SETTINGS, "added_tokens.json", "special_tokens_map.json", _MODEL)
     settings, added, special, model = (_read_json(file.with_name(name)) for name in names)
     try:
-        add_folder_settings(backend, settings, added, special, model)
+        add_folder_settings(backend, settings, added, special, model, rebuild=not of_run)
     except (TypeError, ValueError, LookupError, AttributeError) as error:
         raise ConfigError(
             f"data.tokenizer: the tokens that the files beside '{file}' add are damaged: {error}"

@@ -110,7 +110,7 @@ class _CheckpointRef(Ref[CheckpointRefConfig]):
             )
         checkpoint = latest_complete(candidates, path, print)
         with checkpoint.checkpoint.local("run") as folder:
-            tokenizer = load_tokenizer(str(folder / "tokenizer"))
+            tokenizer = load_tokenizer(str(folder / "tokenizer"), of_run=True)
             config = read_saved(folder / "config.yaml")
         builder = saved_models(config, tokenizer.vocab_size, self.precision)
         phase = builder.phases[checkpoint.cursor.phase]
