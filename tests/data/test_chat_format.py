@@ -474,3 +474,17 @@ def test_a_fork_renders_with_a_process_of_its_own():
     """In an interpreter without jax, whose threads may keep locks in a fork."""
     finished = subprocess.run([sys.executable, "-c", _FORK], capture_output=True, text=True, timeout=300, check=False)
     assert (finished.returncode, finished.stdout, finished.stderr) == (0, "done\ndone\n", "")
+
+
+@pytest.mark.parametrize("content", ["", "Let me look."])
+def test_a_prompt_keeps_the_calls_of_its_last_message(content):
+    source = "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% if m.tool_calls %}<{{ m.tool_calls[0].function.name }}>{% endif %};{% endfor %}{% if add_generation_prompt %}[assistant]{% endif %}"  # noqa: E501
+    call = {"type": "function", "function": {"name": "find", "arguments": {}}}
+    messages = [
+        {"role": "user", "content": "a"},
+        {"role": "assistant", "content": content, "tool_calls": [call]},
+    ]
+    template = ChatTemplate(source, "x", {})
+    assert template.prompt(messages, "here") == f"[user]a;[assistant]{content}<find>;[assistant]"
+    del messages[1]["tool_calls"]
+    assert template.prompt(messages, "here") == f"[user]a;[assistant]{content}".rstrip()

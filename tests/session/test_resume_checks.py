@@ -171,7 +171,7 @@ def test_runs_with_messages_rendered_otherwise_do_not_continue(answer, is_text, 
     if is_text or before == now:
         assert check_same_tokenizer(plan, saved, tokenizer) == saved
     else:
-        with pytest.raises(ConfigError, match=r"conversations: None -> 2\n(?s:.*)allow_changes '\[tokenizer\]'"):
+        with pytest.raises(ConfigError, match=r"conversations: None -> 3\n(?s:.*)allow_changes '\[tokenizer\]'"):
             check_same_tokenizer(plan, saved, tokenizer)
 
 

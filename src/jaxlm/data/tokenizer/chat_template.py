@@ -27,7 +27,7 @@ _ASSISTANT = "assistant"
 _GOES_ON = "ANSWER_GOES_ON_HERE "  # the space tells whether a template keeps those at the end
 _ANSWERS = ("jaxlm", "haliax")  # of an example: they end differently, in capitals too
 _CALLS = ("tool_calls", "function_call")  # keys of messages
-_VERSION = 2  # of how records become what templates render
+_VERSION = 3  # of how records become what templates render
 RENDERING = _TEMPLATE, CONVERSATIONS = "chat_template", "conversations"  # keys of what determines rendered text
 Messages: TypeAlias = Sequence[Mapping[str, Any]]
 Variables: TypeAlias = Mapping[str, Any]
@@ -129,10 +129,13 @@ class ChatTemplate:
         return _split_marked(text, spans) if self.reads.marks else Rendered(text, spans)
 
     def prompt(self, messages: Messages, where: str, variables: Variables = NONE) -> str:
-        """Renders a conversation followed by the header of the assistant's next message. An answer at its end goes on."""
+        """Renders a conversation followed by the header of the assistant's next message.
+
+        If it ends with an answer without calls, the prompt ends inside that answer.
+        """
         *before, last = messages
         answer = last.get("content") if last["role"] == _ASSISTANT else None
-        if not isinstance(answer, str):
+        if not isinstance(answer, str) or any(last.get(key) for key in _CALLS):
             return MARKS.sub("", self._texts(messages, where, variables, [(len(messages), True)])[0])
         marked = [*before, {**last, "content": answer + _GOES_ON}]
         text = MARKS.sub("", self._texts(marked, where, variables, [(len(messages), False)])[0])
