@@ -232,6 +232,8 @@ def test_messages_that_a_template_leaves_out_are_listed(tokenizer, tmp_path):
     turns = [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}]
     record = {"conversations": turns, "system": "Be brief."}
     assert described(own, tmp_path, [record], ShareGptFormat()) == "not read: messages of the role system"
+    bad = {"conversations": [{"from": "nobody", "value": "a"}]}
+    assert described(own, tmp_path, [bad, record], ShareGptFormat()) == "not read: messages of the role system"
     record = {"prompt": messages[:2], "completion": [assistant("c")]}
     found = described(own, tmp_path, [record], SupervisedFormat(output_field="completion"))
     assert found == "not read: messages of the role system"

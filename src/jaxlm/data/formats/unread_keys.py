@@ -15,6 +15,7 @@ from jaxlm.data.formats.chat import (
     ConversationFormat,
     are_messages,
     for_template,
+    template_variables,
 )
 from jaxlm.data.formats.completions_format import template_of
 from jaxlm.data.sources.record_files import Record, glance
@@ -72,17 +73,18 @@ def _unread(config: FormatConfig, template: ChatTemplate | None, record: Record,
 def _left_out(config: FormatConfig, template: ChatTemplate, records: Sequence[Record]) -> Iterator[str]:
     """The roles whose messages a template leaves out: what they say changes nothing."""
     seen: set[str] = set()
-    with contextlib.suppress(ConfigError):  # a template that cannot render one record is not asked for others
-        for record in records:
-            lists = [record.values.get(key) for key in config.keys]
+    for record in records:
+        with contextlib.suppress(ConfigError):  # said when it is tokenized
+            lists, tools = [record.values.get(key) for key in config.keys], TOOLS
             if isinstance(config, ConversationFormat):
-                lists = [config.messages(record)]
+                lists, tools = [config.messages(record)], config.tools_field or TOOLS
+            variables = template_variables(record, template, tools)
             for messages in map(for_template, filter(are_messages, lists)):
-                text = template.prompt(messages, record.where)
+                text = template.prompt(messages, record.where, variables)
                 for role in [m["role"] for m in messages if m.get("content") and m["role"] not in seen]:
                     others = [m | {"content": "jaxlm"} if m["role"] == role else m for m in messages]
                     seen.add(role)
-                    if template.prompt(others, record.where) == text:
+                    if template.prompt(others, record.where, variables) == text:
                         yield f"messages of the role {role}"
 
 
