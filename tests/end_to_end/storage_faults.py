@@ -27,6 +27,7 @@ import sys
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import jax
 
@@ -84,16 +85,21 @@ def limit_files(bound: int) -> None:
 def errors(seed: str) -> None:
     rng = random.Random(int(seed))
     Disk(lambda _, path: fail(rng.choice(_ERRORS), path) if rng.random() < 0.05 else None)
-    write = CheckpointWriter._write
+    copy = CheckpointWriter._copy
 
-    def writing(self, writes):
-        limit_files(20_000 if rng.random() < 0.1 else resource.RLIM_INFINITY)
-        try:
-            write(self, writes)
-        finally:
-            limit_files(resource.RLIM_INFINITY)
+    def copying(self, save):
+        writes = copy(self, save)
 
-    CheckpointWriter._write = writing
+        def result():
+            limit_files(20_000 if rng.random() < 0.1 else resource.RLIM_INFINITY)
+            try:
+                return [write.result() for write in writes]
+            finally:
+                limit_files(resource.RLIM_INFINITY)
+
+        return [SimpleNamespace(result=result)]
+
+    CheckpointWriter._copy = copying
 
 
 def after_each_step(act) -> None:

@@ -17,7 +17,7 @@ from jaxlm.core import tree
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.tracing import tracing
 from jaxlm.core.values.batch_types import TokenBatch
-from jaxlm.interop.hf.family import all_families
+from jaxlm.interop.hf.family import all_families, family_of_config
 from jaxlm.interop.hf.folder import load_model, open_folder
 from jaxlm.interop.hf.load import load_weights
 from jaxlm.interop.hf.safetensors_file import SafetensorsFile, TensorInfo
@@ -217,7 +217,7 @@ def test_every_family_has_a_case():
 def as_ours(name, opened, arrays):
     """Torch tensors by parameter name, as a tree with our model's structure."""
     source = Arrays(dict(as_in_files(name, {key: array.detach().float().numpy() for key, array in arrays.items()})))
-    table = opened.family.tensors(opened.config)
+    table = family_of_config(opened.config).tensors(opened.config)
     return load_weights(abstract_of(opened.config), table, source, one_device(), where="torch")
 
 
