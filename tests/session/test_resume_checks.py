@@ -110,12 +110,12 @@ def test_a_checkpoint_that_another_start_replaces_while_it_is_read(vanishes, tmp
         seal(tmp_path / name)
     read_tokenizer = resume_checks.load_tokenizer
 
-    def delete_and_read(path):
+    def delete_and_read(path, **options):
         if vanishes:
             shutil.rmtree(tmp_path / "step-2", ignore_errors=True)
         elif "step-2" in path:
             raise ConfigError("unreadable")
-        return read_tokenizer(path)
+        return read_tokenizer(path, **options)
 
     monkeypatch.setattr(resume_checks, "load_tokenizer", delete_and_read)
     plan: Any = SimpleNamespace(checkpoints=LocalFolder(tmp_path))
