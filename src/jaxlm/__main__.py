@@ -52,7 +52,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return EXIT_CONFIG
     except BrokenPipeError as error:  # `jaxlm train --help | head`
         return end_of_output(error)
-    return _run(command, rest) if code is None else code
+    code = _run(command, rest) if code is None else code
+    if arguments is None:  # the interpreter ends next
+        end_at_interrupt()
+    return code
 
 
 def _answer(command: str, arguments: Sequence[str]) -> int | None:
@@ -122,9 +125,7 @@ def _run(command: str, arguments: Sequence[str]) -> int:
         sys.path.insert(0, os.getcwd())
     with gc_paused():
         module = importlib.import_module("jaxlm.train" if command == "train" else f"jaxlm.commands.{command}")
-    code = module.main(arguments)
-    end_at_interrupt()
-    return code
+    return module.main(arguments)
 
 
 def _overview() -> str:

@@ -40,6 +40,7 @@ def main(arguments):
 
 sys.modules["jaxlm.commands.bench"] = types.SimpleNamespace(main=main)
 atexit.register(os.kill, os.getpid(), signal.SIGINT)  # as jax clears its caches there
+sys.argv = ["jaxlm", "bench"]
 sys.exit({call})
 """
 
@@ -55,7 +56,7 @@ sys.exit({call})
         ),
         *(
             pytest.param(ENDED.format(call=call), signal.SIGINT, "", id=f"after {call}", marks=pytest.mark.slow)
-            for call in ("main()", "jaxlm(['bench'])")
+            for call in ("main()", "jaxlm()")
         ),
     ],
 )

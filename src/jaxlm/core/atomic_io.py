@@ -17,7 +17,7 @@ from typing import IO, Any
 
 from jaxlm.core.errors import ConfigError
 
-_NO_LOCKS = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP)
+_NO_LOCKS = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOTSUP)
 
 
 def temporary_path(path: Path) -> Path:

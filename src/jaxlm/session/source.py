@@ -24,7 +24,7 @@ SOURCE = "source.json"
 
 
 def source_of_run(plan: Plan, init_from: InitFrom) -> Mapping[str, Any]:
-    """The source of a run that starts; empty for random weights. All processes must call this."""
+    """Reads the source of a run that starts; empty for random weights. All processes must call this."""
 
     def read() -> Mapping[str, Any]:
         if init_from.state is not None and init_from.is_own:
@@ -38,24 +38,26 @@ def source_of_run(plan: Plan, init_from: InitFrom) -> Mapping[str, Any]:
 
 
 def saved_source(checkpoint: Checkpoint) -> Mapping[str, Any]:
-    """The source of the run that has saved a checkpoint."""
-    with contextlib.suppress(ConfigError), checkpoint.local("run") as run:
+    """Reads the source of the run that has saved a checkpoint."""
+    with checkpoint.local("run") as run:
         if (file := run / SOURCE).is_file():
             return read_json_object(file)
-        config = read_saved(run / "config.yaml")  # of an earlier version, which did not save it
-        tokenizer = plan_phases(config)[1][0].tokenizer
-        if (name := hf_name(config.initialize_from_hf, tokenizer)) is not None:
-            is_beside = name == hf_name(True, tokenizer)
-            return _in_folder(run / "tokenizer" if is_beside else Path(name).expanduser())
+        with contextlib.suppress(ConfigError):  # of an earlier version, which did not save it; its folder may be gone
+            config = read_saved(run / "config.yaml")
+            tokenizer = plan_phases(config)[1][0].tokenizer
+            if (name := hf_name(config.initialize_from_hf, tokenizer)) is not None:
+                is_beside = name == hf_name(True, tokenizer)
+                return _in_folder(run / "tokenizer" if is_beside else Path(name).expanduser())
     return {}
 
 
 def _as_exported(checkpoint: Checkpoint) -> Mapping[str, Any]:
     """What an export of another run's checkpoint would have; empty for a model that transformers does not know."""
-    with contextlib.suppress(ConfigError), checkpoint.local("run") as run:
+    source = saved_source(checkpoint)
+    with checkpoint.local("run") as run, contextlib.suppress(ConfigError):
         phases, _ = plan_phases(read_saved(run / "config.yaml"))
         model = phases[checkpoint.cursor().phase].model
-        return edited_json(family_of_config(model), model, saved_source(checkpoint))
+        return edited_json(family_of_config(model), model, source)
     return {}
 
 

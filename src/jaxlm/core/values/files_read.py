@@ -17,7 +17,7 @@ from jaxlm.core.exchange import WORK, exchange
 from jaxlm.core.runtime import differences_between_processes
 
 _WHOLE_BYTES = 256 << 20
-_BLOCK_BYTES, _NUM_BLOCKS = 64 << 10, 64
+_BLOCK_BYTES, _NUM_BLOCKS = 4 << 10, 1_024
 _SNAPSHOTS = "snapshots"  # folder of the Hub's client, with a folder for each commit
 _AND = " and "
 

@@ -223,7 +223,7 @@ class NamedSource:
         made_from = {**made_from, **self.config.format.cache_key(), **rendering}
         for name, value in made_from.items():
             note(f"{self.key}, {split} text, {name}", json.dumps(value), evaluates=split == VALIDATION)
-        key_digest = hashlib.sha256(json.dumps(made_from).encode()).hexdigest()[:16]
+        key_digest = hashlib.sha256(json.dumps(made_from, sort_keys=True).encode()).hexdigest()[:16]
         folder = self.folder / "evaluate" / key_digest if separate_cache else self.folder
         log = self.log_with_name(log)
         cache = open_in_store(self.store, folder / split, made_from, self.blocks, log)

@@ -212,12 +212,12 @@ class CheckpointWriter:
             save.begun.set_result(None)
 
     def _begin_folder(self, save: "_Save") -> None:
-        self._check_held()  # the other start may have finished a checkpoint of this name
+        self._while_held(self._still_held)  # the other start may have finished a checkpoint of this name
         self._folder.begin(save.name, save.files)
 
-    def _check_held(self) -> None:
+    def _while_held(self, act: Callable[[], object]) -> None:
         try:
-            self._still_held()
+            act()
         except LeaseLostError as lost:
             self._lost = lost
             raise
@@ -240,9 +240,8 @@ class CheckpointWriter:
 
     def _make_visible(self, save: "_Save") -> None:
         retried(lambda: self._merge(save.folder), BRIEFLY_S)
-        self._check_held()
-        for flush in self._before_commit:
-            flush()
+        for act in (self._still_held, *self._before_commit):
+            self._while_held(act)
         self._folder.commit(save.name)
 
     def _merge(self, folder: Any) -> None:
