@@ -96,7 +96,7 @@ def test_the_generation_settings_are_exported_and_all_end_tokens_stop(folder, tm
     tokenizer = load_tokenizer(str(tmp_path / "run"))
     with opened.plan.layout.use():
         card = model_card(opened.plan, opened.model, None, {})
-        exporter = Exporter(opened.plan, tokenizer, opened.source, np.float32)
+        exporter = Exporter(opened.plan, tokenizer, opened.source(), np.float32)
         exporter.write(tmp_path / "out", opened.load(), opened.model, card)
     assert json.loads((tmp_path / "out" / "generation_config.json").read_text()) == GENERATION
     written = json.loads((tmp_path / "out" / "config.json").read_text())

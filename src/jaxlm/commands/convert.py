@@ -147,7 +147,7 @@ def _card(opened: LoadedModel, name: str, library: str) -> ModelCard:
 def _write_model(folder: Location, opened: LoadedModel, dtype: Any, card: ModelCard, *, verify: bool) -> None:
     plan = opened.plan
     model = export_form(opened.load(), opened.surgeries)
-    exporter = Exporter(plan, opened.tokenizer, opened.source, dtype)
+    exporter = Exporter(plan, opened.tokenizer, opened.source(), dtype)
     exporter.write(folder, model, opened.model, card, opened.merged)
     print(f"wrote {opened.location} to {folder} as {jnp.dtype(dtype).name}")
     if verify:
@@ -176,7 +176,7 @@ def _write_adapters(folder: Location, opened: LoadedModel, dtype: Any, card: Mod
     model, saved = opened.load(), saved_modules(opened.surgeries)
     files = {README: card.text().encode()}
     rows = None
-    if base is not None and type(num_rows := opened.source.get("vocab_size")) is int:
+    if base is not None and type(num_rows := opened.source().get("vocab_size")) is int:
         rows = BaseRows(base, num_rows, lambda: open_tensors(local_folder(base, "--adapters only", weights=True)))
     save_peft(
         folder, model, opened.model, plan.layout, dtype=dtype, base=base or "", files=files, saved=saved, rows=rows

@@ -6,8 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 from jaxlm.core.errors import ConfigError, counted
-from jaxlm.core.runtime import main_first
-from jaxlm.core.values.files_read import note
+from jaxlm.core.runtime import differences_between_processes, main_first
 from jaxlm.data.batch_schedule import BatchSchedule
 from jaxlm.data.config import DataConfig
 from jaxlm.data.data import Data
@@ -87,7 +86,8 @@ def with_num_steps_of_data(
             num_steps = _of_epochs(config, data, phase_batches) if by_epoch else phase.num_steps
             steps[phase.index] = _until_exhausted(phase, num_steps, data, phase_batches, config.order_seed, log)
         start += steps.get(phase.index, phase.num_steps)
-    note("trainer.num_train_steps, computed from data.cache_dir", str(steps))
+    if different := differences_between_processes({"trainer.num_train_steps": str(steps)}):
+        raise ConfigError(f"computed from the data: {different[0]}. Delete data.cache_dir on all machines and start again")
     return _with_steps(config, steps)
 
 

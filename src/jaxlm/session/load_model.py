@@ -4,7 +4,7 @@ import argparse
 import functools
 import sys
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -178,7 +178,7 @@ class LoadedModel:
         eval_batch: sequences per evaluation batch of the checkpoint's phase.
         is_hugging_face: whether prompts are tokenized as transformers does: what looks like a special token is one.
         merged: the adapters that its merged form contains.
-        source: config.json of the model that it was made from; empty for random weights.
+        source: reads config.json of the model that it was made from; empty for random weights.
     """
 
     location: Path | str
@@ -193,7 +193,7 @@ class LoadedModel:
     eval_batch: int
     is_hugging_face: bool = False
     merged: tuple[MergedAdapter, ...] = ()
-    source: Mapping[str, Any] = field(default_factory=dict)
+    source: Callable[[], Mapping[str, Any]] = dict
 
     @functools.cached_property
     def tokenizer(self) -> Tokenizer:
@@ -325,7 +325,7 @@ def _open_checkpoint(
         adds_bos=data.prompt_bos,
         eval_batch=plan.batches.eval_of(phase),
         merged=(MergedAdapter.of_checkpoint(checkpoint.location),) if adds_adapters(surgeries) else (),
-        source=saved_source(checkpoint.checkpoint),
+        source=lambda: saved_source(checkpoint.checkpoint),
     )
 
 
@@ -399,7 +399,7 @@ def _open_hf_model(
         eval_batch=plan.batches.eval,
         is_hugging_face=True,
         merged=merged,
-        source=read_json_object(folder / "config.json"),
+        source=lambda: read_json_object(folder / "config.json"),
     )
 
 
