@@ -7,7 +7,7 @@ import pytest
 import tokenizers
 
 from jaxlm.core.errors import ConfigError
-from jaxlm.data.tokenizer.folder_settings import AS_IT_IS
+from jaxlm.data.tokenizer.folder_settings import REBUILT
 from jaxlm.data.tokenizer.tokenizer import load_tokenizer
 from jaxlm.interop.hf.family import all_families
 
@@ -115,15 +115,14 @@ def test_prefixes_are_those_of_transformers(name, model_type, steps, tmp_path):
             assert tokenizer.decode(ids, special=True) == theirs.decode(ids)
 
 
-def test_types_whose_file_is_taken_as_it_is_are_those_of_transformers():
+def test_types_whose_class_builds_the_steps_are_those_of_transformers():
     auto = pytest.importorskip("transformers.models.auto.tokenization_auto")
-    classes, general = auto.TOKENIZER_MAPPING_NAMES, ("TokenizersBackend", "MistralCommonBackend")
-    known = {
-        name
-        for name in (*AS_IT_IS, *(kind for f in all_families() for kind in f.model_types))
-        if classes.get(name) in general
+    others = ("TokenizersBackend", "MistralCommonBackend", "GemmaTokenizer")
+    families = {kind for family in all_families() for kind in family.model_types}
+    assert families & set(REBUILT) == {
+        kind for kind in families if auto.TOKENIZER_MAPPING_NAMES.get(kind) not in others
     }
-    assert known == set(AS_IT_IS)
+    assert [kind for kind in REBUILT if auto.TOKENIZER_MAPPING_NAMES.get(kind) in others] == []
 
 
 def test_a_token_with_another_id_is_refused(tmp_path):

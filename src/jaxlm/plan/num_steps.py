@@ -87,7 +87,9 @@ def with_num_steps_of_data(
             steps[phase.index] = _until_exhausted(phase, num_steps, data, phase_batches, config.order_seed, log)
         start += steps.get(phase.index, phase.num_steps)
     if different := differences_between_processes({"trainer.num_train_steps": str(steps)}):
-        raise ConfigError(f"computed from the data: {different[0]}. Delete data.cache_dir on all machines and start again")
+        raise ConfigError(
+            f"computed from the data: {different[0]}. Delete data.cache_dir on all machines and start again"
+        )
     return _with_steps(config, steps)
 
 

@@ -13,14 +13,14 @@ if TYPE_CHECKING:
 
 _NAMED = tuple(f"{name}_token" for name in ("bos", "eos", "unk", "sep", "pad", "cls", "mask"))
 _FLAGS = ("single_word", "lstrip", "rstrip", "normalized", "special")
-# Classes that build the steps around the vocabulary anew, and types of models whose tokenizer.json is taken as it is instead.
+# Classes that build the steps around the vocabulary anew, and the types of models that use them. Others take tokenizer.json
+# as it is, whatever class the settings name.
 _LLAMA = ("LlamaTokenizer", "CodeLlamaTokenizer")
 _BYTE_LEVEL = tuple(f"{name}Tokenizer" for name in ("GPT2", "GPTNeoX", "Qwen2", "Cohere", "CodeGen", "Roberta"))
-AS_IT_IS = (
-    *("arctic", "flex_olmo", "glm", "glm4", "glm4_moe", "gpt_bigcode", "granite", "granitemoe", "internlm2"),
-    *("internlm3", "jamba", "minicpm3", "minimax_m2", "ministral", "mistral", "mixtral", "nemotron", "olmo2"),
-    *("olmo3", "persimmon", "phi3", "phimoe", "stablelm"),
+_TYPES = (
+    "code_llama cohere cohere2 gpt2 gpt_neo gpt_neox gptj jaxlm_dba llama mpt olmo olmoe opt phi qwen2 qwen2_moe qwen3"
 )
+REBUILT = (None, *f"{_TYPES} qwen3_moe qwen3_next roberta smollm3 starcoder2".split())
 
 
 def add_folder_settings(
@@ -42,7 +42,7 @@ def add_folder_settings(
     Raises:
         ConfigError: a token is to have an id that it does not get.
     """
-    if rebuild and model.get("model_type") not in AS_IT_IS:
+    if rebuild and model.get("model_type") in REBUILT:
         _build_again(backend, settings)
     decoder = settings.get("added_tokens_decoder")
     names = settings if decoder is not None else {**special, **settings}
