@@ -260,6 +260,26 @@ def test_columns_of_images_and_arrays_are_listed_without_being_read(tokenizer, t
     assert columns == [[], ["messages", "url", "history"]]
 
 
+def test_records_are_described_alike_in_every_kind_of_file(tokenizer, tmp_path):
+    part = {"type": "text", "text": "c", "image": {"path": "a.png"}}
+    answer = {"role": "assistant", "content": [{"type": "text", "text": "d"}]}
+    chat = {"messages": [{"role": "user", "content": [part]}, answer], "rating": 1}
+    groups = {"prompt": "a", "responses": ["b", "c"], "rewards": [0.0, 1.0]}
+    for name, record, config in (("chat", chat, ChatFormat(chat_template=QWEN)), ("groups", groups, GroupsFormat())):
+        with_bytes = json.loads(json.dumps(record))
+        for one in with_bytes.get("messages", [])[:1]:
+            one["content"][0]["image"]["bytes"] = b"x"
+        write_records(tmp_path / f"{name}.jsonl", [record])
+        pq.write_table(pa.Table.from_pylist([with_bytes]), tmp_path / f"{name}.parquet")
+        said = [
+            TokensConfig(train_urls=[f"{tmp_path}/{name}.{kind}"], format=config)
+            .sources()[0]
+            .describe_records(TRAIN, tokenizer)
+            for kind in ("jsonl", "parquet")
+        ]
+        assert said[0] == said[1]
+
+
 def test_they_are_listed_at_the_start_by_one_process(tokenizer, tmp_path, monkeypatch):
     tokenizer.save(tmp_path / "tokenizer")
     write_records(tmp_path / "a.jsonl", [CHAT, {**CHAT, "images": ["x.png"]}])

@@ -33,7 +33,9 @@ def describe_records(
     first = [file for file in files if file.has_records][:_MAX_FILES]
     records: list[Record] = []
     with contextlib.suppress(ConfigError):  # said when they are tokenized, unless nobody reads what is wrong with them
-        records.extend(record for file in first for record in itertools.islice(glance(file.path), _RECORDS))
+        records.extend(
+            record for file in first for record in itertools.islice(glance(file.path, config.keys), _RECORDS)
+        )
     kinds = () if config.has_loss_mask else _kinds(config, records)  # masks are drawn
     has_turns = any(_turns(record.values.get(key)) for record in records for key in config.keys)
     template = template_of(config, tokenizer, "data.format") if has_turns else None

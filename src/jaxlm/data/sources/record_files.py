@@ -38,14 +38,16 @@ def read_records(path: Path, keys: Sequence[str] | None, optional: Sequence[str]
     return reader(path, keys, optional)
 
 
-def glance(path: Path) -> Iterator[Record]:
-    """The records of a file. Columns of bytes, such as images, and of arrays of numbers have their type instead."""
+def glance(path: Path, keys: Sequence[str]) -> Iterator[Record]:
+    """Reads the records of a file. Columns of bytes and of numbers that are not `keys` have their type instead."""
     if _READERS.get(format_of(path.name) or "") is not _table:
         return read_records(path, None)
     with open_table(path, []) as (schema, _):
         types = {field.name: str(field.type) for field in schema}
     large = {
-        name: kind for name, kind in types.items() if "binary" in kind or ("list" in kind and "string" not in kind)
+        name: kind
+        for name, kind in types.items()
+        if name not in keys and ("binary" in kind or ("list" in kind and "string" not in kind))
     }
     records = read_records(path, [name for name in types if name not in large])
     return (record._replace(values={**large, **record.values}) for record in records)
