@@ -111,7 +111,6 @@ class ProgressiveTrainer:
     def _planned(
         self, rack_builder: ProgressiveRackBuilder, dataloader: Mapping[str, Any] | None, target_stacks: int | None
     ) -> tuple[RunConfig, tuple[PlannedStack, ...]]:
-        """The run, and its stacks."""
         if dataloader is not None and not isinstance(dataloader, Mapping):
             raise ConfigError(
                 f"dataloader: {type(dataloader).__name__} given. jaxlm reads text itself: give keys of its section `data`,"

@@ -173,7 +173,6 @@ def show_examples(config: RunConfig, tokenizer: Tokenizer, page: str, console: C
 
 
 def _batches(config: RunConfig) -> BatchPlan | None:
-    """The batch sizes; None if they depend on the devices."""
     return BatchPlan.without_devices(config.trainer, config.batches_of_phases())
 
 

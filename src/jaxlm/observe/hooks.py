@@ -271,7 +271,6 @@ class EvalHook:
     def _measure(
         self, evals: Sequence[ScheduledEval], step: int, state: RunState
     ) -> tuple[dict[str, float], list[Sample]]:
-        """Runs evaluations on the weights and on their averages."""
         metrics: dict[str, float] = {}
         samples: list[Sample] = []
         for prefix, model in {"eval": state.model, **self._averages(state)}.items():

@@ -81,7 +81,6 @@ def recipes_command(arguments: Sequence[str]) -> int:
 
 
 def _with_includes(file: Path) -> list[Path]:
-    """A recipe and the recipes that it includes."""
     names = re.findall(r"!include (\S+)", file.read_text(encoding="utf-8"))
     return [file, *(inner for name in names for inner in _with_includes(file.with_name(name)))]
 

@@ -172,7 +172,6 @@ class RewardWorker:
         )
 
     def _ended(self, during: Callable[[], str]) -> ConfigError:
-        """Ends what is left of a process that has ended."""
         code = self.end()
         how = f"the signal {_signal_name(-code)}" if code < 0 else f"exit code {code}"
         return ConfigError(

@@ -169,7 +169,6 @@ class _Question(NamedTuple):
 
 
 def _caches(plan: Plan) -> Iterator[tuple[str, str]]:
-    """What a start will do about each token cache."""
     sources = {source.folder: source for data in plan.data for source in data.sources()}.values()
     splits = [(source, split) for source in sources for split in (TRAIN, VALIDATION) if source.has(split)]
     return _answers(

@@ -488,6 +488,5 @@ def _newest(path: str, trainer: StartConfig, log: Log) -> VerifiedCheckpoint:
 
 
 def _checkpoints_at(path: str, trainer: StartConfig) -> Sequence[Checkpoint]:
-    """Checkpoints at a path or URL, newest last."""
     find = functools.partial(resolve_checkpoints, path, Path(trainer.checkpointer.staging_dir))
     return main_first(find) if is_url(path) else find()

@@ -225,7 +225,6 @@ def _are_written(models: TableModels, tables: Sequence[TableConfig], folder: Pat
 
 
 def _validation(trained: LoadedModel, log: Log) -> Callable[[int], list[ValidationSet]]:
-    """Opens the validation data as sequences of a length."""
     tokenizer = trained.tokenizer
     options: dict[str, Any] = {"batch_size": trained.eval_batch, "layout": trained.plan.layout, "max_batches": None}
 

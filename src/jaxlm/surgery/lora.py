@@ -449,7 +449,6 @@ def _changes(model: LanguageModel) -> dict[str, LowRank]:
 
 
 def _adapter_paths(model: LanguageModel, lora: LoraConfig) -> list[str]:
-    """The paths in `_changes` that a surgery has adapted."""
     linear = {path for path, _ in tree.modules_by_path(model, LoraLinear)}
     pattern = lambda path: lora.target if path in linear else lora.embeddings  # noqa: E731
     return [
@@ -466,7 +465,6 @@ def _other_paths(model: LanguageModel) -> list[str]:
 
 
 def _adapter_leaves(model: LanguageModel) -> frozenset[str]:
-    """The paths of all arrays of adapters."""
     modules = [
         *(path for path, _ in tree.modules_by_path(model, LoraLinear)),
         *(

@@ -451,7 +451,6 @@ class Orchestrator(Controller):
     def _switched(
         self, memory: Memory, reason: str, to: str, step: DoneStep, cause: str | None = None
     ) -> tuple[Memory, Answer]:
-        """Takes a strategy without trying it."""
         if to == memory.strategy:
             return memory, None
         why = {} if cause is None else {"cause": cause}
@@ -516,7 +515,6 @@ class Orchestrator(Controller):
         return max(within, default=0)
 
     def _budget_left(self, step: DoneStep, memory: Memory) -> float:
-        """In steps."""
         return self.config.branch_budget * (step.number - (memory.begun or 0)) - memory.extra
 
     def _condition(self, metrics: Mapping[str, float]) -> str:

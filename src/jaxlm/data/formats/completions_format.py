@@ -187,7 +187,6 @@ def _joined(prompt: Messages, messages: Messages, where: str) -> Messages:
 
 
 def _is_same(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
-    """Compares two messages, but for white space around them."""
     contents = [m["content"].strip() if isinstance(m.get("content"), str) else m.get("content") for m in (one, other)]
     return contents[0] == contents[1] and {**one, "content": None} == {**other, "content": None}
 

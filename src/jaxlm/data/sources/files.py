@@ -130,7 +130,6 @@ def _remote_files(url: str, key: str, cache: Path | None) -> list[DataSource]:
 
 
 def _path_of(url: str) -> Path:
-    """The path of a URL with one of `_LOCAL_SCHEMES`."""
     return Path(url.partition("://")[2])
 
 

@@ -76,7 +76,6 @@ def from_caramba(source: ConfigSource, selection: Selection) -> Resolved:
 
 
 def _target(source: ConfigSource, selection: Selection) -> tuple[int, str]:
-    """The index and the name of the target to use."""
     targets = source.tree.get(TARGETS)
     if not isinstance(targets, list) or not all(isinstance(one, dict) for one in targets) or not targets:
         raise config_error(source, (TARGETS,), "a list of targets expected, each with type: experiment and a name")

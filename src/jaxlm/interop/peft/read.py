@@ -119,7 +119,6 @@ class ReadAdapters:
 
 
 def _place(module: str, leaves: Mapping[str, Any]) -> str:
-    """The path of the arrays of an adapter."""
     if f"{module}.a" in leaves:
         return module
     return f"{module}.lookup" if module != HEAD else f"{_TOKENS}.{HEAD}"

@@ -71,7 +71,6 @@ class OptimizerKeys:
         }
 
     def _groups(self) -> list[dict[str, Any]]:
-        """The entries of `optimizer.groups`."""
         width = self.model.hidden_dim
         width_scale = (width / _REFERENCE_WIDTH) ** -0.5
         self.add("scale of AdamW with width", width_scale, f"({width} / {_REFERENCE_WIDTH})^-0.5")
@@ -127,7 +126,6 @@ class OptimizerKeys:
         return {"warmup": warmup, "decay": warmdown, "min_lr_ratio": recipe.final_lr_frac}
 
     def _momentum(self) -> str:
-        """How the momentum changes."""
         recipe = self.recipe.optimizer["momentum_schedule"]
         schedule = self.section.get("momentum_schedule", recipe)
         used = recipe | schedule if isinstance(schedule, Mapping) else None

@@ -62,6 +62,5 @@ class PassKeyCorpus(TaskCorpus):
 
 @functools.cache
 def _lines(split: str) -> list[str]:
-    """The lines of all files of a split."""
     files = library_files(split, "source")
     return [line for _, path in files for line in path.read_text(encoding="utf-8").splitlines(keepends=True)]
