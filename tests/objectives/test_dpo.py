@@ -382,7 +382,7 @@ def test_answers_from_the_disk_are_not_asked_again(models):
         ),
         (
             {"loss_type": "exo_pair"},
-            r"objective\.label_smoothing: 0 given, but exo_pair compares with a preference that is",
+            r"objective\.label_smoothing: 0 is the default, but exo_pair compares with a preference that is",
         ),
         ({"discopop_tau": 1.0}, r"objective\.discopop_tau: 1\.0 given, which has no effect with loss_type: sigmoid"),
         (
