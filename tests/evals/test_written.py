@@ -238,7 +238,9 @@ def test_a_model_continues_as_it_does_itself(where):
 
 
 def test_continuations_that_do_not_fit_are_refused():
-    with pytest.raises(ConfigError, match=r"prompt_tokens: 32 and max_new_tokens: 32 together exceed model\.seq_len: 63"):
+    with pytest.raises(
+        ConfigError, match=r"prompt_tokens: 32 and max_new_tokens: 32 together exceed model\.seq_len: 63"
+    ):
         ContinuationsEvalConfig().check_opens(lambda: None, 63, dry=False)
     limits = ContinuationsEvalConfig(min_agreement=0.5, max_delta_nll=0.1).limits.by_metric
     assert limits.keys() == {"continuations/agreement", "continuations/delta_nll"}
