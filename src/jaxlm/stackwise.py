@@ -15,7 +15,7 @@ from typing import Any
 
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.field_types import NumStacks, check_simple
-from jaxlm.engine.metric_names import TRAINING_TIME
+from jaxlm.core.values.logged import TRAINING_TIME
 from jaxlm.interop.stackwise.config import StackWiseConfig
 from jaxlm.interop.stackwise.rack import STORED_AS, PlannedStack, ProgressiveRackBuilder
 from jaxlm.observe.logged_run import read_run

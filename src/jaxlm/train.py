@@ -14,10 +14,10 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from jaxlm.core.errors import ConfigError, shown
+from jaxlm.core.hashing import check_same_files, note
 from jaxlm.core.runtime import configure_jax, is_main_process, main_first, main_only, release_ended
 from jaxlm.core.stores import AT_START_S, retried
-from jaxlm.core.values.activity import Activity
-from jaxlm.core.values.files_read import check_same_files, note
+from jaxlm.core.values.logged import Activity
 from jaxlm.data.cache.ray_workers import tokenize_on_ray
 from jaxlm.data.tokenizer.tokenizer import Tokenizer
 from jaxlm.engine.activity import ActivityClock, uncounted_age_s

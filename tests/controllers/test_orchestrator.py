@@ -28,7 +28,7 @@ from jaxlm.controllers.orchestrate.orchestrator import (
     Safety,
 )
 from jaxlm.core.errors import ConfigError
-from jaxlm.core.values import telemetry
+from jaxlm.core.values import logged
 
 STRATEGIES = {
     "plain": {"strategy": 0.0, "lr_scale": 1.0},
@@ -37,12 +37,12 @@ STRATEGIES = {
 }
 FACTS = OptimizerFacts(1e-3, STRATEGIES, telemetry_window=128, nowcast_window=20)
 QUIET = {
-    telemetry.LOSS: 3.0,
-    telemetry.LOSS_REFERENCE: 3.0,
-    telemetry.GRAD_NORM_RATIO: 1.0,
-    telemetry.IS_SPIKE: 0.0,
-    telemetry.NUM_SPIKES: 0.0,
-    telemetry.IS_PLATEAU: 0.0,
+    logged.LOSS: 3.0,
+    logged.LOSS_REFERENCE: 3.0,
+    logged.GRAD_NORM_RATIO: 1.0,
+    logged.IS_SPIKE: 0.0,
+    logged.NUM_SPIKES: 0.0,
+    logged.IS_PLATEAU: 0.0,
 }
 DELAY = 4
 STEPS = 10_000

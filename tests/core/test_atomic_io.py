@@ -9,7 +9,7 @@ import threading
 
 import pytest
 
-from jaxlm.core import atomic_io as atomic_io
+from jaxlm.core import safe_io as atomic_io
 from jaxlm.core.errors import ConfigError
 
 

@@ -12,17 +12,24 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from jaxlm.core import bounded_read
-from jaxlm.core.atomic_io import DISK_FULL_ERRNOS
-from jaxlm.core.bounded_read import UnreadableFileError, map_array, read_bytes, read_lines, read_stored, read_text
+from jaxlm.core import safe_io
 from jaxlm.core.errors import ConfigError
+from jaxlm.core.safe_io import (
+    DISK_FULL_ERRNOS,
+    UnreadableFileError,
+    map_array,
+    read_bytes,
+    read_json_object,
+    read_lines,
+    read_stored,
+    read_text,
+)
 from jaxlm.data.sources.document_files import read_documents
 from jaxlm.data.sources.record_files import read_records
 from jaxlm.data.tokenizer.chat_template import ChatTemplate
 from jaxlm.data.tokenizer.tokenizer import load_tokenizer
 from jaxlm.engine.checkpoint.integrity import DamagedError, seal, verify
 from jaxlm.interop.hf.safetensors_file import SafetensorsFile
-from jaxlm.interop.json_object import read_json_object
 from jaxlm.observe.ledger import read_lines as read_ledger
 from jaxlm.observe.logged_run import read_run
 from jaxlm.observe.records import METRICS, parse_jsonl, read_metrics
@@ -30,7 +37,7 @@ from jaxlm.observe.trackers.jsonl import JsonlTracker
 from jaxlm.reading.yaml import load_yaml
 from tests.data.helpers import small_tokenizer
 
-SOURCES = Path(bounded_read.__file__).parents[1]
+SOURCES = Path(safe_io.__file__).parents[1]
 LIMIT = 10_000
 DEVICE = Path("/dev/zero")
 # Files of the package itself, of Python and of the kernel, and what this run has just written.
@@ -38,14 +45,14 @@ TRUSTED = {
     *("reading/recipes.py", "reading/outline.py", "engine/notices.py", "engine/activity.py"),
     *("engine/checkpoint/holder.py", "core/devices.py", "data/sources/stdlib.py", "data/annotations.py"),
     "data/sources/tasks/pass_keys.py",
-    *("session/saving.py", "core/bounded_read.py", "rewards/supervisor.py"),
+    *("session/saving.py", "core/safe_io.py", "rewards/supervisor.py"),
 }
 
 
 @pytest.fixture
 def small_limits(monkeypatch):
     """The most bytes that are held in memory, and of small files: `LIMIT`."""
-    monkeypatch.setattr(bounded_read, "largest", lambda: LIMIT)
+    monkeypatch.setattr(safe_io, "largest", lambda: LIMIT)
 
 
 def tracker(folder: Path):
@@ -108,7 +115,7 @@ def test_too_little_memory_is_a_message():
             raise MemoryError
 
     with pytest.raises(ConfigError, match=r"a\.txt: it needs more memory than there is\. Replace the file"):
-        bounded_read.read_stream(Exhausted(), "a.txt")
+        safe_io.read_stream(Exhausted(), "a.txt")
 
 
 def test_memory_is_reserved_for_what_there_is():
@@ -120,7 +127,7 @@ def test_memory_is_reserved_for_what_there_is():
             asked.append(size)
             return super().read(size)
 
-    assert bounded_read.read_stream(Asked(b"ab"), "a.txt", 1 << 40) == b"ab"
+    assert safe_io.read_stream(Asked(b"ab"), "a.txt", 1 << 40) == b"ab"
     assert max(asked) <= 16 << 20
 
 
@@ -201,7 +208,7 @@ def test_nothing_else_reads_formats_whose_readers_trust_the_file():
     """Readers in C++ and numpy's: what checks their input is in one place for each."""
     trusting = re.compile(r"memory_map\(|OSFile\(|ParquetFile\(|torch\.load\(|np\.load\(|from_file\(str")
     own = {"data/annotations.py", "data/cache/build.py", "data/cache/derived_arrays.py", "data/cache/row_index.py"}
-    checked = {"core/bounded_read.py", "data/sources/document_files.py", "data/tokenizer/tokenizer.py"}
+    checked = {"core/safe_io.py", "data/sources/document_files.py", "data/tokenizer/tokenizer.py"}
     checked |= {"interop/torch/torch_file.py", "observe/profile_summary.py"}
     found = {
         path.relative_to(SOURCES).as_posix()
@@ -212,11 +219,11 @@ def test_nothing_else_reads_formats_whose_readers_trust_the_file():
 
 
 def test_nothing_else_reads_whole_files():
-    """`core/bounded_read.py` is the one place."""
+    """`core/safe_io.py` is the one place."""
     unbounded = re.compile(r"\.read_(text|bytes)\(|json\.load\(|stream\.read\(\)")
     found = {
         path.relative_to(SOURCES).as_posix()
         for path in SOURCES.rglob("*.py")
         if unbounded.search(path.read_text(encoding="utf-8"))
     }
-    assert found <= TRUSTED, "read them with jaxlm.core.bounded_read"
+    assert found <= TRUSTED, "read them with jaxlm.core.safe_io"

@@ -14,11 +14,9 @@ import pytest
 from haliax import Axis
 
 from jaxlm.core.products.dynamic_map import dynamic_map
-from jaxlm.core.products.four_bit import FourBitWeight
-from jaxlm.core.products.half_weight import HalfWeight
+from jaxlm.core.products.four_bit import NF4_TABLE, FourBitWeight, NF4Weight, NVFP4Weight
 from jaxlm.core.products.matmul import dot
-from jaxlm.core.products.nf4 import TABLE, NF4Weight
-from jaxlm.core.products.nvfp4 import NVFP4Weight
+from jaxlm.core.products.stored_weights import HalfWeight
 
 VECTORS = json.loads((Path(__file__).parents[1] / "vectors" / "nf4.json").read_text())
 KINDS = {"nf4": NF4Weight, "nvfp4": NVFP4Weight}
@@ -66,11 +64,11 @@ def is_bitsandbytes(made: dict[str, Any]) -> None:
 
 
 def test_the_tables_are_those_of_bitsandbytes():
-    np.testing.assert_array_equal(TABLE, np.float32(VECTORS["table"]))
+    np.testing.assert_array_equal(NF4_TABLE, np.float32(VECTORS["table"]))
     np.testing.assert_array_equal(dynamic_map(True), np.float32(VECTORS["scale_table"]))
     printed = [-1, -0.6962, -0.5251, -0.3949, -0.2844, -0.1848, -0.0911, 0]
     printed += [0.0796, 0.1609, 0.2461, 0.3379, 0.4407, 0.5626, 0.7230, 1]
-    np.testing.assert_allclose(TABLE, printed, atol=1e-4)
+    np.testing.assert_allclose(NF4_TABLE, printed, atol=1e-4)
 
 
 @pytest.mark.slow

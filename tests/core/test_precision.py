@@ -9,11 +9,10 @@ import jax.numpy as jnp
 import pytest
 from haliax import Axis
 
-from jaxlm.core import tree
+from jaxlm.core import precision, tree
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.guards import StepStats
 from jaxlm.core.precision import DynamicLossScale, PrecisionConfig, Unscaled, parse_precision
-from jaxlm.core.products import bfloat16
 from jaxlm.models.base import Inputs
 from jaxlm.models.layers import activation_dtype
 from jaxlm.plan.load_config import decode_run
@@ -142,8 +141,8 @@ def test_activations_have_the_dtype_of_the_embedding():
 
     model = plan.state_builder.abstract_initial_model
     assert jax.eval_shape(hidden, model, ids).dtype == jnp.float32
-    for precision, dtype in ((plan.precision, jnp.float32), (plan_of().precision, jnp.bfloat16)):
-        assert activation_dtype(jax.eval_shape(precision.cast_to_compute, model)) == dtype
+    for policy, dtype in ((plan.precision, jnp.float32), (plan_of().precision, jnp.bfloat16)):
+        assert activation_dtype(jax.eval_shape(policy.cast_to_compute, model)) == dtype
 
 
 def test_a_changed_rule_is_told_when_a_run_resumes():
@@ -177,7 +176,7 @@ AUTOMATIC: dict[str, tuple[Any, frozenset[str], tuple[int, ...], str, str]] = {
 def processor(monkeypatch):
     def is_now(instructions: frozenset[str], version: tuple[int, ...]) -> None:
         monkeypatch.setattr("jaxlib.version.__version_info__", version)
-        monkeypatch.setattr(bfloat16, "_instructions", lambda: instructions)
+        monkeypatch.setattr(precision, "_instructions", lambda: instructions)
 
     return is_now
 

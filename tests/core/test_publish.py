@@ -9,10 +9,10 @@ import fsspec
 import pytest
 
 from jaxlm.core.errors import ConfigError
-from jaxlm.core.publish import (
+from jaxlm.core.stores import (
     PublishError,
+    check_folder_writable,
     check_unused,
-    check_writable,
     child_of,
     is_taken,
     location_of,
@@ -94,8 +94,8 @@ def test_whether_a_folder_can_be_written_is_known_before_and_nothing_is_left(tmp
     with pytest.raises(
         PublishError, match=r"cannot write .*/a/b \(no folder can be made in .*file: Not a directory\)\. Choose"
     ):
-        check_writable(tmp_path / "file" / "a" / "b")
-    check_writable(tmp_path / "new" / "b")
+        check_folder_writable(tmp_path / "file" / "a" / "b")
+    check_folder_writable(tmp_path / "new" / "b")
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
 
 

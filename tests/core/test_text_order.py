@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxlm.core.values.text_order import in_row_order, in_text_order, previous, text_index
+from jaxlm.core.values.permutation import in_row_order, in_text_order, previous, text_index
 
 LENGTH, SHAPE = 7, (2, 3, 7)
 AXES = (hax.Axis("batch", 2), hax.Axis("pair", 3), hax.Axis("position", LENGTH))

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from haliax import Axis, NamedArray
 
-from jaxlm.core.products.wide_sums import rows_of, scaled, shifted
+from jaxlm.core.products.float32_sums import rows_of, scaled, shifted
 from jaxlm.models.linear import Linear, MatrixLinear
 
 VOCAB, WIDTH, TOKENS = 7, 4, 4096

@@ -7,8 +7,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from jaxlm.core.atomic_io import temporary_path
 from jaxlm.core.errors import ConfigError
+from jaxlm.core.safe_io import temporary_path
 from jaxlm.data import annotations
 from jaxlm.data.annotations import AnnotatedExamples, AnnotationFolder, AskingBatches
 from jaxlm.data.packing import PackedSequences

@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from jaxlm.core import atomic_io as atomic_io
+from jaxlm.core import safe_io as atomic_io
 from jaxlm.core.errors import ConfigError
 from jaxlm.data.cache import build as build_module
 from jaxlm.data.cache.build import open_or_build

@@ -5,7 +5,7 @@ import os
 
 import pytest
 
-from jaxlm.core import atomic_io as atomic_io
+from jaxlm.core import safe_io as atomic_io
 from jaxlm.core.errors import ConfigError
 from jaxlm.data.config import DataConfig
 from jaxlm.data.formats.supervised import SupervisedFormat

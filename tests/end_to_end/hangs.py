@@ -14,7 +14,7 @@ from pathlib import Path
 import jax
 
 from jaxlm import train
-from jaxlm.core.values.activity import Activity
+from jaxlm.core.values.logged import Activity
 from jaxlm.data.mixture import Mixture
 from jaxlm.engine import metrics as reports
 from jaxlm.engine.activity import ActivityClock

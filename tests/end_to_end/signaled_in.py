@@ -10,7 +10,7 @@ import time
 from pathlib import Path
 
 from jaxlm import train
-from jaxlm.core import publish
+from jaxlm.core import stores
 from jaxlm.data.rollouts.maker import RolloutMaker
 from jaxlm.engine.checkpoint.local import LocalFolder
 from jaxlm.observe.hooks import EvalHook
@@ -44,7 +44,7 @@ PLACES = {
     "compile": (train, "compile_steps"),
     "save": (LocalFolder, "commit"),
     "eval": (EvalHook, "run"),
-    "export": (publish, "fsync"),
+    "export": (stores, "fsync"),
     "rollout": (RolloutMaker, "_scores"),
 }
 

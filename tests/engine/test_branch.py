@@ -24,8 +24,7 @@ from jaxlm.controllers.base import (
 from jaxlm.controllers.orchestrate.orchestrator import NowcastTrials, OrchestratorConfig
 from jaxlm.core import tree
 from jaxlm.core.sharding import Layout
-from jaxlm.core.values.activity import Activity
-from jaxlm.core.values.logged import StepInfo
+from jaxlm.core.values.logged import Activity, StepInfo
 from jaxlm.engine.checkpoint.manifest import History
 from jaxlm.engine.loop import TrainingLoop
 from jaxlm.engine.outcome import Done, Interrupted, Outcome

@@ -17,7 +17,7 @@ from jaxlm.core.mesh import AxisMappings, make_layout, mesh_shape
 from jaxlm.core.sharding import AttentionWork, ContextSharding, Layout
 from jaxlm.core.tracing import tracing
 from jaxlm.core.values.batch_types import GroupBatch, LabeledBatch, MaskedBatch, PairBatch, TokenBatch, UnpairedBatch
-from jaxlm.core.values.text_order import in_text_order
+from jaxlm.core.values.permutation import in_text_order
 from jaxlm.data.batch import BatchSpec, Column, Columns, shifted_columns, token_columns
 from jaxlm.evals.continuations import token_columns as columns_of_prompts
 from jaxlm.evals.loss import LossMeter

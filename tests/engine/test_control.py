@@ -14,8 +14,7 @@ from jaxlm.controllers.base import Controller, Decision, DoneStep, Keep, Next, O
 from jaxlm.controllers.reduce_on_plateau import ReduceOnPlateauConfig
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.sharding import Layout
-from jaxlm.core.values.activity import Activity
-from jaxlm.core.values.logged import StepInfo
+from jaxlm.core.values.logged import Activity, StepInfo
 from jaxlm.engine.checkpoint.manifest import Cursor, History
 from jaxlm.engine.conductor import Conductor
 from jaxlm.engine.control import Control

@@ -12,9 +12,9 @@ from jaxlm.core import tree
 from jaxlm.core.axes import MICROBATCH
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.sharding import at_rest
+from jaxlm.core.values.logged import LEARNING_RATE
 from jaxlm.engine.accumulate import Sums, microbatch_axis
 from jaxlm.engine.entry import StateBuilder, enter_phase
-from jaxlm.engine.metric_names import LEARNING_RATE
 from jaxlm.engine.step import make_train_step
 from jaxlm.engine.sync import FlagSync
 from jaxlm.models.base import LanguageModel, vocab_axis

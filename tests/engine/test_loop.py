@@ -10,8 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxlm.core.values.activity import Activity
-from jaxlm.core.values.logged import StepInfo
+from jaxlm.core.values.logged import Activity, StepInfo
 from jaxlm.data.annotations import AskingBatches
 from jaxlm.data.base import Batches
 from jaxlm.data.prefetch import Prefetch

@@ -7,8 +7,8 @@ import jax
 import pytest
 
 from jaxlm.core.errors import ConfigError, PeerError
-from jaxlm.core.publish import PublishError
-from jaxlm.core.values.activity import Activity
+from jaxlm.core.stores import PublishError
+from jaxlm.core.values.logged import Activity
 from jaxlm.engine import rescue as rescues
 from jaxlm.engine.activity import ActivityClock
 from jaxlm.engine.checkpoint.holder import LeaseLostError

@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 
 from jaxlm.core import tree
+from jaxlm.core.values.logged import LEARNING_RATE
 from jaxlm.core.values.sums import Sum
 from jaxlm.data.packing import PackedSequences, pack_documents
-from jaxlm.engine.metric_names import LEARNING_RATE
 from jaxlm.objectives.next_token import NextToken
 from tests.data.helpers import cache_of
 from tests.engine.helpers import EVERY_MESH, MESHES, MODEL, VOCAB, TinyRun, arrays, layout, one_device, phase

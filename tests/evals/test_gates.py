@@ -15,7 +15,7 @@ import pytest
 
 from jaxlm.core import tree
 from jaxlm.core.errors import ConfigError
-from jaxlm.core.values.token_scores import TokenScores
+from jaxlm.core.values.sums import TokenScores
 from jaxlm.evals.base import EvalConfig, EvalContext, ValidationSet
 from jaxlm.evals.compare import CompareEvalConfig, L1Limits
 from jaxlm.evals.fidelity import FidelityEvalConfig

@@ -7,7 +7,7 @@ import jax
 import numpy as np
 import pytest
 
-from jaxlm.core.values.token_scores import DummyPrefix
+from jaxlm.core.values.sums import DummyPrefix
 from jaxlm.data.loader import eval_batches
 from jaxlm.data.packing import PackedSequences
 from jaxlm.data.tokenizer.tokenizer import Tokenizer

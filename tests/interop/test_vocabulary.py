@@ -5,8 +5,8 @@ import numpy as np
 import pytest
 
 from jaxlm.core import tree
+from jaxlm.core.safe_io import read_json_object
 from jaxlm.data.tokenizer.added_tokens import open_tokenizer
-from jaxlm.interop.json_object import read_json_object
 from jaxlm.models.base import vocab_axis
 from jaxlm.models.families.llama import LlamaConfig
 from jaxlm.plan.load_config import decode_run

@@ -14,7 +14,7 @@ import pytest
 from jaxlm.core import tree
 from jaxlm.core.axes import LAYERS
 from jaxlm.core.errors import ConfigError
-from jaxlm.core.pace import Pace
+from jaxlm.core.guards import Pace
 from jaxlm.models.base import vocab_axis
 from jaxlm.models.distillation.stored_streams import Int8Array
 from jaxlm.objectives.block_progress import Autotune, BlockProgress, Convergence

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 from jaxlm.core import tree
-from jaxlm.core.array_digest import array_digest
 from jaxlm.core.errors import ConfigError
+from jaxlm.core.hashing import array_digest
 from jaxlm.core.sharding import Layout
 from jaxlm.models.flops import matrix_operations
 from jaxlm.objectives.base import ITSELF

@@ -9,8 +9,7 @@ import time
 
 import pytest
 
-from jaxlm.core.values.activity import Activity
-from jaxlm.core.values.logged import StepInfo
+from jaxlm.core.values.logged import Activity, StepInfo
 from jaxlm.engine.activity import ActivityClock, process_age_s
 from jaxlm.observe.ledger import IDLE, LOST, Ledger, account, parse_lines, read_lines
 from jaxlm.observe.records import LEDGER

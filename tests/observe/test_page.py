@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from jaxlm.__main__ import main
-from jaxlm.core.values.layer_table import LayerTable
+from jaxlm.core.values.logged import LayerTable
 from jaxlm.engine.activity import ActivityClock
 from jaxlm.observe.curves import extremes, half_window, smoothed
 from jaxlm.observe.ledger import Ledger

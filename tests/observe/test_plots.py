@@ -1,7 +1,7 @@
 import numpy as np
 import pytest
 
-from jaxlm.core.values.layer_table import LayerTable
+from jaxlm.core.values.logged import LayerTable
 from jaxlm.observe import plots as plots
 from jaxlm.observe.logged_run import LoggedRun, series_of
 from jaxlm.observe.plots import layer_bars, loss_curve, schedule_curve, step_time_histogram, step_times

@@ -11,7 +11,7 @@ import jax
 import numpy as np
 import pytest
 
-from jaxlm.core.values.activity import Activity
+from jaxlm.core.values.logged import Activity
 from jaxlm.data.batch_schedule import BatchSchedule, BatchSize
 from jaxlm.engine import loop
 from jaxlm.engine.loop import pause

@@ -10,8 +10,8 @@ import optax
 import pytest
 
 from jaxlm.core import tree
-from jaxlm.core.controls import scaled
 from jaxlm.core.errors import ConfigError
+from jaxlm.core.guards import scaled
 from jaxlm.optim.adagc import AdaGc
 from jaxlm.optim.adam import AdamConfig
 from jaxlm.optim.base import OptimizerConfig

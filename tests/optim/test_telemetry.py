@@ -13,7 +13,7 @@ import pytest
 from jaxlm.core import tree
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.guards import GRADIENT_NORM, UPDATE_NORM, StepStats
-from jaxlm.core.values import telemetry
+from jaxlm.core.values import logged
 from jaxlm.optim.adam import AdamConfig
 from jaxlm.optim.rolling import RollingWindow, RunningMean
 from jaxlm.optim.telemetry.guard import Telemetry
@@ -226,13 +226,13 @@ def test_telemetry_does_not_change_training():
         one, other = plain.step(arrays(number)), run.step(arrays(number))
         assert one == {name: value for name, value in other.items() if name in one}
         size = np.sqrt(sum(np.sum(np.square(array, dtype=np.float64)) for array in before.values()))
-        assert other[telemetry.UPDATE_RATIO] == pytest.approx(other[UPDATE_NORM] / size, rel=1e-5)
-        assert other[telemetry.LAYER_RATIO] > 1
-        assert other[telemetry.GRAD_NORM_RATIO] == 1
+        assert other[logged.UPDATE_RATIO] == pytest.approx(other[UPDATE_NORM] / size, rel=1e-5)
+        assert other[logged.LAYER_RATIO] > 1
+        assert other[logged.GRAD_NORM_RATIO] == 1
     assert other[GRADIENT_NORM] > 0
     slots = {path for path in host(run) if path.startswith("slots.")}
     assert_identical(host(plain), {path: array for path, array in host(run).items() if path not in slots})
-    names = {value for name, value in vars(telemetry).items() if name.isupper() and value.startswith("telemetry/")}
+    names = {value for name, value in vars(logged).items() if name.isupper() and value.startswith("telemetry/")}
     assert {name for name in other if name.startswith("telemetry/")} == names
 
 

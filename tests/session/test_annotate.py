@@ -15,7 +15,7 @@ import pytest
 from jaxlm.core import tree
 from jaxlm.core.axes import MICROBATCH
 from jaxlm.core.errors import ConfigError
-from jaxlm.core.values.activity import Activity
+from jaxlm.core.values.logged import Activity
 from jaxlm.data.annotations import AnnotationFolder
 from jaxlm.data.batch_schedule import BatchSchedule, BatchStage
 from jaxlm.engine.activity import ActivityClock

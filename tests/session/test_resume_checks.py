@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
+from jaxlm.core import hashing
 from jaxlm.core.errors import ConfigError
-from jaxlm.core.values import files_read
 from jaxlm.data.tokenizer.templates import CHATML
 from jaxlm.data.tokenizer.train_bpe import train_bpe
 from jaxlm.engine.checkpoint.integrity import seal
@@ -85,8 +85,8 @@ def test_processes_with_other_data_do_not_train_together(tmp_path, monkeypatch):
     (tmp_path / "a.txt").write_text("some text")
     tree = {"model": SIZES, "data": {"train_urls": [str(tmp_path)], "cache_dir": "nowhere"}}
     plan, told = make_plan(decode_run(ConfigSource(tree), None), "x", 64), []
-    monkeypatch.setattr(files_read, "differences_between_processes", lambda known, _: told.append(known) or [])
-    files_read.check_same_files()  # what other tests have read
+    monkeypatch.setattr(hashing, "differences_between_processes", lambda known, _: told.append(known) or [])
+    hashing.check_same_files()  # what other tests have read
     told.clear()
     for fingerprint, text in (("t", "some text"), ("t", "some more"), ("u", "some text")):
         (tmp_path / "a.txt").write_text(text)

@@ -11,7 +11,7 @@ import pytest
 from jaxlm.core import tree
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.values.batch_types import TokenBatch
-from jaxlm.core.values.layer_table import tables_in
+from jaxlm.core.values.logged import tables_in
 from jaxlm.engine.state import shardings
 from jaxlm.models.base import Inputs, vocab_axis
 from jaxlm.models.families.dba import DbaConfig

@@ -12,7 +12,7 @@ import pytest
 from jaxlm.core import tree
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.values.batch_types import TokenBatch
-from jaxlm.core.values.layer_table import tables_in
+from jaxlm.core.values.logged import tables_in
 from jaxlm.engine.state import shardings
 from jaxlm.interop.hf.folder import save_folder
 from jaxlm.models.base import vocab_axis

@@ -10,7 +10,7 @@ import pytest
 
 from jaxlm.core import tree
 from jaxlm.core.errors import ConfigError
-from jaxlm.core.values.layer_table import tables_in
+from jaxlm.core.values.logged import tables_in
 from jaxlm.engine.state import shardings
 from jaxlm.surgery.bottleneck import (
     HeadFeatures,

@@ -22,8 +22,8 @@ import numpy as np
 
 from jaxlm.core import tree
 from jaxlm.core.errors import ConfigError, Parser
-from jaxlm.core.publish import Location, check_unused, check_writable, location_of
 from jaxlm.core.runtime import main_only
+from jaxlm.core.stores import Location, check_folder_writable, check_unused, location_of
 from jaxlm.engine.checkpoint.store import CURSOR
 from jaxlm.interop.hf.folder import DTYPES, parse_dtype
 from jaxlm.interop.hf.hub import check_upload, check_upload_name, local_folder, upload_folder
@@ -99,7 +99,7 @@ def _check_new(folder: Location, last: str) -> None:
     """Raises what would end the export, before the model is loaded. Args: last: as of `check_unused`."""
     check_unused(folder, last)
     if isinstance(folder, Path):
-        main_only(lambda: check_writable(folder))
+        main_only(lambda: check_folder_writable(folder))
 
 
 def _convert_to_nanochat(options: argparse.Namespace) -> int:

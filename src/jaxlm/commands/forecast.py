@@ -24,8 +24,7 @@ import jax
 from jaxlm.commands.forecast_sampling import SamplingForecast, forecast_sampling, moved
 from jaxlm.commands.row_imbalance import RowImbalance, row_imbalance
 from jaxlm.core import tree
-from jaxlm.core.errors import ConfigError
-from jaxlm.core.install import install_command
+from jaxlm.core.errors import ConfigError, install_command
 from jaxlm.engine.phases import Phase
 from jaxlm.engine.step import OPTIMIZER_SCOPE
 from jaxlm.hardware.aot_devices import aot_devices, has_compiler

@@ -14,9 +14,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
-from jaxlm.core.atomic_io import atomic_file
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.redaction import write_text
+from jaxlm.core.safe_io import atomic_file
 from jaxlm.engine.checkpoint.holder import StillHeld
 from jaxlm.engine.checkpoint.lock import locked_file
 from jaxlm.plan.load_config import load_source

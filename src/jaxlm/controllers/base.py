@@ -204,7 +204,7 @@ class Controller(abc.ABC):
 
     @abc.abstractmethod
     def controls(self) -> Mapping[str, float]:
-        """The controls that it sets (`core/controls.py`), and their values at the start of a phase."""
+        """The controls that it sets (`core/guards.py`), and their values at the start of a phase."""
 
     @abc.abstractmethod
     def init(self) -> Json:
@@ -259,7 +259,7 @@ class OptimizerFacts:
         learning_rate: the peak of its schedule.
         strategies: name -> the controls that select the strategy. The first is the one that it begins with. Empty if it has
             only one way to update.
-        telemetry_window: number of recent steps of which it measures the metrics of `core/values/telemetry.py`; None if it
+        telemetry_window: number of recent steps of which it measures the metrics of `core/values/logged.py`; None if it
             does not.
         nowcast_window: updates over which it measures where the weights are going; None if it does not.
     """

@@ -1,6 +1,12 @@
-"""Guards inspect every step's loss and gradient norm, and may skip its update.
+"""What the compiled step asks about its update: guards that may skip it, controls, and the pace of each layer.
+
+Guards inspect every step's loss and gradient norm, and may skip its update.
 
 The update of a non-finite step is always skipped, regardless of the guards.
+
+Controls: numbers that the compiled step reads from the state, so that they change between steps without compiling again.
+
+A `Controller` (`controllers/`) declares and sets them; the engine keeps them in `state.slots["controls"]` as float32 scalars.
 """
 
 import abc
@@ -8,7 +14,10 @@ import math
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
-if TYPE_CHECKING:  # the report reads the names below, without jax
+import equinox as eqx
+import jax
+
+if TYPE_CHECKING:
     import jax
 
 OBJECTIVE, GRADIENT_NORM, UPDATE_NORM = "train/objective", "grad/norm/total", "updates/norm/total"
@@ -100,3 +109,36 @@ def skip_reason(guards: Iterable[StepGuard], metrics: Mapping[str, float]) -> st
 def is_finite(metrics: Mapping[str, float]) -> bool:
     """Whether a step's objective, gradient norm and update norm are finite."""
     return all(math.isfinite(metrics[name]) for name in (OBJECTIVE, GRADIENT_NORM, UPDATE_NORM))
+
+
+SLOT = "controls"
+
+LR_SCALE = "lr_scale"
+"""Multiplies the learning rate of all updates, and so the decoupled weight decay."""
+
+STRATEGY = "strategy"
+"""The row of the table of a portfolio of optimizers that makes the updates (`optim/portfolio/`)."""
+NOWCAST = "nowcast"
+"""How many steps ahead the weights are extrapolated, once (`optim/portfolio/`); 0 does not."""
+
+KNOWN = (LR_SCALE, STRATEGY, NOWCAST)
+"""The controls that a step reads."""
+
+
+def scaled(learning_rate: Any, controls: Mapping[str, Any]) -> Any:
+    """The learning rate that applies, given the scheduled one. Traceable."""
+    return learning_rate * controls[LR_SCALE] if LR_SCALE in controls else learning_rate
+
+
+class Pace(eqx.Module):
+    """How the update of a step differs from what the optimizer computes.
+
+    Attributes:
+        factors: float32 {layers} by the path of the parameter: the factor of the update of each layer. Where it is 0, the
+            parameter and its optimizer state stay as they are, to the bit. Other parameters have the factor 1.
+        position: int32, number of updates since the optimizer and its schedule were last reset; 0 resets them. None never
+            resets them.
+    """
+
+    factors: Mapping[str, jax.Array]
+    position: jax.Array | None = None

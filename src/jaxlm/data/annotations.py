@@ -21,11 +21,10 @@ import haliax as hax
 import numpy as np
 
 from jaxlm.core import tree
-from jaxlm.core.atomic_io import atomic_file, folder_lock, remove_leftovers
 from jaxlm.core.axes import BATCH, MICROBATCH
-from jaxlm.core.bounded_read import read_bytes
 from jaxlm.core.errors import ConfigError
-from jaxlm.core.values.activity import Activity
+from jaxlm.core.safe_io import atomic_file, folder_lock, read_bytes, remove_leftovers
+from jaxlm.core.values.logged import Activity
 from jaxlm.data.base import Batches, Log
 from jaxlm.data.batch import BatchSpec, Column, Columns
 from jaxlm.data.cache.cache_dir import disk_full_errors, writable_folder

@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from jaxlm.core.values.activity import Activity
+from jaxlm.core.values.logged import Activity
 
 Log = Callable[[str], None]
 TRAIN, VALIDATION = "train", "validation"

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from jaxlm.core.values.activity import Activity
+from jaxlm.core.values.logged import Activity
 
 _callers = itertools.count()
 

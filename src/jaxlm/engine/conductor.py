@@ -15,7 +15,7 @@ import numpy as np
 
 from jaxlm.core.runtime import main_first
 from jaxlm.core.sharding import Layout
-from jaxlm.core.values.activity import Activity
+from jaxlm.core.values.logged import Activity
 from jaxlm.engine.checkpoint.manifest import CheckpointName, History
 from jaxlm.engine.checkpoint.restore import VerifiedCheckpoint, newest_undamaged
 from jaxlm.engine.checkpoint.resume import restore_state

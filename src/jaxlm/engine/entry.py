@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxlm.core import controls, tree
+from jaxlm.core import guards, tree
 from jaxlm.core.errors import ConfigError, did_you_mean
 from jaxlm.core.precision import Precision
 from jaxlm.core.sharding import Layout
@@ -117,7 +117,7 @@ class PhaseEntry:
         slots |= {guard.name: guard.init_slot() for guard in phase.guards(self.precision)}
         slots |= {name: average.init_slot(trainable) for name, average in phase.averages.items()}
         if initial := phase.controls:
-            slots[controls.SLOT] = {name: jnp.asarray(value, jnp.float32) for name, value in initial.items()}
+            slots[guards.SLOT] = {name: jnp.asarray(value, jnp.float32) for name, value in initial.items()}
         state = RunState(
             step=jnp.asarray(phase.start, jnp.int32),
             key=self.key(_STEPS),

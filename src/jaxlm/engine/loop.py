@@ -9,7 +9,7 @@ from typing import Any
 import jax
 
 from jaxlm.controllers.base import Branch
-from jaxlm.core.values.activity import Activity
+from jaxlm.core.values.logged import Activity
 from jaxlm.engine.branch import BranchStopped, branch_end, run_branch
 from jaxlm.engine.hooks import Hook
 from jaxlm.engine.open_phase import OpenPhase

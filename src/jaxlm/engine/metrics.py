@@ -12,9 +12,7 @@ import jax
 import numpy as np
 
 from jaxlm.core.guards import GRADIENT_NORM, OBJECTIVE, UPDATE_NORM
-from jaxlm.core.values.logged import Histogram, StepInfo
-from jaxlm.data.batch_schedule import BatchSchedule
-from jaxlm.engine.metric_names import (
+from jaxlm.core.values.logged import (
     DURATION,
     EXAMPLES_PER_SECOND,
     GFLOPS_PER_SECOND,
@@ -26,7 +24,10 @@ from jaxlm.engine.metric_names import (
     TOKENS_PER_SECOND,
     TOTAL_GFLOPS,
     TOTAL_TOKENS,
+    Histogram,
+    StepInfo,
 )
+from jaxlm.data.batch_schedule import BatchSchedule
 from jaxlm.engine.outcome import Rewind
 from jaxlm.engine.step import StepReport
 from jaxlm.engine.watch import WatchConfig, split_watched

@@ -10,7 +10,7 @@ import jax
 
 from jaxlm.controllers.base import StopRunError
 from jaxlm.core.errors import ConfigError, PeerError
-from jaxlm.core.values.activity import Activity
+from jaxlm.core.values.logged import Activity
 from jaxlm.data.base import Batches
 from jaxlm.engine.activity import ActivityClock
 from jaxlm.engine.checkpoint.holder import LeaseLostError

@@ -11,7 +11,7 @@ import haliax as hax
 import jax
 import numpy as np
 
-from jaxlm.core import controls
+from jaxlm.core import guards
 from jaxlm.core.sharding import Layout
 from jaxlm.models.base import LanguageModel
 
@@ -66,13 +66,13 @@ def with_controls(state: RunState, values: Mapping[str, float], layout: Layout) 
     """The state with these controls in place of all others. Without values, it has no slot for them."""
     slots = without_controls(state).slots
     if values:
-        slots = slots | {controls.SLOT: {name: on_devices(np.float32(v), layout) for name, v in values.items()}}
+        slots = slots | {guards.SLOT: {name: on_devices(np.float32(v), layout) for name, v in values.items()}}
     return dataclasses.replace(state, slots=slots)
 
 
 def without_controls(state: RunState) -> RunState:
     """The state without the slot of the controls."""
-    others = {name: slot for name, slot in state.slots.items() if name != controls.SLOT}
+    others = {name: slot for name, slot in state.slots.items() if name != guards.SLOT}
     return dataclasses.replace(state, slots=others)
 
 

@@ -17,17 +17,16 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from jaxlm.core import controls
+from jaxlm.core import guards
 from jaxlm.core.axes import MICROBATCH
-from jaxlm.core.guards import GRADIENT_NORM, OBJECTIVE, SKIPPED, UPDATE_NORM, StepGuard, StepStats
-from jaxlm.core.pace import Pace
+from jaxlm.core.guards import GRADIENT_NORM, OBJECTIVE, SKIPPED, UPDATE_NORM, Pace, StepGuard, StepStats
 from jaxlm.core.precision import Precision
 from jaxlm.core.sharding import Layout, at_rest
 from jaxlm.core.tracing import tracing
 from jaxlm.core.tree import is_named, widened
+from jaxlm.core.values.logged import LEARNING_RATE
 from jaxlm.core.values.sums import Sum
 from jaxlm.engine.accumulate import Accumulate, MicrobatchLoss, Sums, accumulate
-from jaxlm.engine.metric_names import LEARNING_RATE
 from jaxlm.engine.phases import Phase
 from jaxlm.engine.state import OBJECTIVE_SLOT, RunState, UpdateCounts, in_device_memory, shardings, step_key
 from jaxlm.engine.watch import Numbers, WatchConfig
@@ -151,7 +150,7 @@ class _GuardedUpdate:
         after = eqx.tree_at(lambda s: (s.step, s.guard.skipped, s.slots), after, always)
         others = group_schedules(self.phase.optimizer, self.phase.num_steps)
         position = state.guard.updates if pace is None or pace.position is None else pace.position
-        rate = lambda schedule: controls.scaled(schedule(position), state.slots.get(controls.SLOT, {}))  # noqa: E731
+        rate = lambda schedule: guards.scaled(schedule(position), state.slots.get(guards.SLOT, {}))  # noqa: E731
         metrics = {f"train/{name}": metric.logged() for name, metric in sums.metrics.items()} | {
             OBJECTIVE: sums.objective,
             SKIPPED: skipped,
@@ -182,8 +181,8 @@ def _apply_update(
     """The state with the batch's update applied unconditionally, and the update."""
     trainable, frozen = phase.split(state.model)
     extra: dict[str, Any] = {"curvature": curvature}
-    if controls.SLOT in state.slots:
-        extra["controls"] = state.slots[controls.SLOT]
+    if guards.SLOT in state.slots:
+        extra["controls"] = state.slots[guards.SLOT]
     if pace is not None:
         extra["pace"] = pace
     updates, opt_state = optimizer.update(sums.gradient, state.opt_state, trainable, **extra)

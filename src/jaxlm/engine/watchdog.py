@@ -12,7 +12,7 @@ from pathlib import Path
 import jax
 
 from jaxlm.core.errors import EXIT_HUNG, ConfigError
-from jaxlm.core.values.activity import Activity
+from jaxlm.core.values.logged import Activity
 from jaxlm.engine.activity import ActivityClock
 from jaxlm.engine.peers import end_with_peers
 

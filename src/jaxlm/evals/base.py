@@ -14,8 +14,7 @@ from jaxlm.core.errors import ConfigError
 from jaxlm.core.field_types import PositiveInt
 from jaxlm.core.precision import Precision
 from jaxlm.core.sharding import Layout
-from jaxlm.core.values.sums import Largest, Sum
-from jaxlm.core.values.token_scores import DummyPrefix, TokenScores
+from jaxlm.core.values.sums import DummyPrefix, Largest, Sum, TokenScores
 from jaxlm.evals.limits import Limits
 from jaxlm.models.base import LanguageModel, ModelConfig
 from jaxlm.rewards.base import ScoredRows

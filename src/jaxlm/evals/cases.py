@@ -10,15 +10,15 @@ import jax
 
 from jaxlm.core.errors import ConfigError, listed
 from jaxlm.core.field_types import Fraction, PositiveInt
+from jaxlm.core.hashing import note
 from jaxlm.core.runtime import from_main
-from jaxlm.core.values.files_read import note
+from jaxlm.core.safe_io import read_json_lines
 from jaxlm.evals.base import Eval, EvalConfig, EvalContext
 from jaxlm.evals.continuations import num_shared
 from jaxlm.evals.gate import GateConfig, at_least, at_most
 from jaxlm.evals.limits import Limit
 from jaxlm.evals.samples import prompt_ids
 from jaxlm.evals.scoring import score
-from jaxlm.interop.json_object import read_json_lines
 from jaxlm.models.base import LanguageModel
 from jaxlm.models.inference.generate import GenerationConfig, generate_tokens
 from jaxlm.models.inference.unstacked import Generator

@@ -12,7 +12,7 @@ from haliax import NamedArray
 from jaxlm.core.axes import BATCH, POSITION
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.field_types import Fraction, NonNegativeFloat, PositiveInt
-from jaxlm.core.values.text_order import in_text_order
+from jaxlm.core.values.permutation import in_text_order
 from jaxlm.evals.base import Eval, EvalConfig, EvalContext
 from jaxlm.evals.gate import GateConfig, at_least, at_most
 from jaxlm.evals.limits import Limit

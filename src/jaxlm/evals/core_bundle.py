@@ -22,10 +22,10 @@ from typing import Any
 
 import yaml
 
-from jaxlm.core.bounded_read import listed_file, read_bytes, read_text
 from jaxlm.core.errors import ConfigError
+from jaxlm.core.hashing import note
+from jaxlm.core.safe_io import listed_file, read_bytes, read_text
 from jaxlm.core.stores import is_url
-from jaxlm.core.values.files_read import note
 
 CORE_URL = "https://karpathy-public.s3.us-west-2.amazonaws.com/eval_bundle.zip"
 FETCH_OPTION = "--core_bundle"

@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 
 import yaml
 
-from jaxlm.core.bounded_read import read_bytes
 from jaxlm.core.errors import ConfigError
+from jaxlm.core.safe_io import read_bytes
 from jaxlm.core.stores import is_url
 from jaxlm.evals.core_bundle import (
     BASELINES,

@@ -11,8 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxlm.core.precision import Precision
-from jaxlm.core.values.text_order import in_row_order
-from jaxlm.core.values.token_scores import DummyPrefix
+from jaxlm.core.values.permutation import in_row_order
+from jaxlm.core.values.sums import DummyPrefix
 from jaxlm.evals.base import Eval, EvalConfig, EvalContext, Score, read_sums
 from jaxlm.models.base import LanguageModel
 from jaxlm.reading.choices import choice

@@ -20,11 +20,11 @@ from jaxlm.core.field_types import (
     Seconds,
     Seed,
 )
+from jaxlm.core.hashing import note
 from jaxlm.core.runtime import broadcast_from_main, from_main, main_only
-from jaxlm.core.values.files_read import note
+from jaxlm.core.safe_io import read_json_lines
 from jaxlm.evals.base import Eval, EvalConfig, EvalContext
 from jaxlm.evals.samples import prompt_ids
-from jaxlm.interop.json_object import read_json_lines
 from jaxlm.models.base import LanguageModel
 from jaxlm.models.inference.generate import CacheDtype, GenerationConfig, generate_tokens, how_to_fit
 from jaxlm.models.inference.sampling import check_temperature

@@ -8,9 +8,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from jaxlm.core.bounded_read import largest
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.field_types import NonNegativeInt, Seconds
+from jaxlm.core.safe_io import largest
 
 if TYPE_CHECKING:
     import httpx2

@@ -23,10 +23,10 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxlm.core import tree
 from jaxlm.core.axes import BATCH, EMBED, HEAD_SIZE, HEADS, KV_HEADS, POSITION, axes_of
 from jaxlm.core.errors import ConfigError
-from jaxlm.core.products.wide_sums import rows_of
+from jaxlm.core.products.float32_sums import rows_of
 from jaxlm.core.sharding import current_layout
 from jaxlm.core.tracing import CustomVjp
-from jaxlm.core.values.text_order import in_row_order
+from jaxlm.core.values.permutation import in_row_order
 from jaxlm.models.activations import activated, gated
 from jaxlm.models.attention.api import AttentionMask, AttentionSpec, as_keys, attention
 from jaxlm.models.attention.backends.blockwise import UNMODIFIED_SCORES

@@ -7,10 +7,10 @@ import jax
 from haliax import Axis, AxisSpec, NamedArray
 
 from jaxlm.core.axes import axes_of
+from jaxlm.core.products.float32_sums import shifted
 from jaxlm.core.products.fp8 import Fp8
 from jaxlm.core.products.matmul import dot, operand
 from jaxlm.core.products.stored_weights import Weight
-from jaxlm.core.products.wide_sums import shifted
 from jaxlm.models.matrix_axes import DeclaresMatrices, MatrixAxes
 
 _FLAT_IN, _FLAT_OUT = "flat_in", "flat_out"

@@ -21,7 +21,7 @@ from haliax import NamedArray
 from jaxlm.core.axes import BATCH, HEAD_SIZE, POSITION, ROTARY_PAIRS
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.field_types import PositiveFloat, PositiveFraction, PositiveInt
-from jaxlm.core.values.text_order import in_row_order, in_text_order
+from jaxlm.core.values.permutation import in_row_order, in_text_order
 from jaxlm.reading.choices import choice
 
 _HALF, _PAIR = "half_head_size", hax.Axis("pair_of_features", 2)

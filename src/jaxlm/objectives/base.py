@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxlm.core.errors import ConfigError
-from jaxlm.core.pace import Pace
+from jaxlm.core.guards import Pace
 from jaxlm.core.values.batch_types import LabeledBatch, MaskedBatch, TokenBatch
 from jaxlm.core.values.sums import Largest, Sum
 from jaxlm.models.base import AuxLoss, Inputs, LanguageModel, ModelConfig

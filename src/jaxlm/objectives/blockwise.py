@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jaxlm.core import tree
 from jaxlm.core.axes import BATCH
 from jaxlm.core.errors import ConfigError
-from jaxlm.core.pace import Pace
+from jaxlm.core.guards import Pace
 from jaxlm.core.values.batch_types import TokenBatch
 from jaxlm.core.values.sums import Largest, Sum
 from jaxlm.models.base import Inputs, LanguageModel, ModelConfig

@@ -17,8 +17,8 @@ from jaxlm.core.axes import PAIR, POSITION
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.field_types import Fraction, NonNegativeFloat, PositiveFloat, ProperFraction
 from jaxlm.core.values.batch_types import PairBatch
+from jaxlm.core.values.permutation import in_row_order, in_text_order
 from jaxlm.core.values.sums import Sum
-from jaxlm.core.values.text_order import in_row_order, in_text_order
 from jaxlm.models.base import LanguageModel
 from jaxlm.models.loss import ChunkLogits
 from jaxlm.objectives.base import AUXILIARY, Metrics, ObjectiveConfig, auxiliary_terms, auxiliary_weight

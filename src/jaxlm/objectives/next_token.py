@@ -14,8 +14,7 @@ import jax
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.field_types import BelowOne, NonNegativeFloat
 from jaxlm.core.values.batch_types import LabeledBatch, MaskedBatch, PairBatch, TokenBatch
-from jaxlm.core.values.sums import Sum
-from jaxlm.core.values.token_scores import TokenScores
+from jaxlm.core.values.sums import Sum, TokenScores
 from jaxlm.models.base import EmbeddingNoise, Inputs, LanguageModel
 from jaxlm.models.loss import next_token_sums, token_losses
 from jaxlm.objectives.base import AUXILIARY, Metrics, ObjectiveConfig, auxiliary_terms, auxiliary_weight

@@ -14,8 +14,8 @@ from jaxlm.core.axes import EMBED, PAIR, POSITION
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.field_types import NonNegativeFloat
 from jaxlm.core.values.batch_types import PairBatch, TokenBatch
+from jaxlm.core.values.permutation import text_index
 from jaxlm.core.values.sums import Sum
-from jaxlm.core.values.text_order import text_index
 from jaxlm.models.base import AuxLoss, Inputs, LanguageModel
 from jaxlm.objectives.base import AUXILIARY, Metrics, ObjectiveConfig, auxiliary_terms, auxiliary_weight
 from jaxlm.objectives.completions import by_pair, is_pair

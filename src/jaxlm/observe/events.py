@@ -7,8 +7,7 @@ from typing import NamedTuple
 import numpy as np
 
 from jaxlm.core.guards import SKIPPED
-from jaxlm.core.values.telemetry import IS_SPIKE
-from jaxlm.engine.metric_names import DURATION, EXAMPLES_PER_SECOND, RESUMED_FROM
+from jaxlm.core.values.logged import DURATION, EXAMPLES_PER_SECOND, IS_SPIKE, RESUMED_FROM
 from jaxlm.observe.decision_notes import Band, strategy_bands
 from jaxlm.observe.logged_run import LoggedRun, Series
 

@@ -9,9 +9,17 @@ from typing import NamedTuple
 import numpy as np
 
 from jaxlm.core.guards import OBJECTIVE, SKIPPED, StepGuard, skip_reason
-from jaxlm.core.values.activity import Activity
-from jaxlm.core.values.logged import Sample, StepInfo
-from jaxlm.engine.metric_names import DURATION, HOOK_TIME, LEARNING_RATE, MFU, TOKENS_PER_SECOND, TRAIN_LOSS
+from jaxlm.core.values.logged import (
+    DURATION,
+    HOOK_TIME,
+    LEARNING_RATE,
+    MFU,
+    TOKENS_PER_SECOND,
+    TRAIN_LOSS,
+    Activity,
+    Sample,
+    StepInfo,
+)
 from jaxlm.engine.phases import Phase
 from jaxlm.engine.state import RunState
 from jaxlm.evals.base import Eval

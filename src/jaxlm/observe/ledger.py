@@ -13,11 +13,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from jaxlm.core.bounded_read import read_bytes
 from jaxlm.core.errors import counted
-from jaxlm.core.values.activity import Activity
+from jaxlm.core.safe_io import read_bytes
+from jaxlm.core.values.logged import GOODPUT, Activity
 from jaxlm.engine.activity import ActivityClock
-from jaxlm.engine.metric_names import GOODPUT
 from jaxlm.observe.records import LEDGER
 
 if TYPE_CHECKING:

@@ -6,10 +6,10 @@ import posixpath
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from jaxlm.core.atomic_io import atomic_file
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.redaction import write_text
-from jaxlm.core.stores import check_writable, open_store, put_file, storage_errors
+from jaxlm.core.safe_io import atomic_file
+from jaxlm.core.stores import check_store_writable, open_store, put_file, storage_errors
 from jaxlm.engine.checkpoint.holder import StillHeld
 from jaxlm.engine.checkpoint.lock import locked_file
 from jaxlm.observe.records import CONFIG, ENVIRONMENT
@@ -73,7 +73,7 @@ class LogStore:
     def check_writable(self) -> None:
         """Raises `ConfigError` if the store does not allow writing."""
         if self._url is not None:
-            check_writable(self._url, _KEY)
+            check_store_writable(self._url, _KEY)
 
     def upload(self) -> None:
         """Uploads the files that have changed. What cannot be uploaded is uploaded next time."""

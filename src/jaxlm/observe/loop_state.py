@@ -8,7 +8,7 @@ from array import array
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from jaxlm.engine.metric_names import BEST_BPB, DURATION, EVAL_BPB, SMOOTHED_LOSS, TRAIN_LOSS, TRAINING_TIME
+from jaxlm.core.values.logged import BEST_BPB, DURATION, EVAL_BPB, SMOOTHED_LOSS, TRAIN_LOSS, TRAINING_TIME
 
 if TYPE_CHECKING:
     from jaxlm.core.values.logged import StepInfo

@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from jaxlm.engine.metric_names import EVAL_PREFIX
+from jaxlm.core.values.logged import EVAL_PREFIX
 from jaxlm.observe.logged_run import LoggedRun
 from jaxlm.observe.phase_history import phase_history
 

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from jaxlm.engine.metric_names import EVAL_LOSS, TOTAL_TOKENS, TRAIN_LOSS
+from jaxlm.core.values.logged import EVAL_LOSS, TOTAL_TOKENS, TRAIN_LOSS
 from jaxlm.observe.logged_run import LoggedRun
 
 STEPS_ROW, LAYERS_ROW, TRAINS_ROW, HIDDEN_ROW = "steps", "layers", "trains", "hidden tokens"

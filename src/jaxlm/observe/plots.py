@@ -8,8 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxlm.core.values.layer_table import LayerTable
-from jaxlm.engine.metric_names import DURATION, EVAL_LOSS, LEARNING_RATE, TRAIN_LOSS
+from jaxlm.core.values.logged import DURATION, EVAL_LOSS, LEARNING_RATE, TRAIN_LOSS, LayerTable
 from jaxlm.engine.phases import Phase
 from jaxlm.observe.curves import BAND_OPACITY, COLORS, band_colors, half_window, smoothed
 from jaxlm.observe.events import MAX_MARKS, batch_sizes, events, resumes, strategies

@@ -9,7 +9,7 @@ import jax
 from jaxlm.core.field_types import PositiveInt
 from jaxlm.core.redaction import write_text
 from jaxlm.core.runtime import is_main_process
-from jaxlm.core.values.activity import Activity
+from jaxlm.core.values.logged import Activity
 from jaxlm.engine.phases import Phase
 from jaxlm.engine.state import RunState
 from jaxlm.hardware.hlo import operations

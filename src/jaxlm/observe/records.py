@@ -9,9 +9,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeGuard
 
-from jaxlm.core.atomic_io import free_path
-from jaxlm.core.bounded_read import open_regular, read_bytes
 from jaxlm.core.errors import ConfigError
+from jaxlm.core.safe_io import free_path, open_regular, read_bytes
 
 METRICS = "metrics.jsonl"
 HISTOGRAMS = "histograms.jsonl"

@@ -13,9 +13,9 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from jaxlm.core.controls import scaled
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.field_types import BelowOne, NonNegativeFloat, PositiveFloat
+from jaxlm.core.guards import scaled
 from jaxlm.optim.base import (
     OptimizerConfig,
     ParameterGroup,

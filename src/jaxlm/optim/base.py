@@ -10,7 +10,6 @@ import jax
 import optax
 
 from jaxlm.core import tree
-from jaxlm.core.controls import scaled
 from jaxlm.core.field_types import (
     Fraction,
     LearningRate,
@@ -19,7 +18,7 @@ from jaxlm.core.field_types import (
     PositiveScheduleLength,
     ScheduleLength,
 )
-from jaxlm.core.guards import RewindRule, StepGuard
+from jaxlm.core.guards import RewindRule, StepGuard, scaled
 from jaxlm.optim.adagc import AdaGc
 from jaxlm.optim.bad_steps import SkipBadSteps, WindowLength, bad_step_guards
 from jaxlm.optim.lr.schedules import Schedule, ScheduleSpec, make_schedule
@@ -132,7 +131,7 @@ class OptimizerConfig(draccus.PluginRegistry, abc.ABC, discover_packages_path="j
     def build(self, groups: Sequence[ParameterGroup], num_steps: int) -> optax.GradientTransformationExtraArgs:
         """Builds the gradient transformation for a phase of `num_steps` steps.
 
-        Its extra arguments are `curvature` and, if a controller of the phase sets any, `controls` (`core/controls.py`).
+        Its extra arguments are `curvature` and, if a controller of the phase sets any, `controls` (`core/guards.py`).
         `scale_by_learning_rate` reads those.
 
         The schedule's step count is part of the optimizer state, so a skipped step does not advance the schedule.
@@ -145,7 +144,7 @@ class OptimizerConfig(draccus.PluginRegistry, abc.ABC, discover_packages_path="j
 
     @property
     def telemetry_window(self) -> int | None:
-        """Number of recent steps of which each step has the metrics of `core/values/telemetry.py`; None if it has none."""
+        """Number of recent steps of which each step has the metrics of `core/values/logged.py`; None if it has none."""
         return next((guard.window for guard in telemetry_guards(self.telemetry)), None)
 
     @property

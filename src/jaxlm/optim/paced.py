@@ -1,4 +1,4 @@
-"""An optimizer whose updates an objective slows down, or stops, layer by layer (`core/pace.py`)."""
+"""An optimizer whose updates an objective slows down, or stops, layer by layer (`core/guards.py`)."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -10,7 +10,7 @@ from haliax import NamedArray
 
 from jaxlm.core import tree
 from jaxlm.core.axes import LAYERS
-from jaxlm.core.pace import Pace
+from jaxlm.core.guards import Pace
 
 
 def paced(optimizer: optax.GradientTransformationExtraArgs) -> optax.GradientTransformationExtraArgs:

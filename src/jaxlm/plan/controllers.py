@@ -6,11 +6,11 @@ from jaxlm.controllers.bad_streak import BadStreak
 from jaxlm.controllers.base import Controller, OptimizerFacts
 from jaxlm.controllers.early_stopping import EarlyStopping
 from jaxlm.controllers.finished import Finished
-from jaxlm.core import controls
+from jaxlm.core import guards
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.field_types import beyond
+from jaxlm.core.values.logged import EVAL_PREFIX
 from jaxlm.data.config import DataConfig
-from jaxlm.engine.metric_names import EVAL_PREFIX
 from jaxlm.engine.phases import Phase
 from jaxlm.plan.run_config import PhaseConfig, RunConfig
 
@@ -52,10 +52,10 @@ def phase_controllers(config: RunConfig, phase: PhaseConfig, index: int) -> tupl
                 raise ConfigError(
                     f"{path}.{number}: {controller.name} sets the control '{both[0]}', and so does {earlier.name}. Remove one"
                 )
-        if unknown := sorted(controller.controls().keys() - set(controls.KNOWN)):
+        if unknown := sorted(controller.controls().keys() - set(guards.KNOWN)):
             raise ConfigError(
                 f"{path}.{number}: {controller.name} sets the control '{unknown[0]}', which no step reads. The controls are:"
-                f" {', '.join(controls.KNOWN)}"
+                f" {', '.join(guards.KNOWN)}"
             )
         made.append(controller)
     return tuple(made)
@@ -77,7 +77,7 @@ def controller_notes(config: RunConfig, phases: Sequence[Phase]) -> list[str]:
         for number, section in enumerate(controllers if spans else []):
             if lines := [*beyond(section, max(map(len, spans))), *section.without_effect(spans)]:
                 notes.append(f"{path}.{number}: no effect in steps {steps}: {'; '.join(lines)}")
-    moving = [phase.optimizer for phase in phases if controls.NOWCAST in phase.controls]
+    moving = [phase.optimizer for phase in phases if guards.NOWCAST in phase.controls]
     for phase in phases:
         if phase.optimizer.nowcast_window is not None and phase.optimizer not in moving:
             notes.append(

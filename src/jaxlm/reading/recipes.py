@@ -11,8 +11,8 @@ import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 
-from jaxlm.core.bounded_read import read_text
 from jaxlm.core.errors import ConfigError, did_you_mean
+from jaxlm.core.safe_io import read_text
 
 FOLDER = Path(__file__).parents[1] / "recipes"
 SCHEME = "jaxlm:"

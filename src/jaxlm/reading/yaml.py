@@ -19,8 +19,8 @@ from typing import Any
 
 import yaml
 
-from jaxlm.core.bounded_read import read_text
 from jaxlm.core.errors import ConfigError
+from jaxlm.core.safe_io import read_text
 from jaxlm.reading.recipes import FOLDER, SCHEME, config_file
 
 KeyPath = tuple[str | int, ...]

@@ -11,8 +11,7 @@ from collections.abc import Callable
 from decimal import Decimal, InvalidOperation
 from typing import Any, Literal
 
-from jaxlm.core.errors import ConfigError
-from jaxlm.core.install import install_command
+from jaxlm.core.errors import ConfigError, install_command
 from jaxlm.reading.choices import choice
 from jaxlm.rewards.base import Reward, RewardConfig, RewardContext, ScoredRows
 

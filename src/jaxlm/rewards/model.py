@@ -5,9 +5,8 @@ from collections.abc import Sequence
 from string import Formatter
 from typing import Any, Literal
 
-from jaxlm.core.errors import ConfigError
+from jaxlm.core.errors import ConfigError, install_command
 from jaxlm.core.field_types import PositiveInt
-from jaxlm.core.install import install_command
 from jaxlm.interop.json_server import JsonServer, ServerConfig
 from jaxlm.reading.choices import choice
 from jaxlm.rewards.base import Reward, RewardConfig, RewardContext, ScoredRows

@@ -17,13 +17,13 @@ import jax
 import numpy as np
 
 from jaxlm.core import tree
-from jaxlm.core.array_digest import array_digest
 from jaxlm.core.axes import BATCH, MICROBATCH, POSITION
 from jaxlm.core.errors import ConfigError
+from jaxlm.core.hashing import array_digest
 from jaxlm.core.runtime import all_processes, broadcast_from_main, from_main, main_only
 from jaxlm.core.tracing import tracing
-from jaxlm.core.values.activity import Activity
-from jaxlm.core.values.text_order import in_text_order
+from jaxlm.core.values.logged import Activity
+from jaxlm.core.values.permutation import in_text_order
 from jaxlm.data.annotations import AnnotationCache, AnnotationFolder, AskingBatches, AwaitedAnnotations
 from jaxlm.data.annotations import with_annotations as annotated_data
 from jaxlm.data.base import Batches

@@ -8,13 +8,11 @@ from typing import Any
 
 import jax
 
-from jaxlm.core.publish import Location, PublishError, child_of, is_taken
 from jaxlm.core.runtime import main_only
-from jaxlm.core.stores import is_url
-from jaxlm.core.values.activity import Activity
+from jaxlm.core.stores import Location, PublishError, child_of, is_taken, is_url
+from jaxlm.core.values.logged import EVAL_PREFIX, Activity
 from jaxlm.data.config import DataConfig
 from jaxlm.data.tokenizer.tokenizer import Tokenizer
-from jaxlm.engine.metric_names import EVAL_PREFIX
 from jaxlm.engine.phases import Phase
 from jaxlm.engine.state import RunState
 from jaxlm.interop.hf.classifier import is_reward_model

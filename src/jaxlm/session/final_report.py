@@ -9,9 +9,8 @@ from textwrap import shorten
 
 from jaxlm.core.guards import SKIPPED
 from jaxlm.core.stores import AT_START_S, retried
-from jaxlm.core.values.layer_table import tables_in
+from jaxlm.core.values.logged import BEST_BPB, EVAL_BPB, EVAL_CORE, EVAL_LOSS, TRAIN_LOSS, tables_in
 from jaxlm.data.formats.base import FormatConfig
-from jaxlm.engine.metric_names import BEST_BPB, EVAL_BPB, EVAL_CORE, EVAL_LOSS, TRAIN_LOSS
 from jaxlm.observe.console import Console, table
 from jaxlm.observe.events import skipped_steps
 from jaxlm.observe.ledger import account, read_lines

@@ -12,6 +12,7 @@ import jax
 
 from jaxlm.core.errors import ConfigError, Parser, did_you_mean
 from jaxlm.core.runtime import main_first
+from jaxlm.core.safe_io import read_json_object
 from jaxlm.core.stores import is_url
 from jaxlm.data.config import DataConfig
 from jaxlm.data.tokenizer.tokenizer import Tokenizer, load_tokenizer
@@ -23,7 +24,6 @@ from jaxlm.engine.phases import Phase
 from jaxlm.evals.samples import prompt_ids
 from jaxlm.interop.hf.folder import ReadOptions, load_model, open_folder, parameter_dtype
 from jaxlm.interop.hf.hub import local_folder, may_be_repository
-from jaxlm.interop.json_object import read_json_object
 from jaxlm.interop.peft.merged import MergedAdapter, has_adapters_of, read_merged
 from jaxlm.models.base import LanguageModel, ModelConfig
 from jaxlm.models.inference.quantized import describe_weights, quantized

@@ -11,9 +11,9 @@ import jax
 import numpy as np
 
 from jaxlm.core.errors import ConfigError
-from jaxlm.core.publish import location_of
 from jaxlm.core.runtime import from_main
-from jaxlm.core.values.activity import Activity
+from jaxlm.core.stores import location_of
+from jaxlm.core.values.logged import Activity
 from jaxlm.core.values.sums import Sum
 from jaxlm.data.data import Data, ValidationData
 from jaxlm.data.formats.chat import for_template, given_messages, template_variables

@@ -8,12 +8,12 @@ from typing import Any
 
 import jax
 
-from jaxlm.core.bounded_read import read_bytes
 from jaxlm.core.errors import ConfigError, bounded
+from jaxlm.core.hashing import check_same_files, note
 from jaxlm.core.precision import parse_precision
 from jaxlm.core.redaction import without_secrets
 from jaxlm.core.runtime import from_main, main_first
-from jaxlm.core.values.files_read import check_same_files, note
+from jaxlm.core.safe_io import read_bytes
 from jaxlm.data.base import TRAIN
 from jaxlm.data.tokenizer.chat_template import CONVERSATIONS
 from jaxlm.data.tokenizer.tokenizer import Tokenizer, load_tokenizer

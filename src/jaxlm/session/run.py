@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from jaxlm.core.runtime import is_main_process, main_only
-from jaxlm.core.stores import check_writable, is_url
+from jaxlm.core.stores import check_store_writable, is_url
 from jaxlm.data.tokenizer.chat_template import with_templates
 from jaxlm.data.tokenizer.tokenizer import Tokenizer
 from jaxlm.engine.activity import ActivityClock
@@ -71,7 +71,7 @@ def open_run(
     files = run_files(plan, tokenizer, saved_tokenizer, source)
     plan.checkpoints.prepare()
     if is_url(exports := plan.config.hf_save_path or ""):
-        main_only(lambda: check_writable(exports, "hf_save_path"))
+        main_only(lambda: check_store_writable(exports, "hf_save_path"))
     if plan.config.hf_upload:
         main_only(lambda: check_upload("hf_upload"))
     with open_records(plan, console, init_from, clock, beginning, logs.still_held) as records:

@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Any
 
 from jaxlm.core.runtime import is_main_process, main_only
+from jaxlm.core.values.logged import TOTAL_GFLOPS, TOTAL_TOKENS
 from jaxlm.engine.activity import ActivityClock
 from jaxlm.engine.checkpoint.holder import StillHeld
 from jaxlm.engine.checkpoint.manifest import History
-from jaxlm.engine.metric_names import TOTAL_GFLOPS, TOTAL_TOKENS
 from jaxlm.engine.metrics import Totals, Workload
 from jaxlm.observe import records
 from jaxlm.observe.callbacks import CallbackContext, Callbacks, open_callbacks

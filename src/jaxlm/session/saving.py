@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from jaxlm.core.runtime import from_main, main_only
-from jaxlm.core.values.activity import Activity
+from jaxlm.core.values.logged import Activity
 from jaxlm.data.tokenizer.tokenizer import Tokenizer
 from jaxlm.engine.activity import ActivityClock
 from jaxlm.engine.checkpoint.health import SaveHealth

@@ -10,11 +10,11 @@ from typing import Any
 
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.runtime import from_main
+from jaxlm.core.safe_io import read_json_object
 from jaxlm.engine.checkpoint.store import Checkpoint
 from jaxlm.interop.hf.family import edited_json, family_of_config
 from jaxlm.interop.hf.hub import local_folder
 from jaxlm.interop.hf.model_section import hf_name
-from jaxlm.interop.json_object import read_json_object
 from jaxlm.plan.load_config import read_saved
 from jaxlm.plan.plan import Plan, plan_phases
 from jaxlm.session.init_from import InitFrom

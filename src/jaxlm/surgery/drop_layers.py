@@ -22,7 +22,7 @@ from jaxlm.core.axes import EMBED
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.field_types import NonNegativeInt, PositiveInt
 from jaxlm.core.values.batch_types import TokenBatch
-from jaxlm.core.values.layer_table import LayerTable
+from jaxlm.core.values.logged import LayerTable
 from jaxlm.models.base import EMBEDDING, Inputs, LanguageModel, ModelConfig, layer_tap
 from jaxlm.models.stacks import Body, taken_layers
 from jaxlm.reading.choices import choice

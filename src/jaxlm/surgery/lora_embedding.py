@@ -11,8 +11,8 @@ from haliax import Axis, AxisSpec, NamedArray
 
 from jaxlm.core import tree
 from jaxlm.core.axes import LORA, VOCAB, axes_of
+from jaxlm.core.products.float32_sums import rows_of
 from jaxlm.core.products.matmul import dot
-from jaxlm.core.products.wide_sums import rows_of
 from jaxlm.models.base import LanguageModel
 from jaxlm.models.layers import Embedding
 from jaxlm.models.linear import Linear

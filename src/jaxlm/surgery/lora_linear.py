@@ -15,9 +15,9 @@ from haliax import AxisSpec, NamedArray
 
 from jaxlm.core import tree
 from jaxlm.core.axes import LORA
+from jaxlm.core.products.float32_sums import shifted
 from jaxlm.core.products.matmul import dot
 from jaxlm.core.products.stored_weights import Weight
-from jaxlm.core.products.wide_sums import shifted
 from jaxlm.models.layers import DropoutLayer, dropout
 from jaxlm.models.linear import Linear
 from jaxlm.models.remat import ADAPTED, checkpoint_name

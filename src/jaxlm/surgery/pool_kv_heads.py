@@ -21,7 +21,7 @@ from jaxlm.core.errors import ConfigError
 from jaxlm.core.field_types import NonNegativeInt, PositiveInt
 from jaxlm.core.sharding import current_layout
 from jaxlm.core.values.batch_types import TokenBatch
-from jaxlm.core.values.layer_table import LayerTable
+from jaxlm.core.values.logged import LayerTable
 from jaxlm.models.base import Inputs, LanguageModel, ModelConfig, vocab_axis
 from jaxlm.models.decoder import Decoder, DecoderConfig
 from jaxlm.models.layers import Attention, SelfAttention

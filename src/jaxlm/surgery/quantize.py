@@ -20,10 +20,8 @@ from haliax import NamedArray
 from jaxlm.core import tree
 from jaxlm.core.axes import ROUTES, VOCAB, axes_of
 from jaxlm.core.errors import ConfigError
-from jaxlm.core.products.half_weight import HalfWeight
-from jaxlm.core.products.nf4 import NF4Weight
-from jaxlm.core.products.nvfp4 import NVFP4Weight
-from jaxlm.core.products.stored_weights import Int8Weight, StoredWeight
+from jaxlm.core.products.four_bit import NF4Weight, NVFP4Weight
+from jaxlm.core.products.stored_weights import HalfWeight, Int8Weight, StoredWeight
 from jaxlm.models.base import LanguageModel
 from jaxlm.models.linear import ExpertLinear, Linear
 from jaxlm.reading.choices import choice

@@ -18,7 +18,7 @@ import pytest
 
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.sharding import Layout
-from jaxlm.core.stores import check_writable
+from jaxlm.core.stores import check_store_writable
 from jaxlm.engine.checkpoint import bucket
 from jaxlm.engine.checkpoint.bucket import BucketFolder
 from jaxlm.engine.checkpoint.health import SaveHealth
@@ -95,14 +95,14 @@ def test_starts_at_the_same_time_try_out_the_store_apart(store, monkeypatch, met
         if not between:  # the other start does all of it at this moment
             between.append(path)
             BucketFolder(URL).open(print)
-            check_writable(URL, "key")
+            check_store_writable(URL, "key")
         does(self, path, *args, **kwargs)
 
     monkeypatch.setattr(bucket, "_probe_tensorstore", lambda url: None)
     monkeypatch.setattr(type(store), method, probing)
     BucketFolder(URL).open(print)
     between.clear()
-    check_writable(URL, "key")
+    check_store_writable(URL, "key")
     assert not store.find("/bucket")
 
 

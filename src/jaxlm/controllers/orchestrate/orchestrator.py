@@ -30,7 +30,6 @@ from jaxlm.controllers.base import (
 from jaxlm.controllers.orchestrate.bandit import Bandit, favoring, reward
 from jaxlm.controllers.orchestrate.memory import Memory
 from jaxlm.controllers.orchestrate.safety import PURPOSES, Safety
-from jaxlm.core.controls import NOWCAST
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.field_types import (
     Fraction,
@@ -40,16 +39,17 @@ from jaxlm.core.field_types import (
     PositiveFraction,
     PositiveInt,
 )
-from jaxlm.core.values import telemetry
+from jaxlm.core.guards import NOWCAST
+from jaxlm.core.values import logged
 from jaxlm.reading.choices import choice
 
 _METRICS = (
-    telemetry.LOSS,
-    telemetry.LOSS_REFERENCE,
-    telemetry.GRAD_NORM_RATIO,
-    telemetry.IS_SPIKE,
-    telemetry.NUM_SPIKES,
-    telemetry.IS_PLATEAU,
+    logged.LOSS,
+    logged.LOSS_REFERENCE,
+    logged.GRAD_NORM_RATIO,
+    logged.IS_SPIKE,
+    logged.NUM_SPIKES,
+    logged.IS_PLATEAU,
 )
 _EARLY, _LATE = 0.1, 0.7  # fractions of the phase
 _UNSTABLE_SPIKES = 2
@@ -302,7 +302,7 @@ class Orchestrator(Controller):
         if memory.begun is None:
             before = step.number - 1
             memory = replace(memory, begun=before, decided=before, planned_until=before)
-        spikes = [{"event": "spike", "loss": metrics[telemetry.LOSS]}] if metrics[telemetry.IS_SPIKE] else []
+        spikes = [{"event": "spike", "loss": metrics[logged.LOSS]}] if metrics[logged.IS_SPIKE] else []
         memory, answer = self._after(step, metrics, memory)
         return asdict(memory), _with_notes(spikes, answer)
 
@@ -358,7 +358,7 @@ class Orchestrator(Controller):
     def _boundary(self, step: DoneStep, metrics: Mapping[str, float], memory: Memory) -> tuple[Memory, str | None]:
         """Why to decide after this step; None for no reason."""
         config = self.config
-        on_plateau = bool(metrics[telemetry.IS_PLATEAU])
+        on_plateau = bool(metrics[logged.IS_PLATEAU])
         is_planned = any(memory.planned_until < planned.step <= step.effective for planned in config.switch_at)
         memory = replace(memory, planned_until=step.effective)
         if is_planned:
@@ -368,7 +368,7 @@ class Orchestrator(Controller):
         stage = "early" if step.progress < _EARLY else "late" if step.progress >= _LATE else "middle"
         is_settled = step.number - memory.decided >= config.min_steps_between_switches
         reason = None
-        if metrics[telemetry.NUM_SPIKES] >= config.max_spikes and is_settled:
+        if metrics[logged.NUM_SPIKES] >= config.max_spikes and is_settled:
             reason = "spike"
         elif on_plateau and not memory.on_plateau and is_settled:
             reason = "plateau"
@@ -382,7 +382,7 @@ class Orchestrator(Controller):
         self, step: DoneStep, metrics: Mapping[str, float], memory: Memory, reason: str
     ) -> tuple[Memory, Answer]:
         """Decides at a boundary: tries strategies, or takes the one that seems best."""
-        config, loss = self.config, metrics[telemetry.LOSS]
+        config, loss = self.config, metrics[logged.LOSS]
         if memory.loss is not None:
             reward = self._reward(memory.loss, loss)
             memory = replace(memory, bandit=self._bandit.rewarded(memory.bandit, memory.strategy, reward))
@@ -518,9 +518,9 @@ class Orchestrator(Controller):
         return self.config.branch_budget * (step.number - (memory.begun or 0)) - memory.extra
 
     def _condition(self, metrics: Mapping[str, float]) -> str:
-        if metrics[telemetry.NUM_SPIKES] >= _UNSTABLE_SPIKES:
+        if metrics[logged.NUM_SPIKES] >= _UNSTABLE_SPIKES:
             return _UNSTABLE
-        return _PLATEAU if metrics[telemetry.IS_PLATEAU] else ""
+        return _PLATEAU if metrics[logged.IS_PLATEAU] else ""
 
     def _reward(self, before: float, after: float) -> float:
         return reward(before, after, self.config.reward_scale)

@@ -12,7 +12,7 @@ from typing import Annotated
 from annotated_types import Interval
 
 from jaxlm.core.field_types import AboveOne, NonNegativeFloat, NonNegativeInt, PositiveInt
-from jaxlm.core.values import telemetry
+from jaxlm.core.values import logged
 
 PURPOSES = ("orchestrator_0", "orchestrator_1")
 """Of the two checkpoints that are kept: while the newer one is in quarantine, the older one is there."""
@@ -54,8 +54,8 @@ class Safety:
 
     def trip(self, metrics: Mapping[str, float], skipped: int) -> str | None:
         """Why the run has gone wrong, in words; None if it has not. Args: skipped: updates skipped in a row."""
-        loss, reference = metrics[telemetry.LOSS], metrics[telemetry.LOSS_REFERENCE]
-        ratio = metrics[telemetry.GRAD_NORM_RATIO]
+        loss, reference = metrics[logged.LOSS], metrics[logged.LOSS_REFERENCE]
+        ratio = metrics[logged.GRAD_NORM_RATIO]
         if self.max_skipped is not None and skipped >= self.max_skipped:
             return f"the updates of {skipped} steps in a row were skipped (max_skipped: {self.max_skipped})"
         if self.max_grad_increase is not None and self.max_grad_increase < ratio < math.inf:

@@ -1,13 +1,26 @@
-"""Weights in four bits: codes in blocks of consecutive elements, each block with a scale.
+"""Weights in four bits: codes in blocks of consecutive elements, each block with a scale. NF4 and NVFP4 are two of them.
 
 Blocks follow the flattened order of (outputs, inputs), which is how PyTorch stores the weight of a linear layer. So codes and
 scales can be those of other programs, number by number.
+
+NF4: weights in 4-bit NormalFloat, with scales that are quantized too.
+
+Source: Dettmers et al. 2023, QLoRA: Efficient Finetuning of Quantized LLMs (arXiv:2305.14314), section 3 and appendix E. The
+8-bit codes of scales: Dettmers 2015, 8-Bit Approximations for Parallelism in Deep Learning (arXiv:1511.04561), section 3.
+Where the papers leave it open, as bitsandbytes has it: blocks of 64 and of 256, scales minus their mean, the first code in
+the high bits.
+
+NVFP4: weights in 4-bit floating point, with scales in 8-bit floating point.
+
+Source: NVIDIA 2025, Pretraining Large Language Models with NVFP4 (arXiv:2509.25149), section 2 and appendix B: e2m1 in blocks
+of 16, each with an e4m3 scale, and a float32 scale that moves the largest block scale to the largest e4m3 number. Here each
+matrix has one of those. The first code of a byte is in its low bits, as in checkpoints of NVIDIA's ModelOpt.
 """
 
 import abc
 import math
 from collections.abc import Collection, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 from jaxlm.core.imports import haliax as hax
 
@@ -19,8 +32,10 @@ from haliax import Axis, AxisSelection, AxisSpec, NamedArray
 from jax.sharding import PartitionSpec
 
 from jaxlm.core import tree
-from jaxlm.core.axes import BLOCKS, PACKED, axes_of
+from jaxlm.core.axes import BLOCKS, PACKED, SCALE_BLOCKS, axes_of
 from jaxlm.core.errors import ConfigError
+from jaxlm.core.products.dynamic_map import dynamic_map
+from jaxlm.core.products.fp8 import E4M3, largest_fp8
 from jaxlm.core.products.stored_weights import StoredArray, StoredWeight
 
 
@@ -229,3 +244,193 @@ def nearest(values: jax.Array, table: np.ndarray) -> jax.Array:
     if len(bounds) < 16:
         return sum((values > bound).astype(jnp.uint8) for bound in bounds)  # pyright: ignore[reportReturnType]
     return jnp.searchsorted(jnp.asarray(bounds), values, side="left").astype(jnp.uint8)
+
+
+NF4_BLOCK = 64
+_SCALE_BLOCK = 256
+_SMALLEST = float(np.finfo(np.float32).tiny)  # a block of zeros is divided by it
+# Quantiles of the normal distribution, scaled to [-1, 1], with an exact zero (appendix E).
+NF4_TABLE = np.array(
+    [
+        *(-1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453),
+        *(-0.28444138169288635, -0.18477343022823334, -0.09105003625154495, 0.0),
+        *(0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224),
+        *(0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0),
+    ],
+    np.float32,
+)
+
+
+class Scales(eqx.Module):
+    """The scales of a weight's blocks."""
+
+    @abc.abstractmethod
+    def floats(self) -> NamedArray:
+        """float32 {layers, *blocks}."""
+
+    @abc.abstractmethod
+    def with_blocks(self, num_stacked: int, blocks: tuple[Axis, ...]) -> "Scales":
+        """The same scales with other axes of the blocks. Args: num_stacked: number of axes before those of the blocks."""
+
+
+class FloatScales(Scales):
+    """Scales as they are. Attributes: values: float32 {layers, *blocks}."""
+
+    values: NamedArray
+
+    def floats(self) -> NamedArray:
+        return self.values
+
+    def with_blocks(self, num_stacked: int, blocks: tuple[Axis, ...]) -> "FloatScales":
+        return FloatScales(in_shape_of(self.values, self.values.axes[:num_stacked], blocks))
+
+
+class QuantizedScales(Scales):
+    """Scales in 8-bit codes, with a scale of their own for 256 of them: `dynamic_map(True)[codes] * maxima + mean`.
+
+    Attributes:
+        codes: uint8 {layers, *blocks}.
+        maxima: float32 {layers, scale_blocks}.
+        mean: float32 {layers}, of the scales of each matrix.
+    """
+
+    codes: NamedArray
+    maxima: NamedArray
+    mean: NamedArray
+
+    @staticmethod
+    def of(scales: NamedArray, num_stacked: int) -> "QuantizedScales":
+        """Quantizes float32 {layers, *blocks}."""
+        stacked, blocks = scales.axes[:num_stacked], scales.axes[num_stacked:]
+        mean = hax.mean(scales, axis=blocks)
+        centered = in_shape_of(scales - mean, stacked, (_flat(blocks),))
+        maxima = block_maxima(centered, num_stacked, _SCALE_BLOCK)
+        normal = _normalized(centered, maxima, num_stacked, _SCALE_BLOCK)
+        codes = NamedArray(nearest(normal, dynamic_map(True)), centered.axes)
+        maxima = in_shape_of(maxima, stacked, (maxima.axes[-1].alias(SCALE_BLOCKS),))
+        return QuantizedScales(in_shape_of(codes, stacked, blocks), maxima, mean)
+
+    def floats(self) -> NamedArray:
+        stacked = self.mean.axes
+        blocks = self.codes.axes[len(stacked) :]
+        (Flat,) = blocks_of((_flat(blocks),), 1)
+        groups = (*stacked, *blocks_of((Flat,), _SCALE_BLOCK))
+        maxima = by_element(NamedArray(self.maxima.array, groups), _SCALE_BLOCK, (Flat,)).reshape(
+            self.codes.array.shape
+        )
+        centered = jnp.asarray(dynamic_map(True))[self.codes.array] * maxima
+        mean = jnp.expand_dims(self.mean.array, tuple(range(len(stacked), centered.ndim)))
+        return NamedArray(centered + mean, self.codes.axes)
+
+    def with_blocks(self, num_stacked: int, blocks: tuple[Axis, ...]) -> "QuantizedScales":
+        codes = in_shape_of(self.codes, self.codes.axes[:num_stacked], blocks)
+        return QuantizedScales(codes, self.maxima, self.mean)
+
+
+class NF4Weight(FourBitWeight):
+    """A weight in NF4: 4.127 bits per parameter, or 4.5 with scales in float32.
+
+    Attributes:
+        codes, Matrix: as in `FourBitWeight`.
+        absmax: the largest absolute value of each block of 64.
+    """
+
+    codes: NamedArray
+    absmax: Scales
+    Matrix: tuple[Axis, ...] = eqx.field(static=True)
+    form: ClassVar[str] = "nf4"
+    table: ClassVar[np.ndarray] = NF4_TABLE
+    first_in_high_bits: ClassVar[bool] = True
+    block_size: ClassVar[int] = NF4_BLOCK
+
+    @staticmethod
+    def of(weight: NamedArray, In: AxisSpec, Out: AxisSpec, *, double_quant: bool = True) -> "NF4Weight":
+        """Quantizes a weight. Args: double_quant: quantize the scales too."""
+        exact, num_stacked = as_matrices(weight, In, Out)
+        absmax = block_maxima(exact, num_stacked, NF4_BLOCK)
+        codes = NamedArray(nearest(_normalized(exact, absmax, num_stacked, NF4_BLOCK), NF4_TABLE), exact.axes)
+        scales = QuantizedScales.of(absmax, num_stacked) if double_quant else FloatScales(absmax)
+        bytes_ = packed(codes, num_stacked, first_in_high_bits=True)
+        return NF4Weight(codes=bytes_, absmax=scales, Matrix=exact.axes[num_stacked:])
+
+    def scales(self) -> NamedArray:
+        return self.absmax.floats()
+
+    def with_matrix(self, Matrix: tuple[Axis, ...]) -> "NF4Weight":
+        absmax = self.absmax.with_blocks(len(self.stacked), blocks_of(Matrix, NF4_BLOCK))
+        codes = in_shape_of(self.codes, self.stacked, bytes_of(Matrix))
+        return NF4Weight(codes=codes, absmax=absmax, Matrix=Matrix)
+
+
+def _flat(blocks: tuple[Axis, ...]) -> Axis:
+    return Axis(SCALE_BLOCKS, hax.axis_size(blocks))
+
+
+def _normalized(exact: NamedArray, maxima: NamedArray, num_stacked: int, size: int) -> jax.Array:
+    """Each element divided by the maximum of its block, as bitsandbytes does it: times the inverse."""
+    # XLA would divide by the maximum instead, which rounds differently.
+    inverse = NamedArray(jax.lax.optimization_barrier(1 / jnp.maximum(maxima.array, _SMALLEST)), maxima.axes)
+    return jnp.clip(exact.array * by_element(inverse, size, exact.axes[num_stacked:]), -1, 1)
+
+
+NVFP4_BLOCK = 16
+_MAGNITUDES = np.array([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0], np.float32)
+NVFP4_TABLE = np.concatenate([_MAGNITUDES, -_MAGNITUDES])
+
+
+class NVFP4Weight(FourBitWeight):
+    """A weight in NVFP4: 4.5 bits per parameter.
+
+    Attributes:
+        codes, Matrix: as in `FourBitWeight`.
+        block_scales: uint8 {layers, *blocks}, the bits of e4m3 numbers.
+        scale: float32 {layers}, of each matrix.
+    """
+
+    codes: NamedArray
+    block_scales: NamedArray
+    scale: NamedArray
+    Matrix: tuple[Axis, ...] = eqx.field(static=True)
+    form: ClassVar[str] = "nvfp4"
+    table: ClassVar[np.ndarray] = NVFP4_TABLE
+    first_in_high_bits: ClassVar[bool] = False
+    block_size: ClassVar[int] = NVFP4_BLOCK
+
+    @staticmethod
+    def of(weight: NamedArray, In: AxisSpec, Out: AxisSpec) -> "NVFP4Weight":
+        """Quantizes a weight."""
+        exact, num_stacked = as_matrices(weight, In, Out)
+        matrix = exact.axes[num_stacked:]
+        maxima = block_maxima(exact, num_stacked, NVFP4_BLOCK)
+        largest = jnp.max(maxima.array, axis=tuple(range(num_stacked, maxima.array.ndim)))
+        scale = NamedArray(largest / (_MAGNITUDES[-1] * largest_fp8(E4M3)), exact.axes[:num_stacked])
+        per_matrix = jnp.expand_dims(scale.array, tuple(range(num_stacked, maxima.array.ndim)))
+        in_e4m3 = (_over(maxima.array / _MAGNITUDES[-1], per_matrix)).astype(E4M3)
+        scales = NamedArray(in_e4m3.astype(jnp.float32) * per_matrix, maxima.axes)
+        codes = NamedArray(_e2m1(_over(exact.array, by_element(scales, NVFP4_BLOCK, matrix))), exact.axes)
+        bits = NamedArray(jax.lax.bitcast_convert_type(in_e4m3, jnp.uint8), maxima.axes)
+        bytes_ = packed(codes, num_stacked, first_in_high_bits=False)
+        return NVFP4Weight(codes=bytes_, block_scales=bits, scale=scale, Matrix=matrix)
+
+    def scales(self) -> NamedArray:
+        in_e4m3 = jax.lax.bitcast_convert_type(self.block_scales.array, E4M3).astype(jnp.float32)
+        trailing = tuple(range(self.scale.array.ndim, in_e4m3.ndim))
+        return NamedArray(in_e4m3 * jnp.expand_dims(self.scale.array, trailing), self.block_scales.axes)
+
+    def with_matrix(self, Matrix: tuple[Axis, ...]) -> "NVFP4Weight":
+        codes = in_shape_of(self.codes, self.stacked, bytes_of(Matrix))
+        block_scales = in_shape_of(self.block_scales, self.stacked, blocks_of(Matrix, NVFP4_BLOCK))
+        return NVFP4Weight(codes=codes, block_scales=block_scales, scale=self.scale, Matrix=Matrix)
+
+
+def _over(values: jax.Array, scales: jax.Array) -> jax.Array:
+    """Values divided by scales, and 0 where a scale is 0."""
+    return jnp.where(scales > 0, values / jnp.where(scales > 0, scales, 1), 0)
+
+
+def _e2m1(values: jax.Array) -> jax.Array:
+    """uint8, the codes of the closest e2m1 numbers; of two, that with the even code. What is too large becomes 6."""
+    bounds = (_MAGNITUDES[:-1] + _MAGNITUDES[1:]) / 2
+    size = jnp.abs(values)
+    codes = sum((size >= bound if code % 2 else size > bound).astype(jnp.uint8) for code, bound in enumerate(bounds))
+    return codes | (jnp.signbit(values).astype(jnp.uint8) << 3)

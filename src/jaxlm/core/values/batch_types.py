@@ -11,8 +11,8 @@ import jax.numpy as jnp
 
 from jaxlm.core.axes import BATCH, GROUP, KEY_WORD, PAIR, POSITION
 from jaxlm.core.tree import is_named
-from jaxlm.core.values.text_order import previous
-from jaxlm.core.values.token_scores import TokenScores
+from jaxlm.core.values.permutation import previous
+from jaxlm.core.values.sums import TokenScores
 
 _ROWS = 2**31 - 1  # folded into a step's key, into which the numbers of microbatches are folded too
 _KEY_WORDS = 2

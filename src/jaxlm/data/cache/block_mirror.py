@@ -17,8 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
-from jaxlm.core.atomic_io import exclusive, temporary_path
-from jaxlm.core.bounded_read import SMALL, read_bytes
+from jaxlm.core.safe_io import SMALL, exclusive, read_bytes, temporary_path
 from jaxlm.data.cache.cache_dir import disk_full_errors, writable_folder
 
 FOLDER = Path("cache/blocks")

@@ -17,9 +17,8 @@ from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
 
-from jaxlm.core.atomic_io import atomic_file, commit_folder, folder_lock, fsync
-from jaxlm.core.bounded_read import read_bytes
 from jaxlm.core.errors import ConfigError, counted
+from jaxlm.core.safe_io import atomic_file, commit_folder, folder_lock, fsync, read_bytes
 from jaxlm.data.base import Log
 from jaxlm.data.cache.cache_dir import disk_full_errors, writable_folder
 from jaxlm.data.cache.cache_key import CacheKey, file_digests

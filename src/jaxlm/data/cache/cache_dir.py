@@ -5,8 +5,8 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
-from jaxlm.core.atomic_io import DISK_FULL_ERRNOS
 from jaxlm.core.errors import ConfigError
+from jaxlm.core.safe_io import DISK_FULL_ERRNOS
 
 
 def writable_folder(folder: Path) -> Path:

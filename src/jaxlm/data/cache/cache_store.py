@@ -9,9 +9,9 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from jaxlm.core.atomic_io import atomic_folder, folder_lock
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.runtime import is_main_process
+from jaxlm.core.safe_io import atomic_folder, folder_lock
 from jaxlm.core.stores import is_url, local_copy, open_store, put_folder, storage_errors
 from jaxlm.data.cache.cache_dir import disk_full_errors, writable_folder
 

@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxlm.core.atomic_io import atomic_file, folder_lock, remove_leftovers
+from jaxlm.core.safe_io import atomic_file, folder_lock, remove_leftovers
 from jaxlm.data.base import Log
 from jaxlm.data.cache.cache_dir import disk_full_errors, writable_folder
 

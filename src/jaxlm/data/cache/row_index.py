@@ -22,8 +22,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from jaxlm.core.atomic_io import atomic_folder, folder_lock
-from jaxlm.core.bounded_read import read_bytes
+from jaxlm.core.safe_io import atomic_folder, folder_lock, read_bytes
 from jaxlm.data.cache.cache_dir import disk_full_errors, writable_folder
 
 _METADATA = "index.json"

@@ -11,9 +11,8 @@ from typing import Any
 
 import numpy as np
 
-from jaxlm.core.atomic_io import atomic_folder, folder_lock
-from jaxlm.core.bounded_read import read_bytes, read_stored
 from jaxlm.core.runtime import is_main_process
+from jaxlm.core.safe_io import atomic_folder, folder_lock, read_bytes, read_stored
 from jaxlm.core.stores import AT_START_S, open_store, retried, storage_errors
 from jaxlm.data.base import Log
 from jaxlm.data.cache.block_mirror import BlockMirror

@@ -17,8 +17,8 @@ from typing import Any
 
 import numpy as np
 
-from jaxlm.core.bounded_read import open_regular
 from jaxlm.core.errors import ConfigError
+from jaxlm.core.safe_io import open_regular
 from jaxlm.core.stores import WHILE_TRAINING_S, open_store, retried, storage_errors
 from jaxlm.data.cache.block_mirror import BlockMirror
 from jaxlm.data.cache.token_cache import TOKENS, DamagedCacheError

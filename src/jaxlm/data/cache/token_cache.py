@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import numpy as np
 
-from jaxlm.core.bounded_read import read_bytes
 from jaxlm.core.errors import ConfigError
+from jaxlm.core.safe_io import read_bytes
 from jaxlm.data.cache.cache_key import CacheKey, check_cache_key
 
 if TYPE_CHECKING:

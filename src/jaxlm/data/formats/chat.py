@@ -9,8 +9,8 @@ from typing import Any, ClassVar, TypeGuard
 
 import numpy as np
 
-from jaxlm.core.bounded_read import parse_json
 from jaxlm.core.errors import ConfigError, listed
+from jaxlm.core.safe_io import parse_json
 from jaxlm.data.formats.base import Begin, Encoder, FormatConfig, MaskedFormat, RawContent, TokenizedText
 from jaxlm.data.sources.record_files import Record
 from jaxlm.data.sources.text_file import TextFile

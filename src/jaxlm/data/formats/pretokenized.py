@@ -6,8 +6,8 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from jaxlm.core.bounded_read import map_array
 from jaxlm.core.errors import ConfigError, listed
+from jaxlm.core.safe_io import map_array
 from jaxlm.data.formats.base import Begin, Encoder, FormatConfig, RawContent, TokenizedText
 from jaxlm.data.sources.document_files import ARRAYS, has_records
 from jaxlm.data.sources.record_files import Record

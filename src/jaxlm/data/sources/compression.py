@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from jaxlm.core.bounded_read import open_regular
 from jaxlm.core.errors import ConfigError
+from jaxlm.core.safe_io import open_regular
 
 COMPRESSIONS = (".gz", ".zst", ".xz", ".bz2")
 _CHUNK = 1 << 16

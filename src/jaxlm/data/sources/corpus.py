@@ -13,8 +13,8 @@ from typing import Any
 
 import draccus
 
-from jaxlm.core.atomic_io import atomic_file, remove_leftovers
 from jaxlm.core.errors import ConfigError
+from jaxlm.core.safe_io import atomic_file, remove_leftovers
 from jaxlm.data.base import Log
 from jaxlm.data.cache.cache_dir import disk_full_errors
 from jaxlm.data.sources.mirror import MirroredSource, copy_folder_name

@@ -15,8 +15,8 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from jaxlm.core.bounded_read import read_lines, read_stream
 from jaxlm.core.errors import ConfigError, listed
+from jaxlm.core.safe_io import read_lines, read_stream
 from jaxlm.data.sources.compression import COMPRESSIONS, damaged_file_errors, open_decompressed
 
 if TYPE_CHECKING:

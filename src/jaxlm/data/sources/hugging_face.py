@@ -14,14 +14,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import parse_qsl
 
-from jaxlm.core.atomic_io import atomic_folder
-from jaxlm.core.bounded_read import listed_file
-from jaxlm.core.errors import ConfigError
-from jaxlm.core.install import install_command
+from jaxlm.core.errors import ConfigError, install_command
+from jaxlm.core.safe_io import atomic_folder, listed_file, read_json_object
 from jaxlm.data.base import Log
 from jaxlm.data.cache.cache_dir import disk_full_errors
 from jaxlm.data.sources.mirror import MirroredSource, copy_folder_name
-from jaxlm.interop.json_object import read_json_object
 
 if TYPE_CHECKING:
     import pyarrow as pa

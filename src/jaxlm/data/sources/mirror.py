@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from jaxlm.core.atomic_io import atomic_file, folder_lock, remove_leftovers
 from jaxlm.core.errors import ConfigError
+from jaxlm.core.safe_io import atomic_file, folder_lock, remove_leftovers
 from jaxlm.core.stores import open_store, storage_errors
 from jaxlm.data.base import DataSource, Log
 from jaxlm.data.cache.cache_dir import disk_full_errors, writable_folder

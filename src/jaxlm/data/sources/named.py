@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxlm.core.errors import ConfigError
-from jaxlm.core.values.files_read import note
+from jaxlm.core.hashing import note
 from jaxlm.data.base import TRAIN, VALIDATION, DataSource, Log
 from jaxlm.data.cache.block_mirror import BlockMirror
 from jaxlm.data.cache.build import open_or_build

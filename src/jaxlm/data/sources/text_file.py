@@ -4,7 +4,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from jaxlm.core.bounded_read import sha256
+from jaxlm.core.safe_io import sha256
 from jaxlm.data.sources.document_files import Document, has_records, read_documents
 from jaxlm.data.sources.record_files import Record, read_records
 

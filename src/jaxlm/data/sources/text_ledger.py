@@ -9,9 +9,8 @@ import json
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
-from jaxlm.core.atomic_io import atomic_file, folder_lock
-from jaxlm.core.bounded_read import read_bytes, read_stored
 from jaxlm.core.runtime import is_main_process
+from jaxlm.core.safe_io import atomic_file, folder_lock, read_bytes, read_stored
 from jaxlm.core.stores import AT_START_S, open_store, retried, storage_errors
 from jaxlm.data.base import Log
 from jaxlm.data.cache.cache_dir import disk_full_errors, writable_folder

@@ -16,8 +16,8 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, NamedTuple, TypeAlias
 
-from jaxlm.core.bounded_read import read_text
 from jaxlm.core.errors import ConfigError
+from jaxlm.core.safe_io import read_text
 from jaxlm.data.tokenizer.renderer import RENDERER, RenderingError, UnsuitableTextError
 from jaxlm.data.tokenizer.rendering import BEGIN, END, MARKS, Job, Reads
 from jaxlm.data.tokenizer.templates import NAMED

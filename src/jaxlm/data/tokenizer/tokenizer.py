@@ -13,13 +13,12 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from jaxlm.core.bounded_read import SMALL, read_bytes
 from jaxlm.core.errors import ConfigError
-from jaxlm.core.values.files_read import note_file
-from jaxlm.core.values.token_scores import DummyPrefix
+from jaxlm.core.hashing import note_file
+from jaxlm.core.safe_io import SMALL, read_bytes, read_json_object
+from jaxlm.core.values.sums import DummyPrefix
 from jaxlm.data.tokenizer.folder_settings import add_folder_settings
 from jaxlm.data.tokenizer.pattern_errors import is_panic, pattern_errors
-from jaxlm.interop.json_object import read_json_object
 
 if TYPE_CHECKING:
     import tokenizers

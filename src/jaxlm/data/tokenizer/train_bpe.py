@@ -7,10 +7,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from jaxlm.core.atomic_io import atomic_folder, folder_lock
-from jaxlm.core.bounded_read import read_bytes
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.field_types import PositiveInt
+from jaxlm.core.safe_io import atomic_folder, folder_lock, read_bytes
 from jaxlm.data.cache.cache_dir import disk_full_errors, writable_folder
 from jaxlm.data.cache.cache_key import CacheKey, check_cache_key, files_key
 from jaxlm.data.sources.text_file import TextFile

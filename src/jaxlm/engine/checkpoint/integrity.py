@@ -10,8 +10,7 @@ from functools import partial
 from io import BufferedReader
 from pathlib import Path
 
-from jaxlm.core.atomic_io import fsync
-from jaxlm.core.bounded_read import SMALL, UnreadableFileError, open_regular, read_bytes
+from jaxlm.core.safe_io import SMALL, UnreadableFileError, fsync, open_regular, read_bytes
 from jaxlm.core.stores import BRIEFLY_S, retried
 
 CHECKSUMS = "checksums.json"

@@ -20,8 +20,8 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from jaxlm.core.bounded_read import parse_json
 from jaxlm.core.errors import ConfigError
+from jaxlm.core.safe_io import parse_json
 from jaxlm.core.stores import is_url, open_store, storage_errors
 from jaxlm.engine.checkpoint.holder import Holder, LeaseLostError, StillHeld, held_by
 

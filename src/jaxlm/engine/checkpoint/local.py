@@ -12,10 +12,9 @@ from pathlib import Path
 
 import numpy as np
 
-from jaxlm.core.atomic_io import free_path, fsync
-from jaxlm.core.bounded_read import read_bytes
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.runtime import all_processes, broadcast_from_main, main_only, same_on_all_processes
+from jaxlm.core.safe_io import free_path, fsync, read_bytes
 from jaxlm.core.stores import BRIEFLY_S, retried
 from jaxlm.engine.checkpoint.holder import StillHeld
 from jaxlm.engine.checkpoint.integrity import seal, verify

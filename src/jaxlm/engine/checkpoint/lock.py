@@ -7,9 +7,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import IO
 
-from jaxlm.core.atomic_io import NoLocksError, lock
-from jaxlm.core.bounded_read import open_regular
 from jaxlm.core.errors import ConfigError
+from jaxlm.core.safe_io import NoLocksError, lock, open_regular
 from jaxlm.engine.checkpoint.holder import Holder, StillHeld, held_by
 from jaxlm.engine.checkpoint.lease import Lease
 

@@ -13,7 +13,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from jaxlm.core.bounded_read import read_stored
+from jaxlm.core.safe_io import read_stored
 from jaxlm.core.stores import check_size, open_store, probe_name, put_folder
 from jaxlm.engine.checkpoint.integrity import CHECKSUMS, SHA256, digest_of, verify
 from jaxlm.engine.checkpoint.manifest import (

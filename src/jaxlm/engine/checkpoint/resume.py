@@ -11,7 +11,7 @@ from typing import Any
 
 import jax
 
-from jaxlm.core import controls, tree
+from jaxlm.core import guards, tree
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.sharding import Layout
 from jaxlm.engine.checkpoint.restore import VerifiedCheckpoint, restore
@@ -121,7 +121,7 @@ def _restored(
     if allow_partial:
         make = lambda: without_controls(builder.initial_state(phase))  # noqa: E731
         fresh = lambda: place_state(lambda: saved.stored(make()) if saved.differs() else make(), abstract, layout)  # noqa: E731
-    unused = saved.unused | {path for path in leaves if path.startswith(f"slots.{controls.SLOT}.")}
+    unused = saved.unused | {path for path in leaves if path.startswith(f"slots.{guards.SLOT}.")}
     state = restore(checkpoint, abstract, layout, fresh=fresh, log=log, unused=unused)
     if not saved.differs():
         return state

@@ -6,9 +6,9 @@ import shutil
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 
-from jaxlm.core.bounded_read import SMALL, read_bytes
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.runtime import is_main_process, main_only
+from jaxlm.core.safe_io import SMALL, read_bytes
 from jaxlm.core.stores import local_copy, storage_errors
 from jaxlm.engine.checkpoint.holder import StillHeld, all_held
 from jaxlm.engine.checkpoint.integrity import CHECKSUMS, DamagedError, verify

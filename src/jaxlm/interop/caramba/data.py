@@ -3,7 +3,7 @@
 import contextlib
 from typing import Any
 
-from jaxlm.core.bounded_read import map_array
+from jaxlm.core.safe_io import map_array
 from jaxlm.interop.section import Section
 from jaxlm.interop.text_path import TOKENS, put_text
 from jaxlm.interop.translated import Translated

@@ -13,9 +13,9 @@ import jax
 import numpy as np
 
 from jaxlm.core.errors import ConfigError
+from jaxlm.core.safe_io import read_json_object
 from jaxlm.interop.hf.tensor_files import open_tensors
 from jaxlm.interop.hf.weights import Tensor, single
-from jaxlm.interop.json_object import read_json_object
 from jaxlm.models.base import LanguageModel
 
 SCORE = "score.weight"

@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from jaxlm.core.axes import POSITION
-from jaxlm.core.bounded_read import read_bytes
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.field_types import check_field
+from jaxlm.core.safe_io import read_bytes
 from jaxlm.interop.hf import families, modeling
 from jaxlm.interop.hf.unread_keys import sort_unread
 from jaxlm.interop.hf.weights import Tensor

@@ -13,10 +13,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxlm.core.errors import ConfigError
-from jaxlm.core.publish import Location, PublishError, check_unused, publish_folder
+from jaxlm.core.hashing import note_file
 from jaxlm.core.runtime import is_main_process
+from jaxlm.core.safe_io import read_json_object
 from jaxlm.core.sharding import Layout
-from jaxlm.core.values.files_read import note_file
+from jaxlm.core.stores import Location, PublishError, check_unused, publish_folder
 from jaxlm.interop.hf.classifier import SCORE, classifier_keys, classifier_tensors, is_classifier, is_reward_model
 from jaxlm.interop.hf.family import (
     Family,
@@ -29,7 +30,6 @@ from jaxlm.interop.hf.family import (
 from jaxlm.interop.hf.load import Change, differing_head, load_weights
 from jaxlm.interop.hf.tensor_files import most_common_dtype, open_tensors, unread_indices
 from jaxlm.interop.hf.tensor_writer import TensorWriter
-from jaxlm.interop.json_object import read_json_object
 from jaxlm.interop.torch.renamed_tensors import RenamedTensors
 from jaxlm.models.base import LanguageModel, ModelConfig
 

@@ -15,9 +15,9 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from jaxlm.core.bounded_read import open_regular
 from jaxlm.core.errors import ConfigError
-from jaxlm.core.values.files_read import note_file
+from jaxlm.core.hashing import note_file
+from jaxlm.core.safe_io import open_regular
 
 _METADATA = "__metadata__"
 _LENGTH = struct.Struct("<Q")

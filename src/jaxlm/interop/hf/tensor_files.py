@@ -9,11 +9,10 @@ from typing import Protocol
 import jax.numpy as jnp
 import numpy as np
 
-from jaxlm.core.bounded_read import listed_file
 from jaxlm.core.errors import ConfigError
-from jaxlm.core.values.files_read import note_file
+from jaxlm.core.hashing import note_file
+from jaxlm.core.safe_io import listed_file, read_json_object
 from jaxlm.interop.hf.safetensors_file import SafetensorsFile, TensorInfo
-from jaxlm.interop.json_object import read_json_object
 from jaxlm.interop.torch.torch_file import TORCH_SUFFIXES, TorchFile
 
 _WHOLE = ("model.safetensors", "pytorch_model.bin")  # in the order of transformers, which prefers each to its index

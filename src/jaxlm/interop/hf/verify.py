@@ -14,11 +14,11 @@ from haliax import Axis
 
 from jaxlm.core.axes import BATCH, POSITION
 from jaxlm.core.errors import ConfigError
+from jaxlm.core.safe_io import read_json_object
 from jaxlm.core.sharding import Layout
 from jaxlm.interop.hf.classifier import is_reward_model, read_score
 from jaxlm.interop.hf.folder import load_model, open_folder
 from jaxlm.interop.hf.tensor_files import most_common_dtype, open_tensors
-from jaxlm.interop.json_object import read_json_object
 from jaxlm.models.base import Inputs, LanguageModel, ModelConfig
 from jaxlm.models.inference.generate import generate
 

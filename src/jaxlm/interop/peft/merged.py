@@ -10,11 +10,10 @@ import jax
 import numpy as np
 
 from jaxlm.core import tree
-from jaxlm.core.bounded_read import sha256
 from jaxlm.core.errors import ConfigError
+from jaxlm.core.safe_io import read_json_object, sha256
 from jaxlm.core.sharding import Layout
 from jaxlm.interop.hf.weights import axis_sizes
-from jaxlm.interop.json_object import read_json_object
 from jaxlm.interop.peft.read import WEIGHTS, read_adapters
 from jaxlm.models.base import LanguageModel, ModelConfig
 

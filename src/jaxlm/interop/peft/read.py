@@ -13,11 +13,11 @@ import numpy as np
 from jaxlm.core import tree
 from jaxlm.core.axes import VOCAB
 from jaxlm.core.errors import ConfigError
-from jaxlm.core.values.files_read import note_file
+from jaxlm.core.hashing import note_file
+from jaxlm.core.safe_io import read_json_object
 from jaxlm.interop.hf.hub import local_folder
 from jaxlm.interop.hf.safetensors_file import SafetensorsFile
 from jaxlm.interop.hf.weights import Part, Sizes, Tensor, axis_sizes
-from jaxlm.interop.json_object import read_json_object
 from jaxlm.interop.peft.fused import Arrays, FusedMatrix
 from jaxlm.interop.peft.names import (
     EMBEDDING,

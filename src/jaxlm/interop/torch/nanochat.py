@@ -13,17 +13,16 @@ from typing import Any
 
 import numpy as np
 
-from jaxlm.core.errors import ConfigError
-from jaxlm.core.install import install_command
-from jaxlm.core.publish import check_unused, publish_folder
+from jaxlm.core.errors import ConfigError, install_command
+from jaxlm.core.hashing import note_file
 from jaxlm.core.runtime import is_main_process
+from jaxlm.core.safe_io import read_json_object
 from jaxlm.core.sharding import Layout
-from jaxlm.core.values.files_read import note_file
+from jaxlm.core.stores import check_unused, publish_folder
 from jaxlm.interop.hf.load import Change, load_weights
 from jaxlm.interop.hf.shared_weights import BLOCK, HEADS
 from jaxlm.interop.hf.tensor_writer import TensorWriter
 from jaxlm.interop.hf.weights import Tensor, single
-from jaxlm.interop.json_object import read_json_object
 from jaxlm.interop.torch.renamed_tensors import RenamedTensors
 from jaxlm.interop.torch.torch_file import TorchFile
 from jaxlm.models.base import LanguageModel, ModelConfig

@@ -5,10 +5,9 @@ from typing import Any
 
 import numpy as np
 
-from jaxlm.core.bounded_read import open_regular
-from jaxlm.core.errors import ConfigError
-from jaxlm.core.install import install_command
-from jaxlm.core.values.files_read import note_file
+from jaxlm.core.errors import ConfigError, install_command
+from jaxlm.core.hashing import note_file
+from jaxlm.core.safe_io import open_regular
 from jaxlm.interop.hf.safetensors_file import TensorInfo
 
 TORCH_SUFFIXES = (".bin", ".pt", ".pth")

@@ -18,7 +18,7 @@ from haliax import Axis, NamedArray
 from jaxlm.core import tree
 from jaxlm.core.axes import BATCH, EMBED, HEAD_SIZE, KV_HEADS, LAYERS, POSITION, axes_of
 from jaxlm.core.errors import ConfigError
-from jaxlm.core.values.text_order import text_index
+from jaxlm.core.values.permutation import text_index
 from jaxlm.models.base import EMBEDDING, Inputs, LanguageModel
 from jaxlm.models.layers import Attention, ForCache, LayerCache, LayerContext
 from jaxlm.models.stacks import Block, Body

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from jaxlm.core.guards import GRADIENT_NORM
-from jaxlm.engine.metric_names import (
+from jaxlm.core.values.logged import (
     BEST_BPB,
     DURATION,
     EVAL_LOSS,

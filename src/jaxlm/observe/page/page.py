@@ -4,8 +4,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from jaxlm.core.atomic_io import atomic_file
 from jaxlm.core.redaction import write_text
+from jaxlm.core.safe_io import atomic_file
 from jaxlm.observe.logged_run import LoggedRun
 from jaxlm.observe.page.charts import charts
 from jaxlm.observe.page.sections import (

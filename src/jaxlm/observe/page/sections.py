@@ -8,9 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import yaml
 
-from jaxlm.core.values.activity import Activity
-from jaxlm.core.values.layer_table import tables_in
-from jaxlm.engine.metric_names import (
+from jaxlm.core.values.logged import (
     BEST_BPB,
     EVAL_BPB,
     EVAL_CORE,
@@ -24,6 +22,8 @@ from jaxlm.engine.metric_names import (
     TOTAL_TOKENS,
     TRAIN_LOSS,
     TRAINING_TIME,
+    Activity,
+    tables_in,
 )
 from jaxlm.observe.curves import COLORS
 from jaxlm.observe.decision_notes import described

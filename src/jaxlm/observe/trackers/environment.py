@@ -16,10 +16,10 @@ from pathlib import Path
 
 import jax
 
-from jaxlm.core.bounded_read import read_bytes, read_text
 from jaxlm.core.devices import processor
 from jaxlm.core.errors import counted
 from jaxlm.core.redaction import redacted_arguments
+from jaxlm.core.safe_io import read_bytes, read_text
 
 MAX_CODE_FILES, MAX_CODE_BYTES = 2_000, 32 * 2**20
 """Limits of what is code. No single file may take more than a sixteenth of the bytes: larger ones are data."""

@@ -8,9 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from jaxlm.core.redaction import redact
-from jaxlm.core.values.logged import Completion, Histogram, Sample
+from jaxlm.core.values.logged import DURATION, RESUMED_FROM, Completion, Histogram, Sample
 from jaxlm.engine.checkpoint.holder import StillHeld
-from jaxlm.engine.metric_names import DURATION, RESUMED_FROM
 from jaxlm.observe.log_file import LogFile
 from jaxlm.observe.records import COMPLETIONS, EARLIER_COMPLETIONS, HISTOGRAMS, SAMPLES, drop_after, finite, unusable
 

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import optax
 from annotated_types import Interval
 
-from jaxlm.core.controls import NOWCAST
+from jaxlm.core.guards import NOWCAST
 
 
 class WeightTrend(NamedTuple):

@@ -9,9 +9,9 @@ from typing import Any, ClassVar, Literal
 import jax
 import optax
 
-from jaxlm.core.controls import LR_SCALE, NOWCAST, STRATEGY
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.field_types import NonNegativeFloat
+from jaxlm.core.guards import LR_SCALE, NOWCAST, STRATEGY
 from jaxlm.optim.adagc import AdaGc
 from jaxlm.optim.base import OptimizerConfig, ParameterGroup, scale_by_learning_rate
 from jaxlm.optim.portfolio.nowcast import Nowcast

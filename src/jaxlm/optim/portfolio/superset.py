@@ -18,7 +18,7 @@ import optax
 from haliax import NamedArray
 
 from jaxlm.core import tree
-from jaxlm.core.controls import STRATEGY
+from jaxlm.core.guards import STRATEGY
 from jaxlm.optim.adagc import AdaGc
 from jaxlm.optim.base import ParameterGroup
 from jaxlm.optim.matrices import matrices

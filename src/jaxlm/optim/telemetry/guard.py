@@ -24,7 +24,7 @@ from annotated_types import Interval
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.field_types import PositiveFloat, PositiveInt
 from jaxlm.core.guards import StepGuard, StepStats, Verdict
-from jaxlm.core.values import telemetry
+from jaxlm.core.values import logged
 from jaxlm.optim.rolling import RollingWindow, RunningMean
 from jaxlm.optim.telemetry.layer_norms import layer_ratio, norm
 from jaxlm.optim.telemetry.trend import Trend, slope
@@ -73,7 +73,7 @@ class Telemetry(StepGuard):
         reference_steps: memory of the slow running mean of the loss, in steps.
     """
 
-    name: ClassVar[str] = telemetry.TELEMETRY
+    name: ClassVar[str] = logged.TELEMETRY
 
     window: WindowLength = 128
     min_steps: WindowLength = 20
@@ -125,17 +125,17 @@ class Telemetry(StepGuard):
             slot.slow.push(stats.objective, self.reference_steps),
         )
         metrics = {
-            telemetry.LOSS: after.fast.mean(),
-            telemetry.LOSS_REFERENCE: after.slow.mean(),
-            telemetry.LOSS_SCORE: loss.score,
-            telemetry.GRAD_NORM_SCORE: log_norm.score,
-            telemetry.GRAD_NORM_RATIO: self._norm_ratio(slot.norms, stats.norm),
-            telemetry.IS_SPIKE: is_spike,
-            telemetry.NUM_SPIKES: jnp.sum(after.spikes.values),
-            telemetry.IS_PLATEAU: (recent.count == self.plateau_window) & (fall > -_SIGNIFICANT * error),
-            telemetry.SLOPE: jnp.where(recent.count >= self.min_steps, fall, 0.0),
-            telemetry.LAYER_RATIO: layer_ratio(stats.gradient),
-            telemetry.UPDATE_RATIO: stats.update_norm / jnp.maximum(norm(stats.parameters), _TINY),
+            logged.LOSS: after.fast.mean(),
+            logged.LOSS_REFERENCE: after.slow.mean(),
+            logged.LOSS_SCORE: loss.score,
+            logged.GRAD_NORM_SCORE: log_norm.score,
+            logged.GRAD_NORM_RATIO: self._norm_ratio(slot.norms, stats.norm),
+            logged.IS_SPIKE: is_spike,
+            logged.NUM_SPIKES: jnp.sum(after.spikes.values),
+            logged.IS_PLATEAU: (recent.count == self.plateau_window) & (fall > -_SIGNIFICANT * error),
+            logged.SLOPE: jnp.where(recent.count >= self.min_steps, fall, 0.0),
+            logged.LAYER_RATIO: layer_ratio(stats.gradient),
+            logged.UPDATE_RATIO: stats.update_norm / jnp.maximum(norm(stats.parameters), _TINY),
         }
         return Verdict(jnp.asarray(True), after, {name: jnp.asarray(x, jnp.float32) for name, x in metrics.items()})
 

@@ -11,9 +11,9 @@ from pathlib import Path
 import jax
 from haliax import Axis
 
-from jaxlm.core.bounded_read import sha256
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.runtime import main_first
+from jaxlm.core.safe_io import sha256
 from jaxlm.core.sharding import Layout
 from jaxlm.data.tokenizer.tokenizer import Tokenizer, load_tokenizer
 from jaxlm.interop.hf.folder import PretrainedModel, ReadOptions, load_model, open_folder

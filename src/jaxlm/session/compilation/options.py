@@ -16,10 +16,9 @@ from typing import Any
 
 import jaxlib.version
 
-from jaxlm.core.atomic_io import atomic_file
-from jaxlm.core.bounded_read import SMALL, read_bytes
 from jaxlm.core.devices import caches, processor
 from jaxlm.core.runtime import same_on_all_processes
+from jaxlm.core.safe_io import SMALL, atomic_file, read_bytes
 from jaxlm.core.stores import is_url
 from jaxlm.core.tracing import BlockSizes
 from jaxlm.models.attention.backends.blockwise import default_attention_block

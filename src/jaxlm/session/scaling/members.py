@@ -9,10 +9,9 @@ from typing import Any
 
 import yaml
 
-from jaxlm.core.atomic_io import atomic_file
-from jaxlm.core.bounded_read import read_text
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.field_types import NonNegativeInt, PositiveFloat, PositiveInt
+from jaxlm.core.safe_io import atomic_file, read_text
 from jaxlm.core.stores import is_url
 from jaxlm.observe.records import METRICS, read_metrics
 from jaxlm.plan.controllers import check_metric

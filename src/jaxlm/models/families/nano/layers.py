@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from haliax import Axis, AxisSpec, NamedArray
 
 from jaxlm.core.axes import EMBED, KV_HEADS, VALUE_EMBED, VOCAB, axes_of
-from jaxlm.core.products.wide_sums import rows_of
+from jaxlm.core.products.float32_sums import rows_of
 from jaxlm.core.sharding import for_compute, for_lookup
 from jaxlm.models.layers import ForCache, LayerCache, LayerContext, Mlp, SelfAttention
 from jaxlm.models.linear import Linear, MatrixLinear

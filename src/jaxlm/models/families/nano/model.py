@@ -61,8 +61,8 @@ from jaxlm.core.field_types import (
     PositiveInt,
     check_fields,
 )
+from jaxlm.core.products.float32_sums import scaled
 from jaxlm.core.products.stored_weights import Weight
-from jaxlm.core.products.wide_sums import scaled
 from jaxlm.core.sharding import for_compute, for_lookup
 from jaxlm.models.base import FINAL, Hidden, Inputs, KVCache, LanguageModel, LeavesFromTokens, ModelConfig
 from jaxlm.models.decoder import SizedConfig

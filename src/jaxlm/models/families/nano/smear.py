@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from haliax import Axis, NamedArray
 
 from jaxlm.core.axes import BATCH, EMBED, KEY_POSITION, POSITION
-from jaxlm.core.values.text_order import previous
+from jaxlm.core.values.permutation import previous
 from jaxlm.models.base import Inputs, KVCache
 from jaxlm.models.inference.kv_cache import UnstackedCache
 
