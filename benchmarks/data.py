@@ -30,14 +30,13 @@ from processes import spread
 from jaxlm.data.cache.build import open_or_build
 from jaxlm.data.cache.cache_key import cache_key
 from jaxlm.data.cache.token_cache import TokenCache
-from jaxlm.data.formats.text import TextFormat
-from jaxlm.data.mixture import Mixture, MixtureStage
+from jaxlm.data.formats.documents import TextFormat
+from jaxlm.data.mixture import Mixture, MixtureStage, block_counts
 from jaxlm.data.packing import PackedSequences
 from jaxlm.data.sources.files import open_files, sources_of
-from jaxlm.data.sources.text_file import TextFile
+from jaxlm.data.sources.record_files import TextFile
 from jaxlm.data.tokenizer.tokenizer import Tokenizer
 from jaxlm.data.tokenizer.train_bpe import train_bpe
-from jaxlm.data.train_weights import block_counts
 
 SEQ_LEN, BATCH = 1024, 64
 CACHE_TOKENS, DOCUMENT_TOKENS = 100_000_000, 600

@@ -16,7 +16,7 @@ from jaxlm.data.cache.token_cache import TokenCache
 from jaxlm.data.loader import BatchReader, ExampleBatches
 from jaxlm.data.mixture import Mixture
 from jaxlm.data.sources.files import open_files, sources_of
-from jaxlm.data.sources.text_file import TextFile
+from jaxlm.data.sources.record_files import TextFile
 from jaxlm.data.tokenizer.tokenizer import Tokenizer
 from jaxlm.data.tokenizer.train_bpe import train_bpe
 from jaxlm.data.tokens import TokensConfig

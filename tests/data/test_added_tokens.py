@@ -10,9 +10,8 @@ from tokenizers import AddedToken
 
 from jaxlm.commands import convert
 from jaxlm.core.errors import ConfigError
-from jaxlm.data.tokenizer.added_tokens import open_tokenizer
 from jaxlm.data.tokenizer.chat_template import with_templates
-from jaxlm.data.tokenizer.tokenizer import Tokenizer, load_tokenizer
+from jaxlm.data.tokenizer.tokenizer import Tokenizer, load_tokenizer, open_tokenizer
 from jaxlm.data.tokens import TokensConfig
 from tests.answers import write_tokenizer
 from tests.data.helpers import small_tokenizer

@@ -8,12 +8,11 @@ import pytest
 
 from jaxlm.core.errors import ConfigError
 from jaxlm.data.formats.chat import ChatFormat
-from jaxlm.data.formats.pairs_format import PairsFormat
-from jaxlm.data.formats.prompts_format import PromptsFormat
-from jaxlm.data.formats.supervised import SupervisedFormat
-from jaxlm.data.formats.text import TextFormat
-from jaxlm.data.pairs import PairsConfig
+from jaxlm.data.formats.completions import PairsFormat, SupervisedFormat
+from jaxlm.data.formats.documents import TextFormat
+from jaxlm.data.formats.prompts import PromptsFormat
 from jaxlm.data.rollouts.rollouts_config import RolloutsConfig
+from jaxlm.data.several_completions import PairsConfig
 from jaxlm.data.tokens import TokensConfig
 from jaxlm.evals.samples import prompt_ids
 from jaxlm.rewards.function import FunctionRewardConfig

@@ -18,14 +18,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxlm.core.errors import ConfigError
-from jaxlm.data import best_fit, wrapped_rows
+from jaxlm.data import best_fit
 from jaxlm.data.best_fit import BestFitConfig, BestFitSequences, open_rows, pack_best_fit
-from jaxlm.data.cache import row_index
+from jaxlm.data.cache import derived_arrays
 from jaxlm.data.cache.token_cache import GROUPS, METADATA, DamagedCacheError, TokenCache, read_metadata, write_metadata
 from jaxlm.data.data import Data
 from jaxlm.data.examples import ExampleRange
-from jaxlm.data.formats.pretokenized import PretokenizedFormat
-from jaxlm.data.formats.supervised import SupervisedFormat
+from jaxlm.data.formats.completions import SupervisedFormat
+from jaxlm.data.formats.documents import PretokenizedFormat
 from jaxlm.data.mixture import Mixture, MixtureStage
 from jaxlm.data.tokens import TokensConfig
 from tests.data.helpers import cache_of, open_data, small_tokenizer, some_text, write_records
@@ -342,7 +342,7 @@ class TestIndexOnDisk:
         assert builds == [16, 16]
 
     def test_a_folder_that_cannot_be_written_gets_none(self, cache, builds, tmp_path, monkeypatch):
-        monkeypatch.setattr(row_index.os, "access", lambda *_: False)
+        monkeypatch.setattr(derived_arrays.os, "access", lambda *_: False)
         found = open_rows(cache, 15, BestFitConfig())
         np.testing.assert_array_equal(found.starts, pack_best_fit(cache.offsets, 16, BestFitConfig()).starts)
         assert list(tmp_path.iterdir()) == []
@@ -387,8 +387,8 @@ class TestRowsThatNeverEnd:
         cache = dataclasses.replace(cache_of(documents_of(lengths)), documents_of_groups=np.array(groups))
         expected = endless_by_hand(lengths, groups, capacity, config, num_rows)
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(wrapped_rows, "_PART", part)
-            patch.setattr(wrapped_rows, "open_or_index", lambda folder, made_from, build: build())
+            patch.setattr(best_fit, "_PART", part)
+            patch.setattr(best_fit, "open_or_index", lambda folder, made_from, build: build())
             rows = open_rows(cache, capacity - 1, config)
             order = data.draw(st.permutations(range(num_rows)))  # any row may be the first that is read
             found = {row: [array.tolist() for array in rows.pieces_of(np.array([row]))[:2]] for row in order[:20]}
@@ -402,23 +402,23 @@ class TestRowsThatNeverEnd:
         assert len(first) == np.searchsorted(count, num_documents) + 1, "a pass has as many documents as there are"
 
     def test_the_next_start_reads_the_parts_from_disk(self, tmp_path, monkeypatch):
-        monkeypatch.setattr(wrapped_rows, "_PART", 10)
+        monkeypatch.setattr(best_fit, "_PART", 10)
         config = BestFitConfig(buffer_size=4, refill_size=3, wrap=True)
         cache = dataclasses.replace(cache_of(documents_of([5, 9, 3, 20, 7, 16, 2, 11] * 4)), folder=tmp_path / "train")
         expected = open_rows(cache, 15, config).pieces_of(np.arange(90))
-        monkeypatch.setattr(wrapped_rows, "pack_part", None)
+        monkeypatch.setattr(best_fit, "pack_part", None)
         for found, array in zip(open_rows(cache, 15, config).pieces_of(np.arange(90)), expected, strict=True):
             np.testing.assert_array_equal(found, array)
 
     def test_few_parts_are_open_at_a_time(self, tmp_path, monkeypatch):
-        monkeypatch.setattr(wrapped_rows, "_PART", 10)
+        monkeypatch.setattr(best_fit, "_PART", 10)
         cache = dataclasses.replace(cache_of(documents_of([5, 9, 3, 20, 7, 16, 2, 11] * 4)), folder=tmp_path / "train")
         rows = open_rows(cache, 15, BestFitConfig(buffer_size=4, refill_size=3, wrap=True))
         expected = rows.pieces_of(np.arange(90))
         before = len(list(Path("/proc/self/fd").iterdir()))
         rows.pieces_of(np.array([900]))
         assert len(list(tmp_path.rglob("index.json"))) > 100, "this many parts"
-        assert len(list(Path("/proc/self/fd").iterdir())) <= before + 4 * (wrapped_rows._MAX_OPEN + 1)
+        assert len(list(Path("/proc/self/fd").iterdir())) <= before + 4 * (best_fit._MAX_OPEN + 1)
         for found, array in zip(rows.pieces_of(np.arange(90)), expected, strict=True):
             np.testing.assert_array_equal(found, array)
 

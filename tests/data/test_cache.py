@@ -26,7 +26,7 @@ from jaxlm.data.cache.token_cache import (
     read_metadata,
     write_metadata,
 )
-from jaxlm.data.formats.text import TextFormat
+from jaxlm.data.formats.documents import TextFormat
 from tests.data.helpers import find_files, small_tokenizer, some_text, write_corpus
 
 ROOT = Path(__file__).parents[2]

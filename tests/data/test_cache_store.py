@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from jaxlm.core.errors import ConfigError
-from jaxlm.data.cache.cache_store import CacheStore
+from jaxlm.data.cache.shared_cache import CacheStore
 from jaxlm.data.cache.token_cache import DamagedCacheError
 from jaxlm.data.sources import mirror
 from jaxlm.data.sources.mirror import RemoteFile

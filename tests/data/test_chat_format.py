@@ -15,9 +15,8 @@ import pytest
 
 from jaxlm.core.errors import ConfigError
 from jaxlm.data.config import DataConfig
-from jaxlm.data.formats.chat import ChatEncoder, ChatFormat
-from jaxlm.data.formats.sharegpt import ShareGptFormat
-from jaxlm.data.tokenizer import renderer
+from jaxlm.data.formats.chat import ChatEncoder, ChatFormat, ShareGptFormat
+from jaxlm.data.tokenizer import chat_template
 from jaxlm.data.tokenizer.chat_template import ChatTemplate, turn_end_texts, turn_ends, with_templates
 from jaxlm.data.tokenizer.rendering import Job, Limits
 from jaxlm.data.tokenizer.tokenizer import Tokenizer, load_tokenizer
@@ -405,7 +404,7 @@ FAILING = {
 
 @pytest.fixture
 def little_time(monkeypatch):
-    monkeypatch.setattr(renderer, "LIMITS", Limits(cpu_s=0.3, memory=1 << 29, characters=10_000))
+    monkeypatch.setattr(chat_template, "LIMITS", Limits(cpu_s=0.3, memory=1 << 29, characters=10_000))
 
 
 @pytest.mark.parametrize("template", FAILING)
@@ -450,14 +449,14 @@ def test_a_template_that_leaves_out_the_assistant_has_no_end_of_a_turn(tokenizer
 
 def test_a_killed_renderer_is_started_again():
     job = Job("{{ messages[0] }}", {"messages": ["a"]}, ((1, False),))
-    assert renderer.RENDERER.render(job) == ["a"]
-    os.kill(renderer.RENDERER._process.pid, signal.SIGKILL)
-    assert renderer.RENDERER.render(job) == ["a"]
+    assert chat_template.RENDERER.render(job) == ["a"]
+    os.kill(chat_template.RENDERER._process.pid, signal.SIGKILL)
+    assert chat_template.RENDERER.render(job) == ["a"]
 
 
 _FORK = """
 import os
-from jaxlm.data.tokenizer.renderer import RENDERER
+from jaxlm.data.tokenizer.chat_template import RENDERER
 from jaxlm.data.tokenizer.rendering import Job
 def text(content):
     return RENDERER.render(Job("{{ messages[0] }}", {"messages": [content]}, ((1, False),)))

@@ -8,7 +8,7 @@ import pytest
 from jaxlm.core import safe_io as atomic_io
 from jaxlm.core.errors import ConfigError
 from jaxlm.data.config import DataConfig
-from jaxlm.data.formats.supervised import SupervisedFormat
+from jaxlm.data.formats.completions import SupervisedFormat
 from jaxlm.data.sources import mirror
 from jaxlm.data.tokenizer import train_bpe as train_bpe_module
 from jaxlm.data.tokens import TokensConfig

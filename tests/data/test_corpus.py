@@ -7,7 +7,7 @@ import pytest
 
 from jaxlm.core.errors import ConfigError
 from jaxlm.data.config import DataConfig
-from jaxlm.data.sources.corpus import CorpusConfig
+from jaxlm.data.sources.source_config import CorpusConfig
 from jaxlm.reading.decode import decode, encode
 from jaxlm.reading.yaml import ConfigSource
 

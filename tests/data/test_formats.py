@@ -14,9 +14,8 @@ from jaxlm.core.errors import ConfigError
 from jaxlm.data.config import DataConfig
 from jaxlm.data.formats.base import FormatConfig
 from jaxlm.data.formats.chat import ChatFormat
-from jaxlm.data.formats.pretokenized import PretokenizedFormat
-from jaxlm.data.formats.supervised import SupervisedFormat
-from jaxlm.data.formats.text import TextFormat
+from jaxlm.data.formats.completions import SupervisedFormat
+from jaxlm.data.formats.documents import PretokenizedFormat, TextFormat
 from jaxlm.data.sources.record_files import read_records
 from jaxlm.data.tokens import TokensConfig
 from tests.data.helpers import open_data, small_tokenizer, some_text, write_records

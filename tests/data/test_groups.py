@@ -6,9 +6,9 @@ import pytest
 
 from jaxlm.core.errors import ConfigError
 from jaxlm.data.config import DataConfig
-from jaxlm.data.formats.groups_format import GroupsFormat
-from jaxlm.data.formats.text import TextFormat
-from jaxlm.data.groups import GroupsConfig
+from jaxlm.data.formats.completions import GroupsFormat
+from jaxlm.data.formats.documents import TextFormat
+from jaxlm.data.several_completions import GroupsConfig
 from jaxlm.reading.decode import decode
 from jaxlm.reading.yaml import ConfigSource
 from tests.data.helpers import CHATML, some_text

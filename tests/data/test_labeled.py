@@ -9,8 +9,7 @@ from haliax import Axis
 
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.values.batch_types import LabeledBatch
-from jaxlm.data.formats.labeled_format import LabeledFormat
-from jaxlm.data.formats.pretokenized import PretokenizedFormat
+from jaxlm.data.formats.documents import LabeledFormat, PretokenizedFormat
 from jaxlm.data.labeled import LabeledConfig
 from jaxlm.data.tokens import TokensConfig
 from jaxlm.models.base import Inputs, vocab_axis

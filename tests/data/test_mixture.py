@@ -13,12 +13,11 @@ from hypothesis import strategies as st
 from jaxlm.core.errors import ConfigError
 from jaxlm.data.batch_schedule import BatchSchedule, BatchSize
 from jaxlm.data.config import DataConfig
-from jaxlm.data.mixture import Mixture, MixtureStage
+from jaxlm.data.mixture import Mixture, MixtureStage, block_counts, weight_stages
 from jaxlm.data.packing import PackedSequences
 from jaxlm.data.shuffle import EraShuffle
 from jaxlm.data.sources.named import SourceConfig
 from jaxlm.data.tokens import TokensConfig
-from jaxlm.data.train_weights import block_counts, weight_stages
 from jaxlm.reading.decode import decode
 from jaxlm.reading.yaml import ConfigSource
 from tests.data.helpers import cache_of, open_data, small_tokenizer, write_corpus

@@ -9,7 +9,7 @@ import pytest
 from jaxlm.core.errors import ConfigError
 from jaxlm.data.best_fit import BestFitConfig
 from jaxlm.data.formats.chat import ChatFormat
-from jaxlm.data.sources.text_file import TextFile
+from jaxlm.data.sources.record_files import TextFile
 from jaxlm.data.tokenizer.chat_template import ChatTemplate
 from jaxlm.data.tokenizer.templates import NANOCHAT_TOKENS, template_of_tokens
 from jaxlm.data.tokenizer.tokenizer import Tokenizer

@@ -15,10 +15,9 @@ from jaxlm.core.errors import ConfigError
 from jaxlm.core.values.batch_types import PairBatch
 from jaxlm.data.batch_schedule import BatchSchedule, BatchStage
 from jaxlm.data.config import DataConfig
-from jaxlm.data.formats.pairs_format import PairsFormat
-from jaxlm.data.formats.supervised import SupervisedFormat
-from jaxlm.data.formats.text import TextFormat
-from jaxlm.data.pairs import PairsConfig
+from jaxlm.data.formats.completions import PairsFormat, SupervisedFormat
+from jaxlm.data.formats.documents import TextFormat
+from jaxlm.data.several_completions import PairsConfig
 from jaxlm.data.tokens import TokensConfig
 from jaxlm.reading.decode import decode
 from jaxlm.reading.yaml import ConfigSource

@@ -8,8 +8,8 @@ import traceback
 
 import pytest
 
-from jaxlm.data import prefetch
-from jaxlm.data.prefetch import Prefetch
+from jaxlm.data import loader
+from jaxlm.data.loader import Prefetch
 
 
 def own_threads() -> list[threading.Thread]:
@@ -39,7 +39,7 @@ def test_yields_everything_in_order_and_reads_at_most_its_depth_ahead():
 
 
 def test_taking_a_ready_item_wakes_no_thread_but_refill_does(monkeypatch):
-    monkeypatch.setattr(prefetch, "_POLL_S", 60.0)
+    monkeypatch.setattr(loader, "_POLL_S", 60.0)
     made = []
     ahead = Prefetch(made.append, depth=2)
     wait_until(lambda: len(made) == 2)
@@ -92,7 +92,7 @@ def test_garbage_collection_ends_the_thread():
 def test_the_interpreter_exits_with_an_open_prefetcher(ending):
     program = textwrap.dedent(
         f"""
-        from jaxlm.data.prefetch import Prefetch
+        from jaxlm.data.loader import Prefetch
         ahead = Prefetch(lambda number: number, depth=2)
         ahead.take()
         {ending}

@@ -11,9 +11,9 @@ from jaxlm.core.errors import ConfigError
 from jaxlm.data.cache import build as build_module
 from jaxlm.data.formats import preview as preview_module
 from jaxlm.data.formats.chat import ChatFormat
+from jaxlm.data.formats.completions import SupervisedFormat
+from jaxlm.data.formats.documents import TextFormat
 from jaxlm.data.formats.preview import MaskPreview, page_of
-from jaxlm.data.formats.supervised import SupervisedFormat
-from jaxlm.data.formats.text import TextFormat
 from jaxlm.data.sources.named import NamedSource
 from jaxlm.data.tokens import TokensConfig
 from tests.answers import TEMPLATE, write_tokenizer

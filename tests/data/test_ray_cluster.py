@@ -12,12 +12,11 @@ import pytest
 
 from jaxlm.core.errors import ConfigError
 from jaxlm.data.cache import build as build_module
-from jaxlm.data.cache.build import open_or_build
+from jaxlm.data.cache.build import LOCAL_WORKERS, open_or_build
 from jaxlm.data.cache.cache_key import cache_key
 from jaxlm.data.cache.ray_workers import RayConfig, join_cluster
-from jaxlm.data.cache.workers import LOCAL_WORKERS
 from jaxlm.data.formats.base import Encoder
-from jaxlm.data.formats.text import TextFormat
+from jaxlm.data.formats.documents import TextFormat
 from tests.data.helpers import find_files, small_tokenizer, write_corpus
 
 

@@ -3,8 +3,8 @@
 import contextlib
 from dataclasses import dataclass
 
+from jaxlm.data.cache.build import LOCAL_WORKERS
 from jaxlm.data.cache.ray_workers import RayConfig, tokenize_on_ray
-from jaxlm.data.cache.workers import LOCAL_WORKERS
 from jaxlm.data.tokens import TokensConfig
 from tests.data.helpers import write_corpus
 

@@ -14,17 +14,11 @@ import pytest
 
 from jaxlm.core.errors import ConfigError
 from jaxlm.data.base import TRAIN
-from jaxlm.data.formats.chat import ChatFormat, for_template
-from jaxlm.data.formats.groups_format import GroupsFormat
-from jaxlm.data.formats.labeled_format import LabeledFormat
-from jaxlm.data.formats.pairs_format import PairsFormat
-from jaxlm.data.formats.pretokenized import PretokenizedFormat
-from jaxlm.data.formats.prompts_format import PromptsFormat
-from jaxlm.data.formats.sharegpt import ShareGptFormat
-from jaxlm.data.formats.supervised import SupervisedFormat
-from jaxlm.data.formats.text import TextFormat
-from jaxlm.data.formats.unpaired_format import UnpairedFormat
-from jaxlm.data.pairs import PairsConfig
+from jaxlm.data.formats.chat import ChatFormat, ShareGptFormat, for_template
+from jaxlm.data.formats.completions import GroupsFormat, PairsFormat, SupervisedFormat, UnpairedFormat
+from jaxlm.data.formats.documents import LabeledFormat, PretokenizedFormat, TextFormat
+from jaxlm.data.formats.prompts import PromptsFormat
+from jaxlm.data.several_completions import PairsConfig
 from jaxlm.data.sources import record_files
 from jaxlm.data.sources.named import NamedSource
 from jaxlm.data.tokenizer.chat_template import ChatTemplate

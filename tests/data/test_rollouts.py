@@ -11,7 +11,7 @@ import pytest
 from jaxlm.core.errors import ConfigError
 from jaxlm.data.batch_schedule import BatchSchedule, BatchSize
 from jaxlm.data.config import DataConfig
-from jaxlm.data.formats.prompts_format import PromptsFormat
+from jaxlm.data.formats.prompts import PromptsFormat
 from jaxlm.data.loader import RunServices
 from jaxlm.data.rollouts import rollouts_config as config_of_rollouts
 from jaxlm.data.rollouts.local import LocalSamplerConfig

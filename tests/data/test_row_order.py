@@ -11,10 +11,9 @@ from hypothesis import strategies as st
 
 from jaxlm.core.sharding import AttentionWork, ContextSharding
 from jaxlm.data.batch import BatchSpec, Column, token_columns
-from jaxlm.data.groups import GroupsConfig
 from jaxlm.data.row_order import block_tokens, by_blocks, imbalance, imbalances, row_orders, token_work, zigzag
+from jaxlm.data.several_completions import GroupsConfig, UnpairedConfig
 from jaxlm.data.tokens import TokensConfig
-from jaxlm.data.unpaired import UnpairedConfig
 from tests.data.test_loader import layout_of
 
 FULL = AttentionWork()

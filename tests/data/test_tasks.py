@@ -9,9 +9,8 @@ import pytest
 
 from jaxlm.core.errors import ConfigError
 from jaxlm.data.config import DataConfig
-from jaxlm.data.sources.corpus import CorpusConfig
-from jaxlm.data.sources.tasks.arithmetic import ArithmeticCorpus
-from jaxlm.data.sources.tasks.arithmetic_answers import ArithmeticGroups, ArithmeticPairs, ArithmeticPrompts
+from jaxlm.data.sources.source_config import CorpusConfig
+from jaxlm.data.sources.tasks.arithmetic import ArithmeticCorpus, ArithmeticGroups, ArithmeticPairs, ArithmeticPrompts
 from jaxlm.data.sources.tasks.base import split_of
 from jaxlm.data.sources.tasks.pass_keys import PassKeyCorpus
 from jaxlm.data.sources.tasks.spelling import SpellingCorpus, _words

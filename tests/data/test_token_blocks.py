@@ -21,8 +21,7 @@ from fsspec.implementations.memory import MemoryFileSystem
 from jaxlm.core.errors import ConfigError
 from jaxlm.data.best_fit import BestFitConfig, BestFitSequences, pack_best_fit
 from jaxlm.data.cache import token_blocks
-from jaxlm.data.cache.block_mirror import BlockMirror
-from jaxlm.data.cache.token_blocks import BlockSums, TokenBlocks
+from jaxlm.data.cache.token_blocks import BlockMirror, BlockSums, TokenBlocks
 from jaxlm.data.cache.token_cache import TOKENS, DamagedCacheError, TokenCache
 from jaxlm.data.mixture import Mixture, MixtureStage
 from jaxlm.data.packing import PackedSequences, pack_documents

@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 
 from jaxlm.core.errors import ConfigError
-from jaxlm.data.formats.unpaired_format import UnpairedFormat
-from jaxlm.data.unpaired import UnpairedConfig, _next_with_another
+from jaxlm.data.formats.completions import UnpairedFormat
+from jaxlm.data.several_completions import UnpairedConfig, _next_with_another
 from tests.data.helpers import CHATML, some_text
 from tests.data.test_loader import layout_of
 

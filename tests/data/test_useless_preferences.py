@@ -12,12 +12,8 @@ from jaxlm.commands.prepare import prepare
 from jaxlm.core.errors import ConfigError
 from jaxlm.data.batch_schedule import BatchSchedule, BatchSize
 from jaxlm.data.examples import check_signals
-from jaxlm.data.formats.groups_format import GroupsFormat
-from jaxlm.data.formats.pairs_format import PairsFormat
-from jaxlm.data.formats.unpaired_format import UnpairedFormat
-from jaxlm.data.groups import GroupsConfig
-from jaxlm.data.pairs import PairsConfig
-from jaxlm.data.unpaired import UnpairedConfig
+from jaxlm.data.formats.completions import GroupsFormat, PairsFormat, UnpairedFormat
+from jaxlm.data.several_completions import GroupsConfig, PairsConfig, UnpairedConfig
 from jaxlm.observe.console import Console
 from jaxlm.plan.batches import BatchPlan
 from jaxlm.plan.load_config import decode_run

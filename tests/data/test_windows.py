@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from jaxlm.core.errors import ConfigError
 from jaxlm.data.best_fit import BestFitConfig
 from jaxlm.data.examples import Examples, split_off
-from jaxlm.data.formats.supervised import SupervisedFormat
+from jaxlm.data.formats.completions import SupervisedFormat
 from jaxlm.data.packing import PackedSequences, Windows
 from jaxlm.data.tokens import TokensConfig
 from tests.data.helpers import cache_of, numbered_cache, small_tokenizer

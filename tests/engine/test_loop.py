@@ -13,7 +13,7 @@ import pytest
 from jaxlm.core.values.logged import Activity, StepInfo
 from jaxlm.data.annotations import AskingBatches
 from jaxlm.data.base import Batches
-from jaxlm.data.prefetch import Prefetch
+from jaxlm.data.loader import Prefetch
 from jaxlm.engine.loop import TrainingLoop
 from jaxlm.engine.metrics import MAX_IN_FLIGHT
 from jaxlm.engine.outcome import Done

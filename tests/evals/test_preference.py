@@ -11,7 +11,7 @@ from jaxlm.core.axes import BATCH
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.precision import parse_precision
 from jaxlm.data.batch import random_tokens
-from jaxlm.data.pairs import PairsConfig
+from jaxlm.data.several_completions import PairsConfig
 from jaxlm.data.tokens import TokensConfig
 from jaxlm.evals.base import EvalContext, ValidationSet
 from jaxlm.evals.preference import PreferenceEvalConfig

@@ -6,7 +6,7 @@ import pytest
 
 from jaxlm.core import tree
 from jaxlm.core.safe_io import read_json_object
-from jaxlm.data.tokenizer.added_tokens import open_tokenizer
+from jaxlm.data.tokenizer.tokenizer import open_tokenizer
 from jaxlm.models.base import vocab_axis
 from jaxlm.models.families.llama import LlamaConfig
 from jaxlm.plan.load_config import decode_run

@@ -5,11 +5,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from jaxlm.data.formats.chat import ChatFormat
-from jaxlm.data.formats.pairs_format import PairsFormat
-from jaxlm.data.formats.prompts_format import PromptsFormat
-from jaxlm.data.formats.sharegpt import ShareGptFormat
-from jaxlm.data.formats.supervised import SupervisedFormat
+from jaxlm.data.formats.chat import ChatFormat, ShareGptFormat
+from jaxlm.data.formats.completions import PairsFormat, SupervisedFormat
+from jaxlm.data.formats.prompts import PromptsFormat
 from jaxlm.objectives.next_token import NextToken
 from jaxlm.objectives.reward import RewardObjective
 from jaxlm.observe.logged_run import LoggedRun, series_of

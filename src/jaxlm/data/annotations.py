@@ -27,7 +27,7 @@ from jaxlm.core.safe_io import atomic_file, folder_lock, read_bytes, remove_left
 from jaxlm.core.values.logged import Activity
 from jaxlm.data.base import Batches, Log
 from jaxlm.data.batch import BatchSpec, Column, Columns
-from jaxlm.data.cache.cache_dir import disk_full_errors, writable_folder
+from jaxlm.data.cache.cache_key import disk_full_errors, writable_folder
 from jaxlm.data.data import Data
 from jaxlm.data.examples import Examples, WrappedExamples
 

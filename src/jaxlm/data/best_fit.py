@@ -1,32 +1,266 @@
 """Packs documents into full rows: each row takes the largest waiting documents that fit, and cuts one for what is left.
 
+Rows that never end: after the last document comes the first again, and the documents of both passes wait together.
+
+Like nanochat's loader (github.com/karpathy/nanochat, nanochat/dataloader.py). A row follows from all before it, so rows are
+packed in parts, each from what waited at the end of the part before. The first part is one pass over the documents.
+
 waiting   5 9 3 20 7 16 2 11        tokens of each document, BOS included
 rows      16 | 11 5 | 9 7 | ...     rows of 16 tokens: 15 inputs, and one more for the last target
 
 A document begins with BOS, so every row does, and BOS is the target that ends the document before it. The rest of a cut
 document is lost, unless it waits for a later row (`fill: split`).
 
-The rows follow from the lengths of the documents. They are computed once (`data/cache/row_index.py`), so a row is read by
+The rows follow from the lengths of the documents. They are computed once (`data/cache/derived_arrays.py`), so a row is read by
 its number, like any other example.
 """
 
+import heapq
 import itertools
-from collections.abc import Iterator
+import math
+import threading
+import zlib
+from array import array
+from collections import defaultdict, deque
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, Literal, NamedTuple
+from pathlib import Path
+from typing import Any, ClassVar, Literal, NamedTuple
 
 import numpy as np
 
 from jaxlm.core.field_types import PositiveInt
 from jaxlm.data.base import given
 from jaxlm.data.batch import Columns
-from jaxlm.data.cache.row_index import RowIndex, open_or_index
+from jaxlm.data.cache.derived_arrays import RowIndex, open_or_index
 from jaxlm.data.cache.token_cache import TokenCache
 from jaxlm.data.examples import Examples, documents_as_text
 from jaxlm.data.formats.base import FATES, Truncation
-from jaxlm.data.waiting_documents import Fill, WaitingDocuments, pack_rows
-from jaxlm.data.wrapped_rows import DocumentBatches, WrappedRows
 from jaxlm.reading.decode import encode
+
+Fill = Literal["crop", "split", "pad"]
+
+
+class WaitingDocuments:
+    """Documents, or their rests, by length. Of several of the same length, the one that came first goes first."""
+
+    def __init__(self, capacity: int):
+        self.count = 0
+        self.capacity = capacity
+        self._starts: defaultdict[int, deque[int]] = defaultdict(deque)  # by length
+        self._lengths = 0  # bit n is set if a document of n tokens waits
+        self._longer: list[tuple[int, int, int]] = []  # a heap of (length, order of arrival, start)
+        self._arrivals = itertools.count()
+
+    def add_all(self, documents: Iterable[tuple[int, int]]) -> None:
+        """Adds documents, given as start and length."""
+        for start, length in documents:
+            self.add(start, length)
+
+    def add(self, start: int, length: int) -> None:
+        self.count += 1
+        if length > self.capacity:
+            heapq.heappush(self._longer, (length, next(self._arrivals), start))
+        else:
+            self._starts[length].append(start)
+            self._lengths |= 1 << length
+
+    def largest(self, room: int) -> int:
+        """The length of the largest document of at most `room` tokens; 0 if there is none."""
+        return max((self._lengths & ((2 << room) - 1)).bit_length() - 1, 0)
+
+    def take(self, length: int) -> int:
+        """Removes the first document of this length, and returns its start."""
+        self.count -= 1
+        starts = self._starts[length]
+        start = starts.popleft()
+        if not starts:
+            self._lengths ^= 1 << length
+        return start
+
+    def take_shortest(self) -> tuple[int, int]:
+        """Removes the shortest document, and returns its start and length."""
+        if self._lengths:
+            length = (self._lengths & -self._lengths).bit_length() - 1
+            return self.take(length), length
+        self.count -= 1
+        length, _, start = heapq.heappop(self._longer)
+        return start, length
+
+    def as_array(self) -> np.ndarray:
+        """int64 [documents, 2]: start and length, in an order that gives the same choices if they are added again."""
+        shorter = [(start, length) for length in sorted(self._starts) for start in self._starts[length]]
+        longer = [(start, length) for length, _, start in sorted(self._longer)]
+        return np.array([*shorter, *longer], np.int64).reshape(-1, 2)
+
+
+def pack_rows(
+    waiting: WaitingDocuments,
+    batches: Iterator[Iterable[tuple[int, int]]],
+    buffer_size: int,
+    fill: Fill = "crop",
+    *,
+    num_pieces: float = math.inf,
+) -> RowIndex:
+    """Packs rows until no document is waiting, or until the rows have `num_pieces` pieces or more.
+
+    Args:
+        batches: the documents that are added together, of start and length, whenever fewer than `buffer_size` wait.
+        fill: as in `BestFitConfig`.
+    """
+    firsts, starts, lengths = array("q", [0]), array("q"), array("i")
+    num_cuts = num_lost = 0
+    while len(starts) < num_pieces:
+        room = waiting.capacity
+        while room:
+            while waiting.count < buffer_size and (batch := next(batches, None)):
+                waiting.add_all(batch)
+            length = waiting.largest(room)
+            if length:
+                start = waiting.take(length)
+            elif fill == "pad" or not waiting.count:
+                break
+            else:
+                start, whole = waiting.take_shortest()
+                length = room
+                if fill == "crop":
+                    num_cuts, num_lost = num_cuts + 1, num_lost + whole - room
+                else:
+                    num_cuts += room > 1
+                    # The last token of a row is only a target. It is the first input of the rest.
+                    waiting.add(start + room - 1, whole - room + 1)
+            starts.append(start)
+            lengths.append(length)
+            room -= length
+        if waiting.capacity - room >= 2:
+            firsts.append(len(starts))
+            continue
+        num_lost += waiting.capacity - room  # a single token has no target
+        del starts[firsts[-1] :], lengths[firsts[-1] :]
+        if not waiting.count:
+            break
+    pieces = np.array(starts, np.int64), np.array(lengths, np.int32)
+    return RowIndex(np.array(firsts, np.int64), *pieces, num_cuts, num_lost)
+
+
+_PART = 1 << 16  # documents in the parts after the first: packed in a fifth of a second
+_MAX_OPEN = 4  # parts after the first
+
+
+@dataclass(frozen=True)
+class DocumentBatches:
+    """Documents in the batches in which they are added to those that wait.
+
+    Attributes:
+        offsets: int64 [documents + 1]: the first token of each document, then the total number of tokens.
+        ends: int64, the number of documents until the end of each batch, in one pass.
+    """
+
+    offsets: np.ndarray
+    ends: np.ndarray
+
+    @classmethod
+    def of(cls, cache: TokenCache, size: int) -> "DocumentBatches":
+        """Batches of `size` documents. The last one of a row group, or of a file without row groups, has what is left."""
+        assert (np.diff(cache.offsets) > 0).all(), "a document is empty, and does not begin with BOS"
+        groups = cache.documents_of_groups
+        ends = np.cumsum(list(cache.documents_of.values()) if groups is None else groups)
+        firsts = np.concatenate([[0], ends[:-1]]).tolist()
+        inner = [np.arange(first + size, end, size) for first, end in zip(firsts, ends.tolist(), strict=True)]
+        return cls(cache.offsets, np.unique(np.concatenate([*inner, ends[ends > 0]])).astype(np.int64))
+
+    def __len__(self) -> int:
+        return len(self.offsets) - 1
+
+    def after(self, num_documents: int) -> Iterator[Iterator[tuple[int, int]]]:
+        """The batches after a number of documents of the endless stream, of start and length."""
+        first = num_documents % len(self)
+        while True:
+            for end in self.ends[np.searchsorted(self.ends, first, side="right") :].tolist():
+                offsets = self.offsets[first : end + 1]
+                yield zip(offsets[:-1].tolist(), np.diff(offsets).tolist(), strict=True)
+                first = end
+            first = 0
+
+
+def pack_part(
+    documents: DocumentBatches, capacity: int, buffer_size: int, *, before: np.ndarray, consumed: int, until: int
+) -> RowIndex:
+    """The next rows, until these and all before them consist of at least `until` documents.
+
+    Args:
+        before: those that wait, int64 [documents, 2].
+        consumed: how many the rows before have.
+    """
+    waiting = WaitingDocuments(capacity)
+    waiting.add_all(before.tolist())
+    index = pack_rows(waiting, documents.after(consumed + len(before)), buffer_size, num_pieces=until - consumed)
+    return replace(index, waiting=waiting.as_array())
+
+
+class WrappedRows:
+    """The rows by number. Parts are packed when one of their rows is first read, and kept on disk."""
+
+    is_endless: ClassVar[bool] = True
+
+    def __init__(
+        self, documents: DocumentBatches, capacity: int, buffer_size: int, folder: Path, made_from: Mapping[str, Any]
+    ):
+        """Args: folder, made_from: as in `open_or_index`, without what tells the parts apart."""
+        self._documents, self._capacity, self._buffer_size = documents, capacity, buffer_size
+        self._folder, self._made_from = folder, {**made_from, "batches": zlib.crc32(documents.ends.data)}
+        self._parts: dict[int, RowIndex] = {}
+        self._row_ends: list[int] = []
+        self._consumed = [0]  # documents in the rows before each part
+        self._lock = threading.RLock()  # batches are read in one thread and may be described in another
+        self._open_until(1)
+
+    @property
+    def first_pass(self) -> RowIndex:
+        """The rows of the first pass over the documents."""
+        return self._parts[0]
+
+    def pieces_of(self, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Like `RowIndex.pieces_of`. Rows have any numbers."""
+        self._open_until(int(rows.max()) + 1)
+        parts = np.searchsorted(self._row_ends, rows, side="right")
+        if (parts == parts[0]).all():
+            return self._pieces_in(int(parts[0]), rows)
+        pieces = [self._pieces_in(int(part), rows[number : number + 1]) for number, part in enumerate(parts)]
+        starts, lengths, counts = (np.concatenate(arrays) for arrays in zip(*pieces, strict=True))
+        return starts, lengths, counts
+
+    def _pieces_in(self, part: int, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        return self._part(part).pieces_of(rows - (self._row_ends[part - 1] if part else 0))
+
+    def _open_until(self, num_rows: int) -> None:
+        with self._lock:
+            while not self._row_ends or self._row_ends[-1] < num_rows:
+                part = self._part(len(self._row_ends))
+                self._consumed.append(self._consumed[-1] + len(part.starts))
+                self._row_ends.append(len(part) + (self._row_ends[-1] if self._row_ends else 0))
+
+    def _part(self, number: int) -> RowIndex:
+        """A part, from the disk if it is not among those that are open. Each open one takes four descriptors."""
+        with self._lock:
+            if number not in self._parts:
+                part = open_or_index(self._folder, {**self._made_from, "part": number}, lambda: self._packed(number))
+                self._parts[number] = part
+                for oldest in [opened for opened in self._parts if opened][:-_MAX_OPEN]:
+                    del self._parts[oldest]
+            return self._parts[number]
+
+    def _packed(self, number: int) -> RowIndex:
+        before = self._part(number - 1).waiting if number else None
+        return pack_part(
+            self._documents,
+            self._capacity,
+            self._buffer_size,
+            before=np.zeros((0, 2), np.int64) if before is None else before,
+            consumed=self._consumed[number],
+            until=len(self._documents) + number * _PART,
+        )
+
 
 _CHUNK = 1 << 16  # documents whose lengths are Python integers at a time
 _VERSION = 1  # of the rows that the same documents and keys give

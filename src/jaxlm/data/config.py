@@ -13,20 +13,20 @@ from jaxlm.core.field_types import PositiveFloat, PositiveInt
 from jaxlm.core.runtime import is_main_process
 from jaxlm.data.base import TRAIN, VALIDATION, Log, by_source, given
 from jaxlm.data.batch import BatchSpec, Columns
-from jaxlm.data.cache.block_mirror import FOLDER, BlockMirror
-from jaxlm.data.cache.cache_store import CacheStore
+from jaxlm.data.cache.build import LOCAL_WORKERS, Workers
+from jaxlm.data.cache.shared_cache import CacheStore
+from jaxlm.data.cache.token_blocks import FOLDER, BlockMirror
 from jaxlm.data.cache.token_cache import TokenCache
-from jaxlm.data.cache.workers import LOCAL_WORKERS, Workers
 from jaxlm.data.data import Data, StopStrategy, ValidationData
 from jaxlm.data.examples import Examples, no_targets_within, split_off
 from jaxlm.data.formats.base import FormatConfig
 from jaxlm.data.loader import BatchMaker, example_batches
+from jaxlm.data.mixture import block_counts, weight_stages
 from jaxlm.data.shuffle import EraShuffle
 from jaxlm.data.sources.named import NamedSource
+from jaxlm.data.sources.record_files import TextFile
 from jaxlm.data.sources.source_config import SourceConfig, check_source_names
-from jaxlm.data.sources.text_file import TextFile
-from jaxlm.data.tokenizer.added_tokens import open_tokenizer
-from jaxlm.data.tokenizer.tokenizer import Tokenizer
+from jaxlm.data.tokenizer.tokenizer import Tokenizer, open_tokenizer
 from jaxlm.data.tokenizer.train_bpe import (
     DEFAULT_VOCAB_SIZE,
     MADE_FROM,
@@ -35,7 +35,6 @@ from jaxlm.data.tokenizer.train_bpe import (
     bpe_config,
     load_or_train_tokenizer,
 )
-from jaxlm.data.train_weights import block_counts, weight_stages
 from jaxlm.reading.decode import choice_name, encode
 from jaxlm.reading.effects import Content, Harmless, Mixture
 

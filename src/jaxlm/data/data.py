@@ -17,10 +17,9 @@ from jaxlm.data.batch_schedule import BatchSchedule
 from jaxlm.data.cache.token_cache import Provenance
 from jaxlm.data.examples import ExampleRange, Examples
 from jaxlm.data.loader import BatchContext, BatchMaker, BatchReader, RunServices, eval_batches, example_batches
-from jaxlm.data.mixture import Mixture, MixtureStage
+from jaxlm.data.mixture import Mixture, MixtureStage, WeightStage, block_counts
 from jaxlm.data.shuffle import EraShuffle, Shuffle
 from jaxlm.data.sources.named import NamedSource
-from jaxlm.data.train_weights import WeightStage, block_counts
 
 StopStrategy = Literal["restart", "first_exhausted", "all_exhausted"]
 

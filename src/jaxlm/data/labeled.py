@@ -14,7 +14,7 @@ from jaxlm.data.cache.token_cache import TokenCache
 from jaxlm.data.config import DataConfig
 from jaxlm.data.examples import ContiguousExamples
 from jaxlm.data.formats.base import FormatConfig
-from jaxlm.data.formats.labeled_format import LabeledFormat
+from jaxlm.data.formats.documents import LabeledFormat
 from jaxlm.reading.choices import choice
 
 

@@ -25,8 +25,7 @@ from jaxlm.data.masking.masking_config import Masker, MaskingConfig
 from jaxlm.data.masking.uniform_numbers import stratified
 from jaxlm.data.packing import PackedSequences, Windows, pack_documents
 from jaxlm.data.sources.named import truncations
-from jaxlm.data.tokenizer.added_tokens import open_tokenizer
-from jaxlm.data.tokenizer.tokenizer import Tokenizer
+from jaxlm.data.tokenizer.tokenizer import Tokenizer, open_tokenizer
 from jaxlm.data.tokenizer.train_bpe import bpe_config
 from jaxlm.reading.choices import choice
 from jaxlm.reading.decode import choice_name, encode

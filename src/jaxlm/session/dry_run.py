@@ -25,8 +25,7 @@ from jaxlm.data.base import TRAIN, VALIDATION
 from jaxlm.data.config import DataConfig
 from jaxlm.data.formats.preview import MaskPreview
 from jaxlm.data.sources.named import NamedSource
-from jaxlm.data.tokenizer.added_tokens import open_tokenizer
-from jaxlm.data.tokenizer.tokenizer import Tokenizer, load_tokenizer
+from jaxlm.data.tokenizer.tokenizer import Tokenizer, load_tokenizer, open_tokenizer
 from jaxlm.data.tokenizer.train_bpe import DEFAULT_VOCAB_SIZE, bpe_config
 from jaxlm.engine.checkpoint.resolve import resolve_checkpoints
 from jaxlm.interop.hf.folder import ReadOptions

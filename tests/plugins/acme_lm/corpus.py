@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from jaxlm.data.sources.corpus import CorpusConfig
+from jaxlm.data.sources.source_config import CorpusConfig
 
 
 @CorpusConfig.register_subclass("acme_sums")

@@ -1,17 +1,21 @@
-"""Builds token caches atomically: a cache either exists and is complete, or does not exist.
+"""Builds token caches atomically, with workers: a cache either exists and is complete, or does not exist.
+
+Builds token caches atomically: a cache either exists and is complete, or does not exist.
 
 A cache is built in `<split>.building` and renamed when it is complete. Progress is saved in shards, so an interrupted build
 resumes where it stopped and produces the same bytes.
 """
 
+import abc
+import contextlib
 import io
 import json
 import shutil
 import time
 import zlib
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import Future
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
@@ -20,8 +24,7 @@ import numpy as np
 from jaxlm.core.errors import ConfigError, counted
 from jaxlm.core.safe_io import atomic_file, commit_folder, folder_lock, fsync, read_bytes
 from jaxlm.data.base import Log
-from jaxlm.data.cache.cache_dir import disk_full_errors, writable_folder
-from jaxlm.data.cache.cache_key import CacheKey, file_digests
+from jaxlm.data.cache.cache_key import CacheKey, disk_full_errors, file_digests, writable_folder
 from jaxlm.data.cache.token_cache import (
     GROUPS,
     METADATA,
@@ -33,9 +36,42 @@ from jaxlm.data.cache.token_cache import (
     open_cache,
     write_metadata,
 )
-from jaxlm.data.cache.workers import LOCAL_WORKERS, Workers
 from jaxlm.data.formats.base import Encoder, RawContent, TokenizedText
-from jaxlm.data.sources.text_file import TextFile
+from jaxlm.data.sources.record_files import TextFile
+
+
+class EncodingPool(NamedTuple):
+    """Workers bound to an encoder.
+
+    Attributes:
+        submit: tokenizes a list of documents with `Encoder.encode` and returns a future.
+        max_in_flight: how many submitted calls keep all workers busy.
+    """
+
+    submit: Callable[[Sequence[Any]], Future[list[TokenizedText | None]]]
+    max_in_flight: int
+
+
+class Workers(abc.ABC):
+    """Workers that tokenize documents. The result must not depend on their kind or number."""
+
+    @abc.abstractmethod
+    def encoding(self, encoder: Encoder) -> contextlib.AbstractContextManager[EncodingPool]:
+        """Makes the encoder available to the workers until the block ends."""
+
+
+class LocalWorkers(Workers):
+    """Threads in this process. The tokenizer itself runs outside Python and uses all cores."""
+
+    @contextlib.contextmanager
+    def encoding(self, encoder: Encoder) -> Iterator[EncodingPool]:
+        # Two calls in flight, so no core idles during the last long document of a call, or during file I/O.
+        with ThreadPoolExecutor(2) as pool:
+            yield EncodingPool(lambda contents: pool.submit(encoder.encode, contents), max_in_flight=2)
+
+
+LOCAL_WORKERS = LocalWorkers()
+
 
 _SHARD_CHARACTERS = 1 << 22  # at most this much work is lost if the process is killed
 _SHARD_VERSION = 2  # of what a shard file has

@@ -1,13 +1,51 @@
-"""Cache keys: everything that determines the content of a token cache or a trained tokenizer, and nothing else."""
+"""Where token caches are: keys of everything that determines their content, and the folder `data.cache_dir`."""
 
-from collections.abc import Mapping, Sequence
+import contextlib
+import os
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 from jaxlm.core.errors import ConfigError
-from jaxlm.data.sources.text_file import TextFile
+from jaxlm.core.safe_io import DISK_FULL_ERRNOS
+from jaxlm.data.sources.record_files import TextFile
 from jaxlm.data.tokenizer.tokenizer import Tokenizer
+
+
+def writable_folder(folder: Path) -> Path:
+    """Creates `folder` if necessary and returns it.
+
+    Raises:
+        ConfigError: the folder cannot be created or is not writable.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(
+            f"data.cache_dir: {folder} cannot be created: {error.strerror}. Choose another folder"
+        ) from error
+    if not os.access(folder, os.W_OK | os.X_OK):
+        raise ConfigError(f"data.cache_dir: {folder} is not writable. Choose another folder, or change its permissions")
+    return folder
+
+
+@contextlib.contextmanager
+def disk_full_errors(folder: Path) -> Iterator[None]:
+    """Converts errors of a full disk, raised while writing to `folder`, to `ConfigError`.
+
+    Raises:
+        ConfigError: the disk is full, or the user's quota is exhausted.
+    """
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in DISK_FULL_ERRNOS:
+            raise
+        raise ConfigError(
+            f"data.cache_dir: no space left for {folder}. Free some space and start again; finished work is kept"
+        ) from error
+
 
 CacheKey = Mapping[str, Any]  # plain JSON; "files" maps each file's name to the SHA-256 of its content, in order
 

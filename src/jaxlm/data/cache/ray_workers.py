@@ -23,7 +23,7 @@ import jax
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.runtime import all_processes, from_main, is_main_process, main_only
 from jaxlm.data.base import Log
-from jaxlm.data.cache.workers import EncodingPool, Workers
+from jaxlm.data.cache.build import EncodingPool, Workers
 from jaxlm.data.config import DataConfig
 from jaxlm.data.formats.base import Encoder, TokenizedText
 from jaxlm.data.tokenizer.tokenizer import Tokenizer

@@ -9,7 +9,7 @@ import draccus
 import numpy as np
 
 from jaxlm.data.sources.document_files import has_records
-from jaxlm.data.sources.text_file import TextFile
+from jaxlm.data.sources.record_files import TextFile
 from jaxlm.data.tokenizer.tokenizer import Tokenizer
 from jaxlm.reading.decode import encode
 

@@ -5,6 +5,7 @@ import contextlib
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any, ClassVar, TypeGuard
 
 import numpy as np
@@ -12,8 +13,7 @@ import numpy as np
 from jaxlm.core.errors import ConfigError, listed
 from jaxlm.core.safe_io import parse_json
 from jaxlm.data.formats.base import Begin, Encoder, FormatConfig, MaskedFormat, RawContent, TokenizedText
-from jaxlm.data.sources.record_files import Record
-from jaxlm.data.sources.text_file import TextFile
+from jaxlm.data.sources.record_files import Record, TextFile
 from jaxlm.data.tokenizer.chat_template import ChatTemplate
 from jaxlm.data.tokenizer.rendering import GIVEN, ToolArguments
 from jaxlm.data.tokenizer.tokenizer import Tokenizer
@@ -255,3 +255,73 @@ def _content_text(message: Mapping[str, Any]) -> str:
     content = message.get("content") or ""
     parts = content if isinstance(content, list) else [{"text": content}]
     return "".join(str(part.get("text") or "") for part in parts if isinstance(part, Mapping))
+
+
+_FROM, _VALUE = "from", "value"
+_ROLES = MappingProxyType(
+    {
+        "human": "user",
+        "user": "user",
+        "gpt": "assistant",
+        "chatgpt": "assistant",
+        "assistant": "assistant",
+        "system": "system",
+        "tool": "tool",
+        "observation": "tool",
+    }
+)
+
+
+@choice(FormatConfig, "sharegpt")
+class ShareGptFormat(ConversationFormat):
+    """Records with a list of turns, each with `from` (`human`, `gpt`, `system` or `tool`) and `value`. The chat template gets
+    them as messages with a `role` (`user`, `assistant`, `system` or `tool`) and a `content`.
+
+    Attributes:
+        conversations_field: key of the list of turns.
+        roles: the roles of further names under `from`, or other ones for the usual names.
+        system_field: key of the system message, for conversations that do not begin with one. Null reads none.
+    """
+
+    keys_of_turns: ClassVar[tuple[str, ...]] = (_FROM, _VALUE, *TRAINED_IF)
+    newer_keys: ClassVar[tuple[str, ...]] = ("tools_field", "system_field")
+
+    conversations_field: str = "conversations"
+    roles: dict[str, str] = field(default_factory=dict)
+    system_field: str | None = "system"
+
+    @property
+    def key_of_messages(self) -> str:
+        return self.conversations_field
+
+    def messages(self, record: Record) -> Messages:
+        turns, roles = record.values.get(self.conversations_field), {**_ROLES, **self.roles}
+        if not isinstance(turns, list) or not turns or not all(isinstance(turn, Mapping) for turn in turns):
+            raise ConfigError(
+                f"{record.where}: no conversation under '{self.conversations_field}': expected a list of turns, each with"
+                f" '{_FROM}' and '{_VALUE}', got {turns!r:.80}. Keys of the record: {listed(record.values)}"
+            )
+        messages = []
+        for number, turn in enumerate(turns):
+            name, text = turn.get(_FROM), turn.get(_VALUE)
+            if not isinstance(name, str) or not isinstance(text, str):
+                raise ConfigError(
+                    f"{record.where}: turn {number + 1} of '{self.conversations_field}': expected texts under '{_FROM}' and"
+                    f" '{_VALUE}', got {dict(turn)!r:.80}"
+                )
+            if name not in roles:
+                raise ConfigError(
+                    f"{record.where}: turn {number + 1} of '{self.conversations_field}' is from '{name}', which has no role."
+                    f" Known: {', '.join(roles)}. Set format.roles, such as {{{name}: assistant}}"
+                )
+            others = {key: value for key, value in turn.items() if key not in (_FROM, _VALUE)}
+            messages.append({**others, "role": roles[name], "content": text})
+        system = record.values.get(self.system_field or "") or ""
+        if not system or messages[0]["role"] != "system":
+            return [*([{"role": "system", "content": system}] if system else []), *messages]
+        if system.strip() != messages[0]["content"].strip():
+            raise ConfigError(
+                f"{record.where}: {system!r:.80} under '{self.system_field}' is not the system message that the conversation"
+                " begins with. Correct the record, or set format.system_field to null"
+            )
+        return messages

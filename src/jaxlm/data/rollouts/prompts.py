@@ -13,8 +13,7 @@ from jaxlm.data.batch import Columns
 from jaxlm.data.cache.token_cache import TokenCache
 from jaxlm.data.examples import ContiguousExamples, Examples
 from jaxlm.data.sources.named import NamedSource
-from jaxlm.data.sources.record_files import Record
-from jaxlm.data.sources.text_file import TextFile
+from jaxlm.data.sources.record_files import Record, TextFile
 from jaxlm.rewards.base import Rewards
 
 _FIRST = 1000  # records of each source that are read before the start

@@ -28,7 +28,7 @@ from jaxlm.data.batch import BatchSpec, Column, Columns, SampledRows, random_tok
 from jaxlm.data.cache.token_cache import TokenCache
 from jaxlm.data.config import DataConfig
 from jaxlm.data.formats.base import FormatConfig
-from jaxlm.data.formats.prompts_format import PromptsFormat
+from jaxlm.data.formats.prompts import PromptsFormat
 from jaxlm.data.loader import BatchContext, BatchMaker, BatchReader
 from jaxlm.data.rollouts.batches import RolloutBatches
 from jaxlm.data.rollouts.conversations import EARNED, Conversations, dialect_of

@@ -1,4 +1,4 @@
-"""Reads documents from files incrementally: text, JSON, and Arrow tables.
+"""Reads documents from files incrementally, decompressing them on the fly: text, JSON, and Arrow tables.
 
     .txt .py            one document                 .parquet    one per row
     .jsonl              one per line                 .arrow      one per row: Arrow IPC, file or stream format
@@ -8,19 +8,73 @@ The text of a record is under `data.text_key`. Only `.txt`, `.py` and `.json` fi
 """
 
 import contextlib
+import io
 import json
+import lzma
 import re
 import sys
+import zlib
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple
 
 from jaxlm.core.errors import ConfigError, listed
-from jaxlm.core.safe_io import read_lines, read_stream
-from jaxlm.data.sources.compression import COMPRESSIONS, damaged_file_errors, open_decompressed
+from jaxlm.core.safe_io import open_regular, read_lines, read_stream
 
 if TYPE_CHECKING:
     import pyarrow as pa
+
+COMPRESSIONS = (".gz", ".zst", ".xz", ".bz2")
+_CHUNK = 1 << 16
+
+
+@contextlib.contextmanager
+def open_decompressed(path: Path) -> Iterator[tuple[Any, Callable[[], int]]]:
+    """The decompressed content as a binary stream, and a function for the position in the (compressed) file."""
+    with open_regular(path) as file, _content(file, path.suffix) as stream:
+        yield stream, file.tell
+
+
+@contextlib.contextmanager
+def damaged_file_errors(path: Path, position: Callable[[], str], *kinds: type[Exception]) -> Iterator[None]:
+    """Converts errors of a damaged file, raised while reading it, to `ConfigError`.
+
+    Args:
+        position: describes the current position in the file, for the message (`line 3`).
+        kinds: further exceptions that the file's format raises for damage.
+
+    Raises:
+        ConfigError: the file is truncated or damaged, or its content does not match its suffix.
+    """
+    try:
+        yield
+    except (EOFError, OSError, lzma.LZMAError, zlib.error, *kinds) as error:
+        if isinstance(error, ConfigError) or getattr(error, "errno", None) is not None:
+            raise  # an error of the operating system; the file itself may be fine
+        raise ConfigError(
+            f"{path}: {position()}: the file is truncated or damaged, or its content does not match its suffix: {error}."
+            " Replace the file, or remove it from the URLs"
+        ) from error
+
+
+def _content(file: BinaryIO, suffix: str) -> contextlib.AbstractContextManager[Any]:
+    if suffix == ".gz":
+        import gzip
+
+        return gzip.GzipFile(fileobj=file)
+    if suffix == ".bz2":
+        import bz2
+
+        return bz2.BZ2File(file)
+    if suffix == ".xz":
+        return lzma.LZMAFile(file)
+    if suffix == ".zst":
+        import pyarrow as pa
+
+        # Unlike the package zstandard, Arrow detects truncated frames.
+        return io.BufferedReader(pa.CompressedInputStream(file, "zstd"), _CHUNK)  # pyright: ignore[reportArgumentType]
+    return contextlib.nullcontext(file)
+
 
 _ROWS = 256  # table rows converted to Python strings per batch
 _BUFFER = 1 << 20  # bytes; without a buffer size, whole columns of a row group are fetched

@@ -17,11 +17,9 @@ from types import MappingProxyType
 from jaxlm.core.errors import ConfigError, counted
 from jaxlm.data.base import DataSource, Log
 from jaxlm.data.sources import hugging_face, stdlib
-from jaxlm.data.sources.compression import COMPRESSIONS
-from jaxlm.data.sources.document_files import ARRAYS, allowed_suffixes, format_of, has_records
-from jaxlm.data.sources.globs import before_wildcards, common_folder, expand_braces
-from jaxlm.data.sources.mirror import list_remote
-from jaxlm.data.sources.text_file import TextFile
+from jaxlm.data.sources.document_files import ARRAYS, COMPRESSIONS, allowed_suffixes, format_of, has_records
+from jaxlm.data.sources.mirror import before_wildcards, common_folder, expand_braces, list_remote
+from jaxlm.data.sources.record_files import TextFile
 
 _NAMES_SHOWN = 5
 _CONCURRENT_COPIES = 8

@@ -1,4 +1,4 @@
-"""Sources that are not on the local disk. Each is copied once, to the mirror in the cache folder.
+"""Sources that are not on the local disk: patterns in their URLs, and the mirror that each is copied to once.
 
 <cache_dir>/mirror/<hash of URL and version>/<name>
 
@@ -9,9 +9,11 @@ import abc
 import functools
 import glob
 import hashlib
+import itertools
 import posixpath
+import re
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,9 +24,88 @@ from jaxlm.core.errors import ConfigError
 from jaxlm.core.safe_io import atomic_file, folder_lock, remove_leftovers
 from jaxlm.core.stores import open_store, storage_errors
 from jaxlm.data.base import DataSource, Log
-from jaxlm.data.cache.cache_dir import disk_full_errors, writable_folder
+from jaxlm.data.cache.cache_key import disk_full_errors, writable_folder
 from jaxlm.data.sources.document_files import format_of, has_records
-from jaxlm.data.sources.globs import before_wildcards
+
+_RANGE = re.compile(r"(\d+)\.\.(\d+)")
+_MAX_FILES = 100_000  # per pattern; more is most likely a typo
+
+
+def expand_braces(pattern: str, key: str) -> list[str]:
+    """Expands `x-{1..3}.txt` and `{a,b}/x.txt`, in order. `{01..10}` keeps leading zeros. Braces may be nested.
+
+    Args:
+        key: config path of the pattern, for messages.
+
+    Raises:
+        ConfigError: the pattern expands to more than 100,000 files.
+    """
+    start = pattern.find("{")
+    while start != -1:
+        end = _closing(pattern, start)
+        choices = [] if end is None else _choices(pattern[start + 1 : end], key)
+        if end is not None and choices:
+            rests = expand_braces(pattern[end + 1 :], key)
+            heads = [head for choice in choices for head in expand_braces(choice, key)]
+            _check_number(len(heads) * len(rests), pattern, key)
+            return [pattern[:start] + head + rest for head in heads for rest in rests]
+        start = pattern.find("{", start + 1)
+    return [pattern]
+
+
+def before_wildcards(parts: Sequence[str], has_wildcard=glob.has_magic) -> Sequence[str]:
+    """The parts of a path before its first wildcard, never including the last part."""
+    for number, part in enumerate(parts[:-1]):
+        if has_wildcard(part):
+            return parts[:number]
+    return parts[:-1]
+
+
+def common_folder(folders: Sequence[str]) -> str:
+    """The innermost common folder; "" if there is none."""
+    levels = zip(*(folder.rstrip("/").split("/") for folder in folders), strict=False)
+    return "/".join(names[0] for names in itertools.takewhile(lambda names: len(set(names)) == 1, levels))
+
+
+def _closing(pattern: str, start: int) -> int | None:
+    depth = 0
+    for position in range(start, len(pattern)):
+        depth += {"{": 1, "}": -1}.get(pattern[position], 0)
+        if depth == 0:
+            return position
+    return None
+
+
+def _choices(inside: str, key: str) -> list[str]:
+    """The alternatives inside braces; empty if the braces are literal characters."""
+    numbers = _RANGE.fullmatch(inside)
+    if numbers is None:
+        choices = _split(inside)
+        return choices if len(choices) > 1 else []
+    first, last = int(numbers[1]), int(numbers[2])
+    _check_number(abs(last - first) + 1, f"{{{inside}}}", key)
+    padded = any(len(text) > 1 and text.startswith("0") for text in numbers.groups())
+    width = max(map(len, numbers.groups())) if padded else 0
+    step = 1 if last >= first else -1
+    return [f"{number:0{width}}" for number in range(first, last + step, step)]
+
+
+def _split(inside: str) -> list[str]:
+    """Splits at the commas outside nested braces."""
+    choices, depth = [""], 0
+    for character in inside:
+        depth += {"{": 1, "}": -1}.get(character, 0)
+        if character == "," and depth == 0:
+            choices.append("")
+        else:
+            choices[-1] += character
+    return choices
+
+
+def _check_number(number: int, pattern: str, key: str) -> None:
+    if number > _MAX_FILES:
+        raise ConfigError(f"{key}: '{pattern}' expands to {number:,} files; at most {_MAX_FILES:,} are allowed")
+
 
 # Names of version fields in fsspec implementations, the most reliable first.
 _TAGS = ("ETag", "etag", "md5Hash", "Content-MD5", "Digest", "content_md5")

@@ -1,32 +1,107 @@
-"""A configured source of text, and its token caches."""
+"""A configured source of text, its token caches, and the ledger of what remote text contained.
+
+Remembers the content of remote text, so that it is read once, and not by every machine at every start.
+
+<folder of the source>/text.json    identity of a remote file, as the server reports it -> SHA-256 of its content
+
+Caches and runs are identified by content. A file whose identity is unknown, because it is new or was changed, is read.
+"""
 
 import hashlib
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.hashing import note
+from jaxlm.core.runtime import is_main_process
+from jaxlm.core.safe_io import atomic_file, folder_lock, read_bytes, read_stored
+from jaxlm.core.stores import AT_START_S, open_store, retried, storage_errors
 from jaxlm.data.base import TRAIN, VALIDATION, DataSource, Log
-from jaxlm.data.cache.block_mirror import BlockMirror
-from jaxlm.data.cache.build import open_or_build
-from jaxlm.data.cache.cache_key import cache_key, check_cache_key, file_digests
-from jaxlm.data.cache.cache_store import CacheStore
-from jaxlm.data.cache.shared_cache import describe_cache, find_blocks, open_in_store, share_sums
+from jaxlm.data.cache.build import LOCAL_WORKERS, Workers, open_or_build
+from jaxlm.data.cache.cache_key import cache_key, check_cache_key, disk_full_errors, file_digests, writable_folder
+from jaxlm.data.cache.shared_cache import CacheStore, describe_cache, find_blocks, open_in_store, share_sums
+from jaxlm.data.cache.token_blocks import BlockMirror
 from jaxlm.data.cache.token_cache import METADATA, Provenance, TokenCache, make_provenance, read_metadata
-from jaxlm.data.cache.workers import LOCAL_WORKERS, Workers
 from jaxlm.data.formats.base import Encoder
 from jaxlm.data.formats.chat import renders_messages
-from jaxlm.data.formats.preview import MaskPreview, preview_masks
-from jaxlm.data.formats.unread_keys import describe_records
+from jaxlm.data.formats.preview import MaskPreview, describe_records, preview_masks
 from jaxlm.data.sources.files import open_files
+from jaxlm.data.sources.record_files import TextFile
 from jaxlm.data.sources.source_config import DEFAULT_TEXT_KEY, ListedUrl, SourceConfig
-from jaxlm.data.sources.text_file import TextFile
-from jaxlm.data.sources.text_ledger import TextLedger
 from jaxlm.data.tokenizer.chat_template import RENDERING
 from jaxlm.data.tokenizer.tokenizer import Tokenizer
+
+_NAME = "text.json"
+
+
+class _UploadError(Exception):
+    pass
+
+
+@dataclass(frozen=True)
+class TextLedger:
+    """The ledger of a source. Args: store: the source's caches, with which it is shared."""
+
+    store: CacheStore
+
+    def known(self, identities: Collection[str]) -> dict[str, str]:
+        """The SHA-256 of known contents, by identity. Raises `ConfigError` if the store cannot be read."""
+        digests = self._here()
+        if self.store.url is not None and not digests.keys() >= set(identities):
+            digests = self._in_store() | digests
+        return {identity: digests[identity] for identity in identities if identity in digests}
+
+    def add(self, digests: Mapping[str, str], log: Log) -> None:
+        """Records contents: here, and on process 0 in the store, unless it cannot be written."""
+        if not digests:
+            return
+        path = self.store.folder / _NAME
+        with folder_lock(writable_folder(path.parent), log), disk_full_errors(path):
+            merged = self._here() | dict(digests)
+            with atomic_file(path) as unfinished:
+                unfinished.write_bytes(_json(merged))
+        if self.store.url is None or not is_main_process():
+            return
+        fs, root = open_store(self.store.url, self.store.key)
+        merged = self._in_store() | merged
+        try:
+            with storage_errors(_UploadError):
+                fs.makedirs(root, exist_ok=True)
+                retried(lambda: fs.pipe_file(f"{root}/{_NAME}", _json(merged)), AT_START_S)
+        except _UploadError as error:
+            log(
+                f"{self.store.key}: {self.store.url}/{_NAME} cannot be written ({error}), so other machines read the text"
+            )
+
+    def _here(self) -> dict[str, str]:
+        path = self.store.folder / _NAME
+        return _parse(read_bytes(path)) if path.is_file() else {}
+
+    def _in_store(self) -> dict[str, str]:
+        assert self.store.url is not None
+        fs, root = open_store(self.store.url, self.store.key)
+        with self.store.errors("read", self.store.folder):
+            try:
+                return _parse(retried(lambda: read_stored(fs, f"{root}/{_NAME}"), AT_START_S))
+            except FileNotFoundError:
+                return {}
+
+
+def _json(digests: Mapping[str, str]) -> bytes:
+    return json.dumps(digests, indent=1).encode()
+
+
+def _parse(raw: bytes) -> dict[str, str]:
+    """Empty if the content is damaged: the text is then read again."""
+    try:
+        digests = json.loads(raw)
+    except (ValueError, RecursionError):
+        return {}
+    return {str(identity): str(digest) for identity, digest in digests.items()} if isinstance(digests, dict) else {}
+
 
 _NOT_USUAL = ("drop_overlength", "keep_end")
 

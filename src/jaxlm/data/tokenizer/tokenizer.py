@@ -1,5 +1,6 @@
-"""Tokenizers: text to token ids and back."""
+"""Tokenizers: text to token ids and back, and special tokens that are added to them."""
 
+import contextlib
 import functools
 import hashlib
 import itertools
@@ -18,10 +19,31 @@ from jaxlm.core.hashing import note_file
 from jaxlm.core.safe_io import SMALL, read_bytes, read_json_object
 from jaxlm.core.values.sums import DummyPrefix
 from jaxlm.data.tokenizer.folder_settings import add_folder_settings
-from jaxlm.data.tokenizer.pattern_errors import is_panic, pattern_errors
 
 if TYPE_CHECKING:
     import tokenizers
+
+
+@contextlib.contextmanager
+def pattern_errors(key: str = "data.tokenizer") -> Iterator[None]:
+    """Raises `ConfigError` where the library panics because a regular expression takes too many steps, or gives up."""
+    try:
+        yield
+    except BaseException as error:
+        if type(error) is Exception:
+            raise ConfigError(f"{key}: it cannot encode a text: {error}. Its tokenizer.json is damaged") from error
+        if not is_panic(error):
+            raise
+        raise ConfigError(
+            f"{key}: the regular expression that cuts text into pieces gives up on a text ({error}). Nested repetitions,"
+            " such as (a+)+, can match in exponentially many ways. Write it so that there is only one"
+        ) from error
+
+
+def is_panic(error: BaseException) -> bool:
+    """Returns whether code in Rust has panicked. The type cannot be imported, and is no `Exception`."""
+    return type(error).__name__ == "PanicException"
+
 
 END_OF_TEXT = "<|endoftext|>"
 # Common names of the BOS and EOS tokens, for tokenizers without settings.
@@ -523,3 +545,51 @@ def _grouped(texts: Iterable[str], min_characters: int) -> Iterator[list[str]]:
             group, size = [], 0
     if group:
         yield group
+
+
+_KEY = "data.added_tokens"
+_TOKENIZER = "tokenizer.json"
+
+
+def open_tokenizer(path: str, added: Sequence[str], vocab_size: int | None) -> Tokenizer:
+    """Loads a tokenizer and adds special tokens to it. Their ids follow those that it has.
+
+    Args:
+        vocab_size: the size that it must have with them; None accepts any.
+
+    Raises:
+        ConfigError: as `load_tokenizer`; or one of the tokens is not new.
+    """
+    if not added:
+        return load_tokenizer(path, vocab_size)
+    grown = with_added_tokens(load_tokenizer(path), added)
+    if vocab_size not in (None, grown.vocab_size):
+        raise ConfigError(
+            f"data.vocab_size: {vocab_size} given, but with {_KEY} the tokenizer {path} has {grown.vocab_size} tokens. Remove"
+            f" vocab_size, or set it to {grown.vocab_size}"
+        )
+    return grown
+
+
+def with_added_tokens(tokenizer: Tokenizer, added: Sequence[str]) -> Tokenizer:
+    """The tokenizer with more special tokens. Raises `ConfigError` if one of them is not new."""
+    import tokenizers
+
+    known = tokenizer.vocabulary()
+    for number, token in enumerate(added):
+        if not token or token != token.strip():
+            raise ConfigError(f"{_KEY}: {token!r} given, a text without white space around it expected")
+        if token in added[:number]:
+            raise ConfigError(f"{_KEY}: '{token}' is given twice. Remove one of them")
+        if token in known:
+            raise ConfigError(f"{_KEY}: '{token}' is a token already, with the id {known[token]}. Remove it")
+    files = tokenizer.files()
+    backend = tokenizers.Tokenizer.from_str(files.pop(_TOKENIZER).decode("utf-8"))
+    backend.add_special_tokens([tokenizers.AddedToken(token, normalized=False, special=True) for token in added])
+    ids = [backend.token_to_id(token) for token in added]
+    if ids != list(range(tokenizer.vocab_size, tokenizer.vocab_size + len(added))):
+        raise ConfigError(
+            f"{_KEY}: the new tokens got the ids {ids}, but the tokenizer's last id is {tokenizer.vocab_size - 1}: its ids"
+            " have gaps. Give it a tokenizer.json without gaps"
+        )
+    return Tokenizer(backend, tokenizer.bos_id, tokenizer.eos_id, files)

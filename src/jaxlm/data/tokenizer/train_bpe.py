@@ -10,11 +10,9 @@ from typing import Any, Literal
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.field_types import PositiveInt
 from jaxlm.core.safe_io import atomic_folder, folder_lock, read_bytes
-from jaxlm.data.cache.cache_dir import disk_full_errors, writable_folder
-from jaxlm.data.cache.cache_key import CacheKey, check_cache_key, files_key
-from jaxlm.data.sources.text_file import TextFile
-from jaxlm.data.tokenizer.pattern_errors import pattern_errors
-from jaxlm.data.tokenizer.tokenizer import END_OF_TEXT, Tokenizer, load_tokenizer
+from jaxlm.data.cache.cache_key import CacheKey, check_cache_key, disk_full_errors, files_key, writable_folder
+from jaxlm.data.sources.record_files import TextFile
+from jaxlm.data.tokenizer.tokenizer import END_OF_TEXT, Tokenizer, load_tokenizer, pattern_errors
 
 TRAIN_BPE = "bpe"
 DEFAULT_VOCAB_SIZE = 8192

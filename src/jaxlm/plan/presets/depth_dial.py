@@ -14,7 +14,7 @@ from annotated_types import Interval
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.field_types import LearningRate, NonNegativeFloat, PositiveFloat, PositiveInt
 from jaxlm.data.config import TRAIN_BPE
-from jaxlm.data.tokenizer.added_tokens import open_tokenizer
+from jaxlm.data.tokenizer.tokenizer import open_tokenizer
 from jaxlm.models.families.nano import NanoConfig
 from jaxlm.models.families.nano.counts import (
     nanochat_flops_per_token,

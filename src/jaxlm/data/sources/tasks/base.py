@@ -9,7 +9,7 @@ from typing import Any
 
 from jaxlm.core.field_types import NonNegativeInt, PositiveInt, Seed
 from jaxlm.data.base import TRAIN, VALIDATION
-from jaxlm.data.sources.corpus import CorpusConfig
+from jaxlm.data.sources.source_config import CorpusConfig
 from jaxlm.models.inference.tools.calculator import Calculator
 from jaxlm.models.inference.tools.calls import CALL, OUTPUT, TEXT
 

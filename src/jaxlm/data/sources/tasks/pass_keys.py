@@ -14,7 +14,7 @@ from jaxlm.core.errors import ConfigError
 from jaxlm.core.field_types import NumCharacters, NumDigits
 from jaxlm.core.values.pass_key import NEEDLE, PLACE, QUESTION
 from jaxlm.data.base import TRAIN, VALIDATION
-from jaxlm.data.sources.corpus import CorpusConfig
+from jaxlm.data.sources.source_config import CorpusConfig
 from jaxlm.data.sources.stdlib import library_files
 from jaxlm.data.sources.tasks.base import TaskCorpus
 from jaxlm.reading.choices import choice

@@ -11,7 +11,7 @@ from jaxlm.core.errors import ConfigError
 from jaxlm.core.field_types import Fraction
 from jaxlm.core.safe_io import read_text
 from jaxlm.data.base import TRAIN, VALIDATION
-from jaxlm.data.sources.corpus import CorpusConfig
+from jaxlm.data.sources.source_config import CorpusConfig
 from jaxlm.data.sources.tasks.base import ConversationCorpus, Message, assistant, called, split_of, user
 from jaxlm.reading.choices import choice
 

@@ -9,8 +9,8 @@ import numpy as np
 from jaxlm.core.errors import ConfigError
 from jaxlm.data.formats.base import Begin, Encoder, FormatConfig, RawContent, RecordsFormat, TokenizedText
 from jaxlm.data.formats.chat import OF_TEMPLATE, plain_text, template_variables
-from jaxlm.data.formats.completions_format import checked_template, template_of, text_or_messages
-from jaxlm.data.sources.text_file import TextFile
+from jaxlm.data.formats.completions import checked_template, template_of, text_or_messages
+from jaxlm.data.sources.record_files import TextFile
 from jaxlm.data.tokenizer.chat_template import ChatTemplate
 from jaxlm.data.tokenizer.tokenizer import Tokenizer, boundary_ids
 from jaxlm.reading.choices import choice

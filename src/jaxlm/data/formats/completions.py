@@ -1,20 +1,32 @@
-"""Prompts with several completions each; the loss is computed on the completions. Formats of such records extend this."""
+"""Prompts with one or several completions, with preferences or rewards; the loss is computed on the completions."""
 
 import abc
 import itertools
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, NamedTuple
+from typing import Annotated, Any, ClassVar, NamedTuple
 
 import numpy as np
+from annotated_types import Interval
 
 from jaxlm.core.errors import ConfigError, counted, listed
-from jaxlm.data.formats.base import Begin, Encoder, FormatConfig, RawContent, RecordsFormat, TokenizedText
-from jaxlm.data.formats.chat import Messages, are_messages, for_template, plain_text, template_variables
-from jaxlm.data.sources.record_files import Record
-from jaxlm.data.sources.text_file import TextFile
+from jaxlm.core.field_types import LARGEST_INT, is_float32, shown, what_float32_needs
+from jaxlm.data.formats.base import (
+    Begin,
+    Encoder,
+    FormatConfig,
+    MaskedFormat,
+    RawContent,
+    RecordsFormat,
+    TokenizedText,
+    Truncation,
+)
+from jaxlm.data.formats.chat import OF_TEMPLATE, Messages, are_messages, for_template, plain_text, template_variables
+from jaxlm.data.sources.record_files import Record, TextFile
 from jaxlm.data.tokenizer.chat_template import ChatTemplate
 from jaxlm.data.tokenizer.tokenizer import Tokenizer, boundary_ids
+from jaxlm.reading.choices import choice
 
 _SYSTEM, _USER, _ASSISTANT = "system", "user", "assistant"
 _Sequence = tuple[np.ndarray, np.ndarray]  # ids of a prompt and a completion
@@ -254,3 +266,214 @@ class CompletionsEncoder(Encoder):
             masks += [np.full(len(prompt), content.trains_prompt), np.ones(len(ends), bool)]
         numbers = np.array(content.numbers, np.float32) if content.numbers else None
         return TokenizedText(np.concatenate(ids), np.concatenate(masks), numbers)
+
+
+@choice(FormatConfig, "supervised")
+class SupervisedFormat(MaskedFormat, PromptedFormat):
+    """Records with a prompt and a completion, as texts or as lists of messages. Texts are tokenized separately, so the
+    prompt's tokens are the same as at inference, and the loss is also computed on the EOS token. The chat template renders
+    messages.
+
+    Attributes:
+        input_field: key of the prompt.
+        output_field: key of the completion.
+        context_field: key of a text that follows the prompt after a line break, unless it is empty, such as Alpaca's `input`.
+        separate_with: text inserted between prompt and completion, as part of the prompt; null inserts nothing.
+        mask_inputs: compute the loss on the completion only; `false` computes it on the prompt too.
+    """
+
+    input_field: str = "prompt"
+    output_field: str = "response"
+    separate_with: str | None = None
+    mask_inputs: bool = True
+    context_field: str | None = None
+
+    newer_keys: ClassVar[tuple[str, ...]] = ("context_field", "chat_template")
+
+    def records(self, file: TextFile) -> Iterator[Record]:
+        return file.records(self.keys, OF_TEMPLATE)
+
+    def prompt(self, record: Record) -> str | Messages:
+        """Writes the prompt, including the context and `separate_with`. Raises `ConfigError` if there is none."""
+        prompt, key = text_or_messages(record, self.input_field), self.context_field
+        context = "" if key is None or record.values.get(key, key) is None else text_or_messages(record, key)
+        if isinstance(prompt, str) and isinstance(context, str):
+            return "\n".join(filter(None, (prompt, context))) + (self.separate_with or "")
+        if context:
+            raise ConfigError(
+                f"{record.where}: '{key}' (context_field): only a text can follow a prompt, which is a text"
+            )
+        return prompt
+
+    def completions(self, record: Record) -> Completions:
+        prompt, completion = self.prompt(record), text_or_messages(record, self.output_field)
+        return Completions(prompt, (completion,), trains_prompt=not self.mask_inputs, trains_empty=False)
+
+    def nothing_to_train_on(self) -> str:
+        return f"every completion under '{self.output_field}' is empty: no tokens to compute the loss on. Check"
+
+
+_PROMPT = "prompt"
+_WHITE_SPACE = re.compile(r"\s")
+
+
+@choice(FormatConfig, "pairs")
+class PairsFormat(CompletionsFormat):
+    """Records with a chosen and a rejected completion, as texts or as lists of messages, for `data.type: pairs`.
+
+    Attributes:
+        prompt_field: key of the prompt. Records without the key `prompt` have it in both completions, as in
+            `Anthropic/hh-rlhf`: it is what they begin with, up to the last white space, so that no token is cut. Null
+            finds it there even if there is such a key.
+        chosen_field: key of the preferred completion.
+        rejected_field: key of the other completion.
+        prompt_ends_with: with `prompt_field: null`, the text that ends the prompt, such as `"\\\\n\\\\nAssistant:"`. The
+            prompt ends after its last occurrence in what both completions have in common; null ends it at the last white
+            space.
+            For messages it has no effect: the prompt is all messages that both lists begin with.
+        truncation: what becomes of a prompt with a completion that is longer than `model.seq_len`: `keep_start` cuts off its
+            end, `keep_end` its beginning, and `drop_overlength` leaves the pair out.
+    """
+
+    makes: ClassVar[str] = "pairs"
+
+    prompt_field: str | None = _PROMPT
+    chosen_field: str = "chosen"
+    rejected_field: str = "rejected"
+    prompt_ends_with: str | None = None
+    truncation: Truncation = field(default="keep_start", kw_only=True)
+
+    def __post_init__(self):
+        if self.prompt_ends_with is not None and (self.prompt_field is not None or not self.prompt_ends_with):
+            raise ConfigError(
+                f"data.format.prompt_ends_with: {self.prompt_ends_with!r} given, but it needs a text, and has an effect only"
+                " with prompt_field: null. Remove it, or set prompt_field to null"
+            )
+
+    @property
+    def overlong(self) -> Truncation:
+        return self.truncation
+
+    @property
+    def num_completions(self) -> int:
+        return 2
+
+    def records(self, file: TextFile) -> Iterator[Record]:
+        # Only the usual key may be missing: another one was written by somebody whose data should have it.
+        optional = [_PROMPT] if self.prompt_field == _PROMPT else []
+        return file.records([key for key in self.keys if key not in optional], [*optional, *OF_TEMPLATE])
+
+    def completions(self, record: Record) -> Completions:
+        is_absent = self.prompt_field == _PROMPT and record.values.get(_PROMPT) is None
+        prompt = None if self.prompt_field is None or is_absent else text_or_messages(record, self.prompt_field)
+        chosen, rejected = (text_or_messages(record, key) for key in (self.chosen_field, self.rejected_field))
+        if prompt is None and isinstance(chosen, str) and isinstance(rejected, str):
+            return self._text_pair(record.where, chosen, rejected)
+        return Completions(prompt, (chosen, rejected))
+
+    def _text_pair(self, where: str, chosen: str, rejected: str) -> Completions:
+        equal = itertools.takewhile(lambda two: two[0] == two[1], zip(chosen, rejected, strict=False))
+        common = "".join(a for a, _ in equal)
+        size = self._prompt_size(common)
+        if not size:
+            without = f", without {self.prompt_ends_with!r}" if common and self.prompt_ends_with else ""
+            raise ConfigError(
+                f"{where}: no prompt: '{self.chosen_field}' and '{self.rejected_field}' begin alike with {common[-80:]!r}"
+                f"{without}. Set data.format.prompt_field to the key of the prompt, or prompt_ends_with"
+            )
+        return Completions(chosen[:size], (chosen[size:], rejected[size:]))
+
+    def _prompt_size(self, common: str) -> int:
+        """The number of characters of the prompt in what both completions begin with; 0 without any."""
+        if self.prompt_ends_with is not None:
+            end = common.rfind(self.prompt_ends_with)
+            return 0 if end < 0 else end + len(self.prompt_ends_with)
+        # TRL ends the prompt at the first character that differs, which may be inside of a token. What both completions
+        # share after the white space has the same likelihood in both. A space belongs to the word that follows.
+        spaces = [match.start() for match in _WHITE_SPACE.finditer(common)]
+        return len(common) if not spaces else spaces[-1] + (common[spaces[-1]] != " ")
+
+
+@choice(FormatConfig, "unpaired")
+class UnpairedFormat(CompletionsFormat):
+    """Records with a prompt, a completion and a label, for `data.type: unpaired`. Prompt and completion are texts, or lists
+    of messages.
+
+    Attributes:
+        prompt_field: key of the prompt.
+        completion_field: key of the completion.
+        label_field: key of the label: true (or 1) for a desirable completion, false (or 0) for another.
+    """
+
+    makes: ClassVar[str] = "unpaired"
+
+    prompt_field: str = "prompt"
+    completion_field: str = "completion"
+    label_field: str = "label"
+
+    @property
+    def num_completions(self) -> int:
+        return 1
+
+    def records(self, file: TextFile) -> Iterator[Record]:
+        return file.records(self.keys, OF_TEMPLATE)
+
+    def completions(self, record: Record) -> Completions:
+        label = record.values.get(self.label_field)
+        if label not in (0, 1):  # True and False are equal to them
+            raise ConfigError(
+                f"{record.where}: expected true or false under '{self.label_field}', got {label!r:.80}. Keys of the record:"
+                f" {listed(record.values)}"
+            )
+        prompt, completion = (text_or_messages(record, key) for key in (self.prompt_field, self.completion_field))
+        return Completions(prompt, (completion,), numbers=(float(label),))
+
+
+@choice(FormatConfig, "groups")
+class GroupsFormat(CompletionsFormat):
+    """Records with a prompt, a list of responses to it and a list of their rewards, for `data.type: groups`. The prompt is a
+    text or a list of messages; the responses are texts.
+
+    Attributes:
+        group_size: number of responses in each record.
+        prompt_field: key of the prompt.
+        responses_field: key of the list of responses.
+        rewards_field: key of the list of rewards.
+    """
+
+    makes: ClassVar[str] = "groups"
+
+    group_size: Annotated[int, Interval(ge=2, le=LARGEST_INT)] = 4
+    prompt_field: str = "prompt"
+    responses_field: str = "responses"
+    rewards_field: str = "rewards"
+
+    @property
+    def num_completions(self) -> int:
+        return self.group_size
+
+    def records(self, file: TextFile) -> Iterator[Record]:
+        return file.records(self.keys, OF_TEMPLATE)
+
+    def completions(self, record: Record) -> Completions:
+        prompt = text_or_messages(record, self.prompt_field)
+        responses = self._list(record, self.responses_field, "texts", lambda item: isinstance(item, str))
+        rewards = self._list(record, self.rewards_field, "numbers", lambda item: type(item) in (int, float))
+        for number, reward in enumerate(rewards):
+            if not is_float32(reward):
+                raise ConfigError(
+                    f"{record.where}: {self.rewards_field}[{number}]: {shown(reward)} given, {what_float32_needs(reward)}"
+                    " expected. Correct the record, or remove it"
+                )
+        if not isinstance(prompt, str):
+            responses = [[{"role": "assistant", "content": response}] for response in responses]
+        return Completions(prompt, tuple(responses), numbers=tuple(map(float, rewards)))
+
+    def _list(self, record: Record, key: str, what: str, accepts: Any) -> list[Any]:
+        entries = record.values.get(key)
+        if not isinstance(entries, list) or len(entries) != self.group_size or not all(map(accepts, entries)):
+            raise ConfigError(
+                f"{record.where}: expected a list of {self.group_size} {what} under '{key}' (data.format.group_size), got"
+                f" {entries!r:.80}. Keys of the record: {listed(record.values)}"
+            )
+        return entries
