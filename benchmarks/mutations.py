@@ -98,7 +98,7 @@ MUTATIONS = (
         "tests/engine/test_control.py tests/engine",
     ),
     Mutation(
-        "engine/conductor.py",
+        "engine/phase_runner.py",
         "self.num_skipped = outcome.last - self.resumed.cursor.step",
         "self.num_skipped = outcome.first - self.resumed.cursor.step",
         "tests/engine",

@@ -21,21 +21,20 @@ from jaxlm.core.values.logged import Activity
 from jaxlm.data.cache.ray_workers import tokenize_on_ray
 from jaxlm.data.tokenizer.tokenizer import Tokenizer
 from jaxlm.engine.activity import ActivityClock, uncounted_age_s
-from jaxlm.engine.checkpoint.holder import LeaseLostError, StillHeld, all_held
-from jaxlm.engine.checkpoint.integrity import CHECKSUMS
+from jaxlm.engine.checkpoint.lease import LeaseLostError, StillHeld, all_held
 from jaxlm.engine.checkpoint.manager import Saver
+from jaxlm.engine.checkpoint.manifest import CHECKSUMS
 from jaxlm.engine.checkpoint.store import SaveError
-from jaxlm.engine.conductor import Conductor
 from jaxlm.engine.control import Control
 from jaxlm.engine.entry import enter_phase
 from jaxlm.engine.loop import TrainingLoop
-from jaxlm.engine.notices import metadata_host, watch_notices
 from jaxlm.engine.open_phase import OpenPhase
-from jaxlm.engine.outcome import Done, Interrupted, Outcome, StoppedError
 from jaxlm.engine.peers import connect_if_it_fails, watch_peers
+from jaxlm.engine.phase_runner import Conductor
 from jaxlm.engine.phases import Phase
-from jaxlm.engine.signals import stop_on_signals
+from jaxlm.engine.preemption import metadata_host, stop_on_signals, watch_notices
 from jaxlm.engine.state import RunState
+from jaxlm.engine.sync import Done, Interrupted, Outcome, StoppedError
 from jaxlm.engine.watchdog import Watchdog
 from jaxlm.observe.console import Console, table
 from jaxlm.observe.log_store import LogStore

@@ -28,7 +28,7 @@ from jaxlm.data.sources.document_files import read_documents
 from jaxlm.data.sources.record_files import read_records
 from jaxlm.data.tokenizer.chat_template import ChatTemplate
 from jaxlm.data.tokenizer.tokenizer import load_tokenizer
-from jaxlm.engine.checkpoint.integrity import DamagedError, seal, verify
+from jaxlm.engine.checkpoint.manifest import DamagedError, seal, verify
 from jaxlm.interop.hf.safetensors_file import SafetensorsFile
 from jaxlm.observe.ledger import read_lines as read_ledger
 from jaxlm.observe.logged_run import read_run
@@ -42,8 +42,8 @@ LIMIT = 10_000
 DEVICE = Path("/dev/zero")
 # Files of the package itself, of Python and of the kernel, and what this run has just written.
 TRUSTED = {
-    *("reading/recipes.py", "reading/outline.py", "engine/notices.py", "engine/activity.py"),
-    *("engine/checkpoint/holder.py", "core/devices.py", "data/sources/stdlib.py", "data/annotations.py"),
+    *("reading/recipes.py", "reading/outline.py", "engine/preemption.py", "engine/activity.py"),
+    *("engine/checkpoint/lease.py", "core/devices.py", "data/sources/stdlib.py", "data/annotations.py"),
     "data/sources/tasks/pass_keys.py",
     *("session/saving.py", "core/safe_io.py", "rewards/supervisor.py"),
 }

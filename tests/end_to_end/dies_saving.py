@@ -9,7 +9,7 @@ import sys
 import jax
 
 from jaxlm import train
-from jaxlm.engine.checkpoint.integrity import CHECKSUMS
+from jaxlm.engine.checkpoint.manifest import CHECKSUMS
 from jaxlm.engine.checkpoint.remote import RemoteFolder
 from jaxlm.engine.checkpoint.writer import CheckpointWriter
 from tests.end_to_end.dies import die

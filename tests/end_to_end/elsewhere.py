@@ -11,7 +11,7 @@ import time
 
 from jaxlm import train
 from jaxlm.engine import metrics as reports
-from jaxlm.engine.checkpoint import holder, lease
+from jaxlm.engine.checkpoint import lease
 
 HOST, *NUMBERS = os.environ["JAXLM_TEST_HOST"].split(":")
 AHEAD_S, INTERVAL_S, STEP_S = map(float, NUMBERS)
@@ -29,7 +29,7 @@ def slowly(self, *args, push=reports.AsyncMetrics.push):
         time.sleep(STEP_S)
 
 
-def on_this_host(path, read=holder._read):
+def on_this_host(path, read=lease._read):
     return f"{path} of {HOST}" if path in ("/etc/machine-id", "/proc/sys/kernel/random/boot_id") else read(path)
 
 
@@ -42,7 +42,7 @@ def with_clock() -> None:
 
 if __name__ == "__main__":
     platform.node = socket.gethostname = lambda: HOST
-    holder._read = on_this_host
+    lease._read = on_this_host
     lease.INTERVAL_S = INTERVAL_S
     reports.AsyncMetrics.push = slowly
     with_clock()

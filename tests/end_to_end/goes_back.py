@@ -13,7 +13,7 @@ from jaxlm import train
 from jaxlm.data.mixture import Mixture
 from jaxlm.engine.checkpoint.local import LocalFolder
 from jaxlm.engine.checkpoint.manager import Saver
-from jaxlm.engine.conductor import Conductor
+from jaxlm.engine.phase_runner import Conductor
 from tests.end_to_end.dies import at_step, die, die_committing
 
 

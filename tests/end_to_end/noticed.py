@@ -9,7 +9,7 @@ import jax
 
 from jaxlm import train
 from jaxlm.engine import metrics as reports
-from jaxlm.engine.signals import StopRequest
+from jaxlm.engine.preemption import StopRequest
 
 PROCESS, STEP = map(int, os.environ["JAXLM_TEST_NOTICE"].split(":"))
 noticed = threading.Event()

@@ -33,8 +33,8 @@ import jax
 
 from jaxlm import train
 from jaxlm.engine import metrics as reports
-from jaxlm.engine.checkpoint.integrity import CHECKSUMS
 from jaxlm.engine.checkpoint.local import LocalFolder
+from jaxlm.engine.checkpoint.manifest import CHECKSUMS
 from jaxlm.engine.checkpoint.writer import CheckpointWriter
 from tests.end_to_end.waiting import wait_for, wait_for_go
 

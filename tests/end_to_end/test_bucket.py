@@ -16,7 +16,7 @@ import fsspec
 import numpy as np
 import pytest
 
-from jaxlm.engine.checkpoint.integrity import CHECKSUMS
+from jaxlm.engine.checkpoint.manifest import CHECKSUMS
 from jaxlm.engine.checkpoint.remote import RemoteFolder
 from tests.end_to_end.commands import Workplace, end_of
 from tests.gcs import BUCKET

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from jaxlm.engine.checkpoint.integrity import DamagedError, verify
+from jaxlm.engine.checkpoint.manifest import DamagedError, verify
 from tests.end_to_end.commands import Workplace
 from tests.end_to_end.test_storage_faults import faulty
 

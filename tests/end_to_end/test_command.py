@@ -122,7 +122,7 @@ def test_a_checkpoint_of_another_shape_names_the_parameter_and_both_shapes(again
             shutil.rmtree(run / name)
     config = run / "step-24" / "run" / "config.yaml"
     config.write_text(config.read_text().replace("intermediate_dim: 64", "intermediate_dim: 96"))
-    from jaxlm.engine.checkpoint.integrity import seal
+    from jaxlm.engine.checkpoint.manifest import seal
 
     seal(run / "step-24")
     result = again.run(*RUN, "--model.intermediate_dim", "96")

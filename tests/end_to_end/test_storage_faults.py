@@ -11,7 +11,7 @@ import fsspec
 import pytest
 
 from jaxlm.engine.checkpoint.bucket import BucketFolder
-from jaxlm.engine.checkpoint.integrity import verify
+from jaxlm.engine.checkpoint.manifest import verify
 from jaxlm.engine.checkpoint.remote import RemoteFolder
 from tests.end_to_end.commands import Finished, Workplace, digest_of_arrays, end_of
 from tests.end_to_end.flaky_proxy import FlakyProxy, flaky_proxy

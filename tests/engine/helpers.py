@@ -26,7 +26,7 @@ from jaxlm.engine.hooks import Hooks
 from jaxlm.engine.metrics import AsyncMetrics, Listener, Workload
 from jaxlm.engine.open_phase import OpenPhase, Probe
 from jaxlm.engine.phases import Phase
-from jaxlm.engine.signals import StopRequest
+from jaxlm.engine.preemption import StopRequest
 from jaxlm.engine.state import RunState, shardings
 from jaxlm.engine.step import StepReport, make_train_step
 from jaxlm.engine.sync import FlagSync

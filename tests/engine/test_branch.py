@@ -27,9 +27,8 @@ from jaxlm.core.sharding import Layout
 from jaxlm.core.values.logged import Activity, StepInfo
 from jaxlm.engine.checkpoint.manifest import History
 from jaxlm.engine.loop import TrainingLoop
-from jaxlm.engine.outcome import Done, Interrupted, Outcome
-from jaxlm.engine.signals import StopRequest
-from jaxlm.engine.sync import FlagSync
+from jaxlm.engine.preemption import StopRequest
+from jaxlm.engine.sync import Done, FlagSync, Interrupted, Outcome
 from jaxlm.optim.adam import AdamConfig
 from jaxlm.optim.portfolio.nowcast import Nowcast
 from jaxlm.optim.portfolio.portfolio import PortfolioConfig

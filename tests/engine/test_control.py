@@ -16,12 +16,12 @@ from jaxlm.core.errors import ConfigError
 from jaxlm.core.sharding import Layout
 from jaxlm.core.values.logged import Activity, StepInfo
 from jaxlm.engine.checkpoint.manifest import Cursor, History
-from jaxlm.engine.conductor import Conductor
 from jaxlm.engine.control import Control
 from jaxlm.engine.entry import StateBuilder
 from jaxlm.engine.loop import TrainingLoop
 from jaxlm.engine.metrics import MAX_IN_FLIGHT
-from jaxlm.engine.outcome import Done, Interrupted, Outcome
+from jaxlm.engine.phase_runner import Conductor
+from jaxlm.engine.sync import Done, Interrupted, Outcome
 from jaxlm.models.base import vocab_axis
 from jaxlm.optim.adam import AdamConfig
 from tests.engine.helpers import (

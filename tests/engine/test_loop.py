@@ -16,8 +16,8 @@ from jaxlm.data.base import Batches
 from jaxlm.data.loader import Prefetch
 from jaxlm.engine.loop import TrainingLoop
 from jaxlm.engine.metrics import MAX_IN_FLIGHT
-from jaxlm.engine.outcome import Done
 from jaxlm.engine.step import StepReport
+from jaxlm.engine.sync import Done
 from tests.engine.helpers import Ready, Saver, TinyRun, arrays, batch, layout, open_phase, phase, report
 
 

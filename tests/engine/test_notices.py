@@ -4,17 +4,16 @@ import time
 
 import pytest
 
-from jaxlm.engine import notices
-from jaxlm.engine.notices import metadata_host, watch_notices
-from jaxlm.engine.outcome import Interrupted
-from jaxlm.engine.signals import PREEMPTED, StopRequest
+from jaxlm.engine import preemption
+from jaxlm.engine.preemption import PREEMPTED, StopRequest, metadata_host, watch_notices
+from jaxlm.engine.sync import Interrupted
 from tests.metadata_server import metadata_server
 
 
 @pytest.fixture
 def server(monkeypatch):
-    monkeypatch.setattr(notices, "_AFTER_ANSWER_S", 0.02)
-    monkeypatch.setattr(notices, "_LONGEST_PAUSE_S", 0.1)
+    monkeypatch.setattr(preemption, "_AFTER_ANSWER_S", 0.02)
+    monkeypatch.setattr(preemption, "_LONGEST_PAUSE_S", 0.1)
     with metadata_server() as metadata:
         yield metadata
 
@@ -75,13 +74,13 @@ def test_a_notice_from_before_the_start_stops_nothing_but_a_later_one_does(serve
 @pytest.mark.parametrize("behavior", ["503", "nonsense", "nested", "hangs"])
 def test_a_server_that_fails_is_asked_again_and_nothing_is_said(server, capfd, monkeypatch, behavior):
     if behavior == "hangs":
-        monkeypatch.setattr(notices, "_ANSWER_S", 0.5)
+        monkeypatch.setattr(preemption, "_ANSWER_S", 0.5)
     server.behavior = behavior
     request = StopRequest()
     with watch_notices(request, server.host):
         assert until(lambda: server.num_asked >= 2)
         assert request.signal == 0
-        monkeypatch.setattr(notices, "_ANSWER_S", 10.0)
+        monkeypatch.setattr(preemption, "_ANSWER_S", 10.0)
         server.behavior = "good"
         asked = server.num_asked
         assert until(lambda: server.num_asked >= asked + 2)
@@ -91,7 +90,7 @@ def test_a_server_that_fails_is_asked_again_and_nothing_is_said(server, capfd, m
 
 
 def test_a_server_that_disappears_stops_nothing(monkeypatch, capfd):
-    monkeypatch.setattr(notices, "_LONGEST_PAUSE_S", 0.1)
+    monkeypatch.setattr(preemption, "_LONGEST_PAUSE_S", 0.1)
     with metadata_server() as server:
         host = server.host
     request = StopRequest()
@@ -109,7 +108,7 @@ def test_the_server_is_found_without_a_network(tmp_path, monkeypatch):
         "Standard PC (Q35 + ICH9, 2009)\n": None,
         None: None,
     }.items():
-        monkeypatch.setattr(notices, "_PRODUCT_NAME", path := tmp_path / str(name).split()[0])
+        monkeypatch.setattr(preemption, "_PRODUCT_NAME", path := tmp_path / str(name).split()[0])
         if name is not None:
             path.write_text(name)
         assert metadata_host() == host

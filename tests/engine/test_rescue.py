@@ -9,14 +9,14 @@ import pytest
 from jaxlm.core.errors import ConfigError, PeerError
 from jaxlm.core.stores import PublishError
 from jaxlm.core.values.logged import Activity
-from jaxlm.engine import rescue as rescues
+from jaxlm.engine import save_on_error as rescues
 from jaxlm.engine.activity import ActivityClock
-from jaxlm.engine.checkpoint.holder import LeaseLostError
+from jaxlm.engine.checkpoint.lease import LeaseLostError
 from jaxlm.engine.checkpoint.manifest import History
 from jaxlm.engine.checkpoint.store import SaveError
 from jaxlm.engine.loop import TrainingLoop
 from jaxlm.engine.metrics import NonFiniteError
-from jaxlm.engine.rescue import Rescue
+from jaxlm.engine.save_on_error import Rescue
 from jaxlm.session.exit_codes import _explained
 from tests.engine.test_loop import Sampled, opened_for, through_sampled_batches
 from tests.engine.test_peers import Service

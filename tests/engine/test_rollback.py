@@ -6,12 +6,11 @@ import numpy as np
 import pytest
 
 from jaxlm.controllers.base import Rewind
-from jaxlm.engine.checkpoint.health import SaveHealth
 from jaxlm.engine.checkpoint.local import LocalFolder
 from jaxlm.engine.checkpoint.manifest import Cursor, History
 from jaxlm.engine.checkpoint.policy import CheckpointerConfig
-from jaxlm.engine.checkpoint.writer import CheckpointWriter
-from jaxlm.engine.conductor import Conductor
+from jaxlm.engine.checkpoint.writer import CheckpointWriter, SaveHealth
+from jaxlm.engine.phase_runner import Conductor
 from jaxlm.models.families.gpt2 import Gpt2Config
 from jaxlm.optim.averaging import Ema
 from jaxlm.optim.portfolio.portfolio import PortfolioConfig

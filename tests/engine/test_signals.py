@@ -9,8 +9,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from jaxlm.engine import signals
-from jaxlm.engine.signals import StopRequest
+from jaxlm.engine import preemption
+from jaxlm.engine.preemption import StopRequest
 
 TERM = bytes([signal.SIGTERM])
 
@@ -19,9 +19,9 @@ TERM = bytes([signal.SIGTERM])
 def said(monkeypatch) -> list[str]:
     """What it has said. After each line, it does not run for longer than the time in which signals count as one."""
     lines: list[str] = []
-    monkeypatch.setattr(signals, "_TOGETHER_S", 0.05)
-    monkeypatch.setattr(signals, "_say", lambda text: lines.append(text) or time.sleep(0.2))
-    monkeypatch.setattr(signals, "_exit", lambda number, text: lines.append(f"exit {128 + number}: {text}"))
+    monkeypatch.setattr(preemption, "_TOGETHER_S", 0.05)
+    monkeypatch.setattr(preemption, "_say", lambda text: lines.append(text) or time.sleep(0.2))
+    monkeypatch.setattr(preemption, "_exit", lambda number, text: lines.append(f"exit {128 + number}: {text}"))
     return lines
 
 

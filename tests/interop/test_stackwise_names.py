@@ -11,7 +11,7 @@ import yaml
 
 from jaxlm import stackwise
 from jaxlm.core.errors import ConfigError
-from jaxlm.engine.outcome import Done
+from jaxlm.engine.sync import Done
 from jaxlm.objectives.cached_trunk import CachedTrunk
 from jaxlm.plan.load_config import load_config, run_id_of
 from jaxlm.plan.run_config import RunConfig

@@ -11,7 +11,7 @@ import threading
 import pytest
 
 from jaxlm.core.errors import ConfigError
-from jaxlm.engine.checkpoint.holder import LeaseLostError
+from jaxlm.engine.checkpoint.lease import LeaseLostError
 from jaxlm.observe import log_file
 from jaxlm.observe.console import Console
 from jaxlm.observe.decisions import DecisionLog

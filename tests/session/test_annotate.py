@@ -19,9 +19,8 @@ from jaxlm.core.values.logged import Activity
 from jaxlm.data.annotations import AnnotationFolder
 from jaxlm.data.batch_schedule import BatchSchedule, BatchStage
 from jaxlm.engine.activity import ActivityClock
-from jaxlm.engine.outcome import Interrupted, StoppedError
-from jaxlm.engine.signals import StopRequest
-from jaxlm.engine.sync import FlagSync
+from jaxlm.engine.preemption import StopRequest
+from jaxlm.engine.sync import FlagSync, Interrupted, StoppedError
 from jaxlm.models.base import Inputs
 from jaxlm.objectives.base import ITSELF
 from jaxlm.objectives.cached_trunk import CachedTrunk

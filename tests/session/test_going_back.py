@@ -17,8 +17,8 @@ from jaxlm.data.mixture import Mixture
 from jaxlm.engine.checkpoint.local import LocalFolder
 from jaxlm.engine.checkpoint.manifest import Cursor, find_checkpoints
 from jaxlm.engine.checkpoint.store import SaveError
-from jaxlm.engine.conductor import RewindError
-from jaxlm.engine.outcome import Next
+from jaxlm.engine.phase_runner import RewindError
+from jaxlm.engine.sync import Next
 from jaxlm.observe.trackers import read_jsonl
 from tests.session.test_init_from import Trainings, saved_arrays
 
@@ -156,7 +156,7 @@ def test_data_that_stays_bad_ends_the_run_and_never_in_a_circle(runs, poison):
 @pytest.mark.slow
 def test_a_damaged_checkpoint_is_passed_over(runs, poison, monkeypatch):
     poison(5, 7)
-    from jaxlm.engine.conductor import Conductor
+    from jaxlm.engine.phase_runner import Conductor
 
     go_back = Conductor._go_back
 

@@ -11,9 +11,8 @@ from jaxlm.core import hashing
 from jaxlm.core.errors import ConfigError
 from jaxlm.data.tokenizer.templates import CHATML
 from jaxlm.data.tokenizer.train_bpe import train_bpe
-from jaxlm.engine.checkpoint.integrity import seal
 from jaxlm.engine.checkpoint.local import LocalFolder
-from jaxlm.engine.checkpoint.manifest import Cursor
+from jaxlm.engine.checkpoint.manifest import Cursor, seal
 from jaxlm.plan.load_config import decode_run
 from jaxlm.plan.plan import make_plan
 from jaxlm.reading.yaml import ConfigSource

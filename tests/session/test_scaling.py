@@ -11,7 +11,7 @@ import yaml
 
 from jaxlm.commands import scaling as command
 from jaxlm.core.errors import ConfigError
-from jaxlm.engine.checkpoint.holder import LeaseLostError
+from jaxlm.engine.checkpoint.lease import LeaseLostError
 from jaxlm.reading.yaml import ConfigSource
 from jaxlm.session.scaling import start
 from jaxlm.session.scaling.law import TrainedPoint, fit_law

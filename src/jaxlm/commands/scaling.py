@@ -17,8 +17,7 @@ from pathlib import Path
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.redaction import write_text
 from jaxlm.core.safe_io import atomic_file
-from jaxlm.engine.checkpoint.holder import StillHeld
-from jaxlm.engine.checkpoint.lock import locked_file
+from jaxlm.engine.checkpoint.lease import StillHeld, locked_file
 from jaxlm.plan.load_config import load_source
 from jaxlm.session.exit_codes import EXIT_INTERRUPTED, command
 from jaxlm.session.scaling.law import fit_law, law_as_json

@@ -3,7 +3,7 @@
     (step, metrics, state) -> (state, SetControls | Keep | Hold | Rewind | Next | Branch | None)
 
 Hooks look, controllers decide, and only the engine acts: `engine/control.py` feeds controllers and keeps their state,
-`engine/branch.py` runs branches, and `engine/conductor.py` leads the run where they send it.
+`engine/branch.py` runs branches, and `engine/phase_runner.py` leads the run where they send it.
 """
 
 import abc

@@ -22,7 +22,7 @@ import numpy as np
 from jaxlm.controllers.base import Branch, Branched
 from jaxlm.engine.metrics import MAX_IN_FLIGHT
 from jaxlm.engine.open_phase import OpenPhase
-from jaxlm.engine.rescue import Rescue
+from jaxlm.engine.save_on_error import Rescue
 from jaxlm.engine.state import RunState
 from jaxlm.engine.step import StepReport
 

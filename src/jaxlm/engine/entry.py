@@ -1,4 +1,4 @@
-"""How the state at the start of a phase is made: surgery, trainable mask, optimizer state.
+"""How the state at the start of a phase is made: surgery (with what it measures first), trainable mask, optimizer.
 
     (previous state or weights, references, measurements, files, key) -> state
 
@@ -6,7 +6,9 @@ The structure of the state follows from the configuration alone. Tracing an entr
 checkpoint of the phase must have, without the references, the data and the files that the values come from.
 """
 
+import contextlib
 import functools
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
@@ -20,10 +22,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxlm.core import guards, tree
+from jaxlm.core.axes import MICROBATCH
 from jaxlm.core.errors import ConfigError, did_you_mean
 from jaxlm.core.precision import Precision
 from jaxlm.core.sharding import Layout
-from jaxlm.engine.calibration import OpenBatches, calibrate
+from jaxlm.data.base import Batches
 from jaxlm.engine.phases import Phase, with_phase_ends
 from jaxlm.engine.state import (
     OBJECTIVE_SLOT,
@@ -37,6 +40,42 @@ from jaxlm.engine.state import (
 from jaxlm.models.base import LanguageModel, ModelConfig
 from jaxlm.optim.groups import with_schedules_restarted
 from jaxlm.surgery.base import SurgeryConfig
+
+OpenBatches = Callable[[], Batches]
+
+
+def calibrate(
+    surgery: SurgeryConfig, model: LanguageModel, precision: Precision, layout: Layout, open_batches: OpenBatches
+) -> Any:
+    """What `surgery.measure` returns, summed over its calibration batches. None if it is not calibrated.
+
+    Args:
+        model: the model that the surgery will change, in the dtype of storage. It keeps its buffers.
+        open_batches: opens the phase's batches at its first step.
+    """
+    if not surgery.num_calibration_batches:
+        return None
+
+    def measure(model: LanguageModel, part: Any) -> Any:
+        return surgery.measure(precision.cast_to_compute(model), part.supervised())
+
+    def over_microbatches(model: LanguageModel, batch: Any) -> Any:
+        first = jax.tree.map(lambda column: column[MICROBATCH, 0], batch, is_leaf=tree.is_named)
+        zeros = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), jax.eval_shape(measure, model, first))
+        add = lambda sums, part: jax.tree.map(jnp.add, sums, measure(model, part))  # noqa: E731
+        return hax.fold(add, MICROBATCH)(zeros, batch)
+
+    with contextlib.closing(open_batches()) as batches:
+        sums, program = None, None
+        for batch in itertools.islice(iter(lambda: next(batches), None), surgery.num_calibration_batches):
+            if program is None:
+                abstract = jax.eval_shape(over_microbatches, model, batch)
+                program = jax.jit(over_microbatches, out_shardings=shardings(abstract, layout))
+            new = program(model, batch)
+            sums = new if sums is None else jax.tree.map(jnp.add, sums, new)
+            jax.block_until_ready(sums)  # simulated devices deadlock if many programs are in flight
+    return sums
+
 
 T = TypeVar("T")
 # Folded into the run's key first, so that no two uses share randomness.

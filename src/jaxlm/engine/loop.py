@@ -13,9 +13,9 @@ from jaxlm.core.values.logged import Activity
 from jaxlm.engine.branch import BranchStopped, branch_end, run_branch
 from jaxlm.engine.hooks import Hook
 from jaxlm.engine.open_phase import OpenPhase
-from jaxlm.engine.outcome import Done, Interrupted, Outcome
-from jaxlm.engine.rescue import AT_THE_END, Rescue
+from jaxlm.engine.save_on_error import AT_THE_END, Rescue
 from jaxlm.engine.state import RunState
+from jaxlm.engine.sync import Done, Interrupted, Outcome
 
 PAUSE = "jaxlm.pause"
 

@@ -28,8 +28,8 @@ from jaxlm.core.values.logged import (
     StepInfo,
 )
 from jaxlm.data.batch_schedule import BatchSchedule
-from jaxlm.engine.outcome import Rewind
 from jaxlm.engine.step import StepReport
+from jaxlm.engine.sync import Rewind
 from jaxlm.engine.watch import WatchConfig, split_watched
 
 # More gains nothing, and on CPU meshes JAX deadlocks if dozens of steps with collectives are queued.

@@ -1,20 +1,65 @@
-"""Lets all processes make the same decision at the same step.
+"""How a phase ends, and how all processes decide it at the same step.
+
+Lets all processes make the same decision at the same step.
 
 A signal reaches one process, and only process 0 reads the clock, yet all processes must save and stop at the same step.
 Each process passes its flags into the compiled step, which reduces them over all devices. The result comes back with the
 metrics that are fetched anyway, so no process waits for another. A single process acts on its own flags at once.
 """
 
+import signal
 from dataclasses import dataclass
 
 import jax
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
+from jaxlm.controllers.base import Next as Next
+from jaxlm.controllers.base import Rewind as Rewind
 from jaxlm.core.runtime import largest_of_processes
 from jaxlm.core.sharding import Layout
-from jaxlm.engine.outcome import StoppedError
-from jaxlm.engine.signals import StopRequest
+from jaxlm.engine.preemption import PREEMPTED, StopRequest
+
+
+@dataclass(frozen=True)
+class Done:
+    """The phase ran to its end."""
+
+
+@dataclass(frozen=True)
+class Interrupted:
+    """A signal, or a notice that a machine will stop, stopped the run after the state was saved.
+
+    Attributes:
+        signal: signal number, or `PREEMPTED`.
+    """
+
+    signal: int
+
+    @property
+    def exit_code(self) -> int:
+        """That of the signal; for a notice, that of SIGTERM, so that every launcher restarts the run."""
+        return 128 + (signal.SIGTERM if self.signal == PREEMPTED else self.signal)
+
+    @property
+    def cause(self) -> str:
+        """What stopped the run, for messages."""
+        return "a preemption notice" if self.signal == PREEMPTED else signal.Signals(self.signal).name
+
+
+class StoppedError(Exception):
+    """A signal, or a notice that a machine will stop, ended work between two steps, whose state is saved already.
+
+    Attributes:
+        outcome: how the phase ends.
+    """
+
+    def __init__(self, number: int):
+        super().__init__(f"stopped by signal {number}")
+        self.outcome = Interrupted(number)
+
+
+Outcome = Done | Interrupted | Rewind | Next
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import BinaryIO
 
-from jaxlm.engine.checkpoint.holder import StillHeld
+from jaxlm.engine.checkpoint.lease import StillHeld
 
 _BUFFER_BYTES = 1 << 13
 

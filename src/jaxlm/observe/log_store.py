@@ -10,8 +10,7 @@ from jaxlm.core.errors import ConfigError
 from jaxlm.core.redaction import write_text
 from jaxlm.core.safe_io import atomic_file
 from jaxlm.core.stores import check_store_writable, open_store, put_file, storage_errors
-from jaxlm.engine.checkpoint.holder import StillHeld
-from jaxlm.engine.checkpoint.lock import locked_file
+from jaxlm.engine.checkpoint.lease import StillHeld, locked_file
 from jaxlm.observe.records import CONFIG, ENVIRONMENT
 from jaxlm.observe.trackers import environment
 

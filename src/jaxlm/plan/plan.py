@@ -24,7 +24,7 @@ from jaxlm.data.config import DataConfig
 from jaxlm.data.sources.named import NamedSource
 from jaxlm.data.tokenizer.train_bpe import BpeConfig, bpe_config
 from jaxlm.engine.checkpoint.manifest import CheckpointName
-from jaxlm.engine.checkpoint.resolve import resolve_folder
+from jaxlm.engine.checkpoint.restore import resolve_folder
 from jaxlm.engine.checkpoint.store import CheckpointFolder
 from jaxlm.engine.entry import StateBuilder
 from jaxlm.engine.phases import Phase

@@ -27,7 +27,7 @@ from jaxlm.data.formats.preview import MaskPreview
 from jaxlm.data.sources.named import NamedSource
 from jaxlm.data.tokenizer.tokenizer import Tokenizer, load_tokenizer, open_tokenizer
 from jaxlm.data.tokenizer.train_bpe import DEFAULT_VOCAB_SIZE, bpe_config
-from jaxlm.engine.checkpoint.resolve import resolve_checkpoints
+from jaxlm.engine.checkpoint.restore import resolve_checkpoints
 from jaxlm.interop.hf.folder import ReadOptions
 from jaxlm.interop.hf.model_section import hf_name
 from jaxlm.interop.pretrained import check_pretrained, open_pretrained

@@ -21,12 +21,12 @@ from jaxlm.core.errors import (
 )
 from jaxlm.core.redaction import command_line
 from jaxlm.core.stores import PublishError
-from jaxlm.engine.checkpoint.holder import LeaseLostError
+from jaxlm.engine.checkpoint.lease import LeaseLostError
 from jaxlm.engine.checkpoint.restore import NoUsableCheckpointError
 from jaxlm.engine.checkpoint.store import SaveError
-from jaxlm.engine.conductor import RewindError
 from jaxlm.engine.metrics import NonFiniteError
 from jaxlm.engine.peers import end_with_peers, has_peers, is_lost_peer, stop_watching_peers
+from jaxlm.engine.phase_runner import RewindError
 from jaxlm.evals.limits import GateError
 
 EXIT_INTERRUPTED = 130

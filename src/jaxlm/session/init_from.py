@@ -23,17 +23,16 @@ from jaxlm.core.sharding import Layout
 from jaxlm.core.stores import is_url
 from jaxlm.core.tree import is_named
 from jaxlm.data.tokenizer.tokenizer import Tokenizer, load_tokenizer
-from jaxlm.engine.checkpoint.integrity import DamagedError
-from jaxlm.engine.checkpoint.manifest import CheckpointName, Cursor, History
-from jaxlm.engine.checkpoint.resolve import resolve_checkpoints
+from jaxlm.engine.checkpoint.manifest import CheckpointName, Cursor, DamagedError, History
 from jaxlm.engine.checkpoint.restore import (
     VerifiedCheckpoint,
     latest_complete,
     latest_valid,
     newest_undamaged,
+    resolve_checkpoints,
     restore,
+    restore_state,
 )
-from jaxlm.engine.checkpoint.resume import restore_state
 from jaxlm.engine.checkpoint.store import Checkpoint
 from jaxlm.engine.phases import Phase
 from jaxlm.engine.state import RunState, place_state, shardings

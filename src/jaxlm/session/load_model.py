@@ -16,10 +16,9 @@ from jaxlm.core.safe_io import read_json_object
 from jaxlm.core.stores import is_url
 from jaxlm.data.config import DataConfig
 from jaxlm.data.tokenizer.tokenizer import Tokenizer, load_tokenizer
-from jaxlm.engine.checkpoint.integrity import DamagedError
+from jaxlm.engine.checkpoint.manifest import DamagedError
 from jaxlm.engine.checkpoint.policy import CheckpointerConfig
-from jaxlm.engine.checkpoint.resolve import resolve_checkpoints
-from jaxlm.engine.checkpoint.restore import VerifiedCheckpoint, restore
+from jaxlm.engine.checkpoint.restore import VerifiedCheckpoint, resolve_checkpoints, restore
 from jaxlm.engine.phases import Phase
 from jaxlm.evals.samples import prompt_ids
 from jaxlm.interop.hf.folder import ReadOptions, load_model, open_folder, parameter_dtype

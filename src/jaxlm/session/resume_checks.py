@@ -17,8 +17,7 @@ from jaxlm.core.safe_io import read_bytes
 from jaxlm.data.base import TRAIN
 from jaxlm.data.tokenizer.chat_template import CONVERSATIONS
 from jaxlm.data.tokenizer.tokenizer import Tokenizer, load_tokenizer
-from jaxlm.engine.checkpoint.integrity import DamagedError
-from jaxlm.engine.checkpoint.manifest import Cursor
+from jaxlm.engine.checkpoint.manifest import Cursor, DamagedError
 from jaxlm.engine.checkpoint.store import Checkpoint
 from jaxlm.engine.phases import Phase
 from jaxlm.models.base import ModelConfig

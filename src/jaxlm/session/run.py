@@ -10,9 +10,9 @@ from jaxlm.core.stores import check_store_writable, is_url
 from jaxlm.data.tokenizer.chat_template import with_templates
 from jaxlm.data.tokenizer.tokenizer import Tokenizer
 from jaxlm.engine.activity import ActivityClock
-from jaxlm.engine.checkpoint.holder import StillHeld
+from jaxlm.engine.checkpoint.lease import StillHeld
 from jaxlm.engine.checkpoint.writer import CheckpointWriter
-from jaxlm.engine.signals import StopRequest
+from jaxlm.engine.preemption import StopRequest
 from jaxlm.engine.sync import FlagSync
 from jaxlm.interop.hf.hub import check_upload
 from jaxlm.observe.console import Console

@@ -9,7 +9,7 @@ from typing import Any
 from jaxlm.core.runtime import is_main_process, main_only
 from jaxlm.core.values.logged import TOTAL_GFLOPS, TOTAL_TOKENS
 from jaxlm.engine.activity import ActivityClock
-from jaxlm.engine.checkpoint.holder import StillHeld
+from jaxlm.engine.checkpoint.lease import StillHeld
 from jaxlm.engine.checkpoint.manifest import History
 from jaxlm.engine.metrics import Totals, Workload
 from jaxlm.observe import records

@@ -10,9 +10,8 @@ from jaxlm.core.runtime import from_main, main_only
 from jaxlm.core.values.logged import Activity
 from jaxlm.data.tokenizer.tokenizer import Tokenizer
 from jaxlm.engine.activity import ActivityClock
-from jaxlm.engine.checkpoint.health import SaveHealth
-from jaxlm.engine.checkpoint.holder import StillHeld
-from jaxlm.engine.checkpoint.writer import CheckpointWriter
+from jaxlm.engine.checkpoint.lease import StillHeld
+from jaxlm.engine.checkpoint.writer import CheckpointWriter, SaveHealth
 from jaxlm.engine.peers import is_lost_peer
 from jaxlm.engine.state import RunState
 from jaxlm.plan.load_config import as_run_config

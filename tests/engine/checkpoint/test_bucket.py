@@ -21,16 +21,20 @@ from jaxlm.core.sharding import Layout
 from jaxlm.core.stores import check_store_writable
 from jaxlm.engine.checkpoint import bucket
 from jaxlm.engine.checkpoint.bucket import BucketFolder
-from jaxlm.engine.checkpoint.health import SaveHealth
-from jaxlm.engine.checkpoint.integrity import DamagedError, seal, verify
 from jaxlm.engine.checkpoint.local import LocalFolder
-from jaxlm.engine.checkpoint.manifest import Cursor
+from jaxlm.engine.checkpoint.manifest import Cursor, DamagedError, seal, verify
 from jaxlm.engine.checkpoint.policy import CheckpointerConfig
-from jaxlm.engine.checkpoint.resolve import resolve_checkpoints, resolve_folder
-from jaxlm.engine.checkpoint.restore import NoUsableCheckpointError, latest_complete, latest_valid, restore
+from jaxlm.engine.checkpoint.restore import (
+    NoUsableCheckpointError,
+    latest_complete,
+    latest_valid,
+    resolve_checkpoints,
+    resolve_folder,
+    restore,
+)
 from jaxlm.engine.checkpoint.staging import StagedFolder
 from jaxlm.engine.checkpoint.store import CURSOR, SaveError
-from jaxlm.engine.checkpoint.writer import CheckpointWriter
+from jaxlm.engine.checkpoint.writer import CheckpointWriter, SaveHealth
 from tests.engine.helpers import layout
 from tests.gcs import BUCKET
 

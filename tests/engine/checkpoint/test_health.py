@@ -4,9 +4,9 @@ from datetime import timedelta
 
 import pytest
 
-from jaxlm.engine.checkpoint.health import SaveHealth
 from jaxlm.engine.checkpoint.policy import CheckpointerConfig
 from jaxlm.engine.checkpoint.store import SaveError
+from jaxlm.engine.checkpoint.writer import SaveHealth
 
 ERROR = SaveError.because("runs/x", "[Errno 28] No space left on device")
 

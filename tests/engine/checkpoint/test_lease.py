@@ -16,8 +16,7 @@ import pytest
 from jaxlm.commands import scaling
 from jaxlm.core.errors import ConfigError
 from jaxlm.engine.checkpoint import lease as leases
-from jaxlm.engine.checkpoint.holder import Holder, LeaseLostError
-from jaxlm.engine.checkpoint.lease import Lease
+from jaxlm.engine.checkpoint.lease import Holder, Lease, LeaseLostError
 from jaxlm.engine.checkpoint.local import LocalFolder
 from jaxlm.engine.checkpoint.staging import StagedFolder
 from jaxlm.observe.log_store import LogStore

@@ -12,8 +12,7 @@ from jaxlm.core.errors import ConfigError
 from jaxlm.engine.checkpoint import local as local_module
 from jaxlm.engine.checkpoint.local import LocalFolder
 from jaxlm.engine.checkpoint.manifest import Cursor
-from jaxlm.engine.checkpoint.resolve import resolve_checkpoints
-from jaxlm.engine.checkpoint.restore import latest_valid
+from jaxlm.engine.checkpoint.restore import latest_valid, resolve_checkpoints
 from jaxlm.engine.checkpoint.staging import StagedFolder
 from jaxlm.engine.checkpoint.store import CURSOR
 

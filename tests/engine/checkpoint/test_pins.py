@@ -6,9 +6,8 @@ import fsspec
 import pytest
 
 from jaxlm.engine.checkpoint.bucket import BucketFolder
-from jaxlm.engine.checkpoint.integrity import CHECKSUMS
 from jaxlm.engine.checkpoint.local import LocalFolder
-from jaxlm.engine.checkpoint.manifest import Cursor, History
+from jaxlm.engine.checkpoint.manifest import CHECKSUMS, Cursor, History
 from jaxlm.engine.checkpoint.restore import newest_undamaged
 from jaxlm.engine.checkpoint.staging import StagedFolder
 from jaxlm.engine.checkpoint.store import CURSOR, CheckpointFolder

@@ -6,13 +6,12 @@ import numpy as np
 import pytest
 
 from jaxlm.core.errors import ConfigError, PeerError
-from jaxlm.engine.checkpoint.health import SaveHealth
 from jaxlm.engine.checkpoint.local import LocalCheckpoint, LocalFolder
 from jaxlm.engine.checkpoint.manifest import Cursor, History
 from jaxlm.engine.checkpoint.policy import CheckpointerConfig
 from jaxlm.engine.checkpoint.restore import latest_complete, latest_valid, newest_undamaged, restore
 from jaxlm.engine.checkpoint.store import CURSOR
-from jaxlm.engine.checkpoint.writer import CheckpointWriter
+from jaxlm.engine.checkpoint.writer import CheckpointWriter, SaveHealth
 from jaxlm.session.load_model import find_checkpoint
 from tests.engine.helpers import one_device
 from tests.processes import together

@@ -11,13 +11,11 @@ import pytest
 from jaxlm.core import tree
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.precision import Precision, parse_precision
-from jaxlm.engine.checkpoint.health import SaveHealth
 from jaxlm.engine.checkpoint.local import LocalFolder
 from jaxlm.engine.checkpoint.manifest import Cursor
 from jaxlm.engine.checkpoint.policy import CheckpointerConfig
-from jaxlm.engine.checkpoint.restore import latest_valid
-from jaxlm.engine.checkpoint.resume import restore_state
-from jaxlm.engine.checkpoint.writer import CheckpointWriter
+from jaxlm.engine.checkpoint.restore import latest_valid, restore_state
+from jaxlm.engine.checkpoint.writer import CheckpointWriter, SaveHealth
 from jaxlm.engine.entry import StateBuilder
 from jaxlm.engine.phases import Phase
 from jaxlm.engine.state import RunState, place_state

@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
-from jaxlm.engine.checkpoint.health import SaveHealth
 from jaxlm.engine.checkpoint.manager import BEFORE_STREAK, Saver
 from jaxlm.engine.checkpoint.manifest import Cursor, History
 from jaxlm.engine.checkpoint.policy import CheckpointerConfig, KeepRule
 from jaxlm.engine.checkpoint.store import SaveError
+from jaxlm.engine.checkpoint.writer import SaveHealth
 from tests.engine.helpers import phase
 
 POLICY = CheckpointerConfig(save_interval=timedelta(seconds=60), keep=[KeepRule(5)])

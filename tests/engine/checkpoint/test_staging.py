@@ -10,11 +10,9 @@ import pytest
 
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.stores import is_url, local_copy
-from jaxlm.engine.checkpoint.integrity import DamagedError, verify
-from jaxlm.engine.checkpoint.manifest import Cursor
+from jaxlm.engine.checkpoint.manifest import Cursor, DamagedError, verify
 from jaxlm.engine.checkpoint.remote import RemoteFolder
-from jaxlm.engine.checkpoint.resolve import resolve_checkpoints
-from jaxlm.engine.checkpoint.restore import latest_valid
+from jaxlm.engine.checkpoint.restore import latest_valid, resolve_checkpoints
 from jaxlm.engine.checkpoint.staging import StagedFolder, staged_checkpoints
 from jaxlm.engine.checkpoint.store import CURSOR, SaveError
 

@@ -18,12 +18,11 @@ from etils import epath
 
 from jaxlm.core.stores import WHILE_TRAINING_S
 from jaxlm.engine.checkpoint import writer as writing
-from jaxlm.engine.checkpoint.health import SaveHealth
 from jaxlm.engine.checkpoint.local import LocalFolder
 from jaxlm.engine.checkpoint.manifest import Cursor
 from jaxlm.engine.checkpoint.policy import CheckpointerConfig
 from jaxlm.engine.checkpoint.store import SaveError
-from jaxlm.engine.checkpoint.writer import CheckpointWriter
+from jaxlm.engine.checkpoint.writer import CheckpointWriter, SaveHealth
 
 Embed = hax.Axis("embed", 8)
 STATE: Any = {"w": hax.arange(Embed), "b": hax.named(jnp.ones(8), Embed)}

@@ -16,10 +16,17 @@ from pathlib import Path
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.runtime import main_first, main_only
 from jaxlm.core.stores import probe_name, storage_errors
-from jaxlm.engine.checkpoint.holder import StillHeld
-from jaxlm.engine.checkpoint.integrity import CHECKSUMS, MD5, SHA256, DamagedError, compare, read_checksums
-from jaxlm.engine.checkpoint.lease import Lease
-from jaxlm.engine.checkpoint.manifest import ABANDONED, DAMAGED
+from jaxlm.engine.checkpoint.lease import Lease, StillHeld
+from jaxlm.engine.checkpoint.manifest import (
+    ABANDONED,
+    CHECKSUMS,
+    DAMAGED,
+    MD5,
+    SHA256,
+    DamagedError,
+    compare,
+    read_checksums,
+)
 from jaxlm.engine.checkpoint.remote import RemoteFolder, find_remote
 from jaxlm.engine.checkpoint.store import ARRAYS, Checkpoint, CheckpointFolder, SaveError
 

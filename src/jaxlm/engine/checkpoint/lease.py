@@ -1,4 +1,6 @@
-"""A lease on a run's folder in a store, or on a disk, that has no locks.
+"""Who holds a run's folder: a locked file on a disk, a lease where there are no locks, and what a second start is told.
+
+A lease on a run's folder in a store, or on a disk, that has no locks.
 
     <folder>/lease-N.json    who holds the folder, and a count that the holder raises every INTERVAL_S
 
@@ -12,18 +14,124 @@ holds the folder, and the others find its token before they save.
 
 import contextlib
 import errno
+import json
 import os
+import platform
 import posixpath
 import re
+import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import IO
 
 from jaxlm.core.errors import ConfigError
-from jaxlm.core.safe_io import parse_json
+from jaxlm.core.safe_io import NoLocksError, lock, open_regular, parse_json
 from jaxlm.core.stores import is_url, open_store, storage_errors
-from jaxlm.engine.checkpoint.holder import Holder, LeaseLostError, StillHeld, held_by
+
+StillHeld = Callable[[], object]
+"""Raises `LeaseLostError` if another start of the run has taken the folder."""
+
+_NOWHERE = ""
+
+
+@dataclass(frozen=True)
+class Holder:
+    """A process that holds a run's folder.
+
+    Attributes:
+        since: when it took the folder, in UTC.
+        machine: ID of the installed system; hosts may share a name.
+        boot: ID of the machine's start.
+        pids: ID of the numbering of processes, which containers have of their own.
+        started: when the process started, in the kernel's ticks; a number of a process is used again.
+    """
+
+    pid: int
+    host: str
+    since: str
+    machine: str
+    boot: str
+    pids: str
+    started: str
+
+    @classmethod
+    def this_process(cls) -> "Holder":
+        pid = os.getpid()
+        return cls(
+            pid,
+            platform.node(),
+            time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime()),
+            _read("/etc/machine-id"),
+            _read("/proc/sys/kernel/random/boot_id"),
+            _pid_namespace(),
+            _started(pid),
+        )
+
+    @classmethod
+    def from_json(cls, text: bytes) -> "Holder | None":
+        """None if the text is something else."""
+        try:
+            return cls(**json.loads(text)["holder"])
+        except (ValueError, TypeError, KeyError, RecursionError):
+            return None
+
+    def to_json(self, **more: int | str) -> bytes:
+        return json.dumps({"holder": asdict(self), **more}).encode()
+
+    def __str__(self) -> str:
+        return f"process {self.pid} on {self.host} since {self.since}"
+
+    def has_ended(self) -> bool:
+        """Whether it is certain that the process has ended: it ran on this machine, and is gone."""
+        this_process = Holder.this_process()
+        if _NOWHERE in (self.boot, this_process.boot) or self.host != this_process.host:
+            return False
+        if self.boot != this_process.boot:
+            return self.machine == this_process.machine != _NOWHERE
+        return self.pids == this_process.pids and self.started != _started(self.pid)
+
+
+class LeaseLostError(Exception):
+    """Another start of the run has taken its folder, because this process did not answer for too long."""
+
+
+def all_held(checks: Iterable[StillHeld]) -> StillHeld:
+    """Makes one check of several."""
+    checks = list(checks)
+    return lambda: [still_held() for still_held in checks]
+
+
+def held_by(holder: object, what: str) -> ConfigError:
+    """The error of a start that finds a run at work. Args: what: both would do, such as `save to PATH`."""
+    return ConfigError(
+        f"this run is already being trained ({holder}): both would {what}. Wait until it ends, stop it, or set another"
+        " trainer.id"
+    )
+
+
+def _started(pid: int) -> str:
+    """When the process started; empty if there is none, or if it only waits for its parent to notice its end."""
+    _, _, fields = _read(f"/proc/{pid}/stat").rpartition(")")
+    state, *others = fields.split() or ["X"]
+    return _NOWHERE if state in "XZ" else others[18]
+
+
+def _pid_namespace() -> str:
+    try:
+        return os.readlink("/proc/self/ns/pid")
+    except OSError:
+        return _NOWHERE
+
+
+def _read(path: str) -> str:
+    try:
+        return Path(path).read_text().strip()
+    except OSError:
+        return _NOWHERE
+
 
 INTERVAL_S = 15.0
 _LOST_AFTER = 2.5  # intervals without a heartbeat
@@ -171,3 +279,77 @@ def _token_of(content: bytes | None) -> str | None:
         return parse_json(content or b"")["token"]
     except (ValueError, TypeError, KeyError):
         return None
+
+
+_MAX_HOLDER = 10_000  # bytes of the name of a process
+# A dry run that looks whether a run is being trained locks its file for a moment, and the name of a process is in the file a
+# moment after it has locked it.
+_TRIES, _AGAIN_S = 10, 0.1
+
+
+@contextlib.contextmanager
+def locked_file(
+    path: Path,
+    what: str,
+    unwritable: Callable[[OSError], ConfigError],
+    refusal: Callable[[object, str], ConfigError] = held_by,
+) -> Iterator[StillHeld]:
+    """Locks a file, which is created if it is missing. The kernel releases it when the process ends, however it ends.
+
+    If the file system has no locks, as some network file systems, a lease in a folder beside the file takes its place.
+
+    Args:
+        what: as of `held_by`.
+        unwritable: the error if the file cannot be created.
+        refusal: the error if another process has locked it.
+    """
+    with contextlib.ExitStack() as closing:
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            file = closing.enter_context(open(path, "a+b"))
+            still_held = lambda: None  # noqa: E731 - nobody else can take a lock
+            try:
+                holder = _lock(file)
+            except NoLocksError:
+                lease = path.absolute().with_name(f"{path.name}.lease")
+                lease.mkdir(exist_ok=True)
+                holding = Lease(str(lease), _say, lambda holder: refusal(holder, what)).held()
+                holder, still_held = None, closing.enter_context(holding)
+            if holder is not None:
+                raise refusal(holder, what)
+            file.truncate(0)
+            file.write(str(Holder.this_process()).encode())
+            file.flush()
+        except OSError as error:
+            raise unwritable(error) from error
+        try:
+            yield still_held
+        finally:
+            with contextlib.suppress(OSError):  # the disk is gone, and its locks with it
+                file.truncate(0)  # nobody holds it
+
+
+def _say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)  # the log is not open yet
+
+
+def _lock(file: IO[bytes], *, shared: bool = False) -> str | None:
+    """Locks a file. Returns None, or who has locked it already."""
+    for attempt in range(_TRIES):
+        try:
+            lock(file, shared=shared)
+            return None
+        except BlockingIOError:
+            file.seek(0)
+            if attempt and (holder := file.read(_MAX_HOLDER).decode(errors="replace").strip()):
+                return holder
+        time.sleep(_AGAIN_S)
+    return "by another process"
+
+
+def check_unlocked(path: Path, what: str) -> None:
+    """Raises `ConfigError` if another process has locked a file, or if it is unknown. Args: what: as of `held_by`."""
+    # Without locks there may be a lease, but whether its holder is alive takes half a minute to see.
+    with contextlib.suppress(FileNotFoundError, NoLocksError), open_regular(path) as file:
+        if (holder := _lock(file, shared=True)) is not None:
+            raise held_by(holder, what)

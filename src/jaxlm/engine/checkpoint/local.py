@@ -16,9 +16,7 @@ from jaxlm.core.errors import ConfigError
 from jaxlm.core.runtime import all_processes, broadcast_from_main, main_only, same_on_all_processes
 from jaxlm.core.safe_io import free_path, fsync, read_bytes
 from jaxlm.core.stores import BRIEFLY_S, retried
-from jaxlm.engine.checkpoint.holder import StillHeld
-from jaxlm.engine.checkpoint.integrity import seal, verify
-from jaxlm.engine.checkpoint.lock import check_unlocked, locked_file
+from jaxlm.engine.checkpoint.lease import StillHeld, check_unlocked, locked_file
 from jaxlm.engine.checkpoint.manifest import (
     ABANDONED,
     DAMAGED,
@@ -27,6 +25,8 @@ from jaxlm.engine.checkpoint.manifest import (
     find_checkpoints,
     is_temporary,
     pinned_by,
+    seal,
+    verify,
 )
 from jaxlm.engine.checkpoint.store import ARRAYS, CURSOR, Checkpoint, CheckpointFolder
 

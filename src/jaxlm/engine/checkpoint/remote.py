@@ -15,15 +15,18 @@ from typing import Any
 
 from jaxlm.core.safe_io import read_stored
 from jaxlm.core.stores import check_size, open_store, probe_name, put_folder
-from jaxlm.engine.checkpoint.integrity import CHECKSUMS, SHA256, digest_of, verify
 from jaxlm.engine.checkpoint.manifest import (
     ABANDONED,
+    CHECKSUMS,
     DAMAGED,
+    SHA256,
     UNFINISHED,
     CheckpointName,
+    digest_of,
     in_order,
     is_temporary,
     pinned_by,
+    verify,
 )
 from jaxlm.engine.checkpoint.store import CURSOR
 

@@ -1,5 +1,11 @@
-"""Restores a checkpoint to arrays on the current mesh: finds, verifies, compares and reads it."""
+"""Restores a checkpoint to arrays on the current mesh: finds, verifies, compares and reads it.
 
+Restores a whole state, in which the objective's own part may have another form than in the checkpoint.
+
+What an objective keeps between steps follows from `objective` and `trainer.mp`, which may change while a run goes on.
+"""
+
+import dataclasses
 import functools
 import json
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -9,15 +15,53 @@ from typing import Any, TypeVar
 
 import jax
 
-from jaxlm.core import tree
+from jaxlm.core import guards, tree
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.runtime import from_main, main_first, main_only
 from jaxlm.core.sharding import Layout
-from jaxlm.engine.checkpoint.integrity import DamagedError
-from jaxlm.engine.checkpoint.manifest import CheckpointName, Cursor
+from jaxlm.core.stores import is_url
+from jaxlm.engine.checkpoint.bucket import SCHEME, BucketFolder, bucket_checkpoints
+from jaxlm.engine.checkpoint.local import LocalCheckpoint, LocalFolder
+from jaxlm.engine.checkpoint.manifest import CheckpointName, Cursor, DamagedError, checkpoints_below
+from jaxlm.engine.checkpoint.staging import StagedFolder, staged_checkpoints
 from jaxlm.engine.checkpoint.store import Checkpoint, CheckpointFolder
 from jaxlm.engine.checkpoint.writer import flat_arrays, manifest
-from jaxlm.engine.state import shardings
+from jaxlm.engine.entry import StateBuilder
+from jaxlm.engine.phases import Phase
+from jaxlm.engine.state import OBJECTIVE_SLOT, RunState, place_state, shardings, with_controls, without_controls
+
+
+def resolve_folder(
+    base: str, run_id: str | None, staging_dir: Path, *, delete_temporary: bool = True
+) -> CheckpointFolder:
+    """The folder of a run's checkpoints: `run_id` below the path or URL `base`, or `base` itself. Does not access it.
+
+    Args:
+        staging_dir: where checkpoints are staged for URLs that Orbax cannot write to.
+        delete_temporary: whether a new checkpoint replaces the temporary ones.
+    """
+    if not is_url(base):
+        return LocalFolder(Path(base, *filter(None, [run_id])), delete_temporary=delete_temporary)
+    url = "/".join(filter(None, [base.rstrip("/"), run_id]))
+    if url.startswith(SCHEME):
+        return BucketFolder(url, delete_temporary=delete_temporary)
+    return StagedFolder(url, staging_dir, delete_temporary=delete_temporary)
+
+
+def resolve_checkpoints(location: str, staging_dir: Path, *, of_runs: bool = True) -> Sequence[Checkpoint]:
+    """Checkpoints at a path or URL of a checkpoint, a run's folder or (with `of_runs`) a folder of runs, fewest steps first.
+
+    For URLs that are staged, this downloads the newest checkpoint and returns only that. Raises `ConfigError` if the store
+    cannot be read, or the staging folder cannot be written.
+    """
+    if location.startswith(SCHEME):
+        return bucket_checkpoints(location, of_runs=of_runs)
+    if is_url(location):
+        paths = staged_checkpoints(location, staging_dir, of_runs=of_runs)
+    else:
+        paths = checkpoints_below(Path(location), of_runs=of_runs)
+    return [LocalCheckpoint(path) for path in paths]
+
 
 T = TypeVar("T")
 _OF_THE_MODEL = {"optimizer", "trainer.model_averaging"}  # their arrays have the shapes of the model's
@@ -238,3 +282,142 @@ def _key_of(leaf: str, saved: Mapping[str, Any] | None, expected: Mapping[str, A
 
 def _describe(leaf: Mapping[str, Any] | None) -> str:
     return "has no such array" if leaf is None else f"{leaf['dtype']}{leaf['shape']}"
+
+
+Log = Callable[[str], None]
+_PREFIX = f"slots.{OBJECTIVE_SLOT}."
+
+
+@dataclass(frozen=True)
+class _SavedSlot:
+    """The arrays of an objective's slot that a checkpoint has, and the run needs.
+
+    Attributes:
+        dtypes: path in the slot -> dtype in the checkpoint.
+        unused: paths in the state that only the checkpoint has.
+        missing: paths in the slot that only the run has.
+        cast: paths in the slot whose dtype differs.
+    """
+
+    dtypes: Mapping[str, str]
+    unused: frozenset[str]
+    missing: frozenset[str]
+    cast: frozenset[str]
+
+    @staticmethod
+    def of(leaves: Mapping[str, Mapping[str, Any]], wanted: RunState) -> "_SavedSlot":
+        saved = {path.removeprefix(_PREFIX): leaf for path, leaf in leaves.items() if path.startswith(_PREFIX)}
+        needed = dict(tree.leaves(wanted.slots.get(OBJECTIVE_SLOT)))
+        dtypes, cast = {}, set()
+        for path in saved.keys() & needed.keys():
+            ours, theirs = (jax.numpy.dtype(leaf) for leaf in (needed[path].dtype, saved[path]["dtype"]))
+            floats = all(jax.numpy.issubdtype(dtype, jax.numpy.floating) for dtype in (ours, theirs))
+            dtypes[path] = str(theirs if floats else ours)
+            cast |= {path} if floats and ours != theirs else set()
+        unused = frozenset(_PREFIX + path for path in saved.keys() - needed.keys())
+        return _SavedSlot(dtypes, unused, frozenset(needed.keys() - saved.keys()), frozenset(cast))
+
+    def stored(self, state: RunState) -> RunState:
+        """A state with the slot as the checkpoint has it. Traceable."""
+        slot = dict(tree.leaves(state.slots.get(OBJECTIVE_SLOT)))
+        stored = {path: slot[path].astype(dtype) for path, dtype in self.dtypes.items()}
+        return _with_slot(state, stored or None)
+
+    def differs(self) -> bool:
+        return bool(self.unused or self.missing or self.cast)
+
+    def describe(self, wanted: RunState) -> list[str]:
+        """What a start says about the differences."""
+        lines, slot = [], dict(tree.leaves(wanted.slots.get(OBJECTIVE_SLOT)))
+        if self.cast:
+            path = min(self.cast)
+            lines.append(
+                f"objective: {len(self.cast)} arrays of its state are cast from {self.dtypes[path]} to {slot[path].dtype},"
+                " as trainer.mp and the objective ask for"
+            )
+        if self.missing:
+            lines.append(f"objective: {len(self.missing)} arrays of its state are not in the checkpoint and start anew")
+        if self.unused:
+            lines.append(f"objective: {len(self.unused)} arrays that the checkpoint's objective kept are not needed")
+        return lines
+
+
+def restore_state(
+    checkpoint: VerifiedCheckpoint,
+    builder: StateBuilder,
+    phase: Phase,
+    layout: Layout,
+    log: Log,
+    *,
+    allow_partial: bool = False,
+) -> RunState:
+    """Restores the whole state of a checkpoint in a phase. Call it inside `layout.use()`.
+
+    Controls have their values from the start of the phase: the history says which are in effect (`Control.begin`).
+    The objective's arrays are cast, dropped, or built again. An initial reference is built again only at the start of the
+    phase: later, the model has changed.
+
+    Args:
+        allow_partial: whether other arrays may be missing (`trainer.allow_partial_checkpoint`).
+
+    Raises:
+        ConfigError: the checkpoint does not match the configuration.
+    """
+    state = _restored(checkpoint, builder, phase, layout, log, allow_partial=allow_partial)
+    return with_controls(state, phase.controls, layout)
+
+
+def _restored(
+    checkpoint: VerifiedCheckpoint,
+    builder: StateBuilder,
+    phase: Phase,
+    layout: Layout,
+    log: Log,
+    *,
+    allow_partial: bool,
+) -> RunState:
+    """The same without the controls."""
+    wanted = without_controls(builder.abstract_state(phase))
+    leaves = json.loads(checkpoint.checkpoint.read("run/manifest.json"))["leaves"]
+    saved = _SavedSlot.of(leaves, wanted)
+    _check_has_reference(checkpoint, phase, saved, wanted)
+    abstract = jax.eval_shape(saved.stored, wanted) if saved.differs() else wanted
+    fresh = None
+    if allow_partial:
+        make = lambda: without_controls(builder.initial_state(phase))  # noqa: E731
+        fresh = lambda: place_state(lambda: saved.stored(make()) if saved.differs() else make(), abstract, layout)  # noqa: E731
+    unused = saved.unused | {path for path in leaves if path.startswith(f"slots.{guards.SLOT}.")}
+    state = restore(checkpoint, abstract, layout, fresh=fresh, log=log, unused=unused)
+    if not saved.differs():
+        return state
+    for line in saved.describe(wanted):
+        log(line)
+    if OBJECTIVE_SLOT not in wanted.slots:
+        return _with_slot(state, None)
+    kept = state.slots.get(OBJECTIVE_SLOT, {})
+
+    def settle(model: Any, kept: Mapping[str, Any]) -> tuple[Any, Any]:
+        trainable, _ = phase.split(model)
+        begun = phase.objective.init_slot(builder.precision.cast_to_compute(trainable))
+        slot = tree.map_leaves(lambda path, leaf: kept[path].astype(leaf.dtype) if path in kept else leaf, begun)
+        return model, slot
+
+    model, slot = place_state(settle, (wanted.model, wanted.slots[OBJECTIVE_SLOT]), layout, state.model, kept)
+    return _with_slot(dataclasses.replace(state, model=model), slot)
+
+
+def _with_slot(state: RunState, slot: Any) -> RunState:
+    others = {name: other for name, other in state.slots.items() if name != OBJECTIVE_SLOT}
+    return dataclasses.replace(state, slots=others if slot is None else {**others, OBJECTIVE_SLOT: slot})
+
+
+def _check_has_reference(checkpoint: VerifiedCheckpoint, phase: Phase, saved: _SavedSlot, wanted: RunState) -> None:
+    """Raises `ConfigError` if the objective would compare the model with a later one than that of the phase's start."""
+    slot = dict(tree.leaves(wanted.slots.get(OBJECTIVE_SLOT)))
+    of_parameters = any(tree.is_named(slot[path]) for path in saved.missing)  # other arrays are numbers of its own
+    if phase.objective.holds_reference and of_parameters and checkpoint.cursor.step != phase.start:
+        raise ConfigError(
+            f"phase '{phase.name}': the objective holds the model from the start of the phase as its reference, which"
+            f" {checkpoint.location} does not have: it was saved with another objective. Start a new run with"
+            " trainer.initialize_from, add a phase with this objective, or set objective.reference to a model in refs"
+        )

@@ -10,11 +10,9 @@ from jaxlm.core.errors import ConfigError
 from jaxlm.core.runtime import is_main_process, main_only
 from jaxlm.core.safe_io import SMALL, read_bytes
 from jaxlm.core.stores import local_copy, storage_errors
-from jaxlm.engine.checkpoint.holder import StillHeld, all_held
-from jaxlm.engine.checkpoint.integrity import CHECKSUMS, DamagedError, verify
-from jaxlm.engine.checkpoint.lease import Lease
+from jaxlm.engine.checkpoint.lease import Lease, StillHeld, all_held
 from jaxlm.engine.checkpoint.local import LocalCheckpoint, LocalFolder
-from jaxlm.engine.checkpoint.manifest import ABANDONED, PENDING, CheckpointName
+from jaxlm.engine.checkpoint.manifest import ABANDONED, CHECKSUMS, PENDING, CheckpointName, DamagedError, verify
 from jaxlm.engine.checkpoint.remote import RemoteFolder, find_remote
 from jaxlm.engine.checkpoint.store import CheckpointFolder, SaveError
 

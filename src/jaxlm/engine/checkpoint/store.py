@@ -19,7 +19,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 
-from jaxlm.engine.checkpoint.holder import StillHeld
+from jaxlm.engine.checkpoint.lease import StillHeld
 from jaxlm.engine.checkpoint.manifest import Cursor
 
 ARRAYS = "state"

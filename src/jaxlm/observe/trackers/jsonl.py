@@ -9,7 +9,7 @@ from typing import Any
 
 from jaxlm.core.redaction import redact
 from jaxlm.core.values.logged import DURATION, RESUMED_FROM, Completion, Histogram, Sample
-from jaxlm.engine.checkpoint.holder import StillHeld
+from jaxlm.engine.checkpoint.lease import StillHeld
 from jaxlm.observe.log_file import LogFile
 from jaxlm.observe.records import COMPLETIONS, EARLIER_COMPLETIONS, HISTOGRAMS, SAMPLES, drop_after, finite, unusable
 

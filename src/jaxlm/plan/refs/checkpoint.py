@@ -14,10 +14,9 @@ from jaxlm.core.errors import ConfigError
 from jaxlm.core.runtime import main_first
 from jaxlm.core.sharding import Layout
 from jaxlm.data.tokenizer.tokenizer import Tokenizer, load_tokenizer
-from jaxlm.engine.checkpoint.integrity import CHECKSUMS
+from jaxlm.engine.checkpoint.manifest import CHECKSUMS
 from jaxlm.engine.checkpoint.policy import CheckpointerConfig
-from jaxlm.engine.checkpoint.resolve import resolve_checkpoints
-from jaxlm.engine.checkpoint.restore import VerifiedCheckpoint, latest_complete, restore
+from jaxlm.engine.checkpoint.restore import VerifiedCheckpoint, latest_complete, resolve_checkpoints, restore
 from jaxlm.engine.checkpoint.store import ARRAYS
 from jaxlm.engine.phases import Phase
 from jaxlm.engine.state import RunState, shardings

@@ -17,15 +17,14 @@ from jaxlm.core.runtime import main_first
 from jaxlm.core.sharding import Layout
 from jaxlm.core.values.logged import Activity
 from jaxlm.engine.checkpoint.manifest import CheckpointName, History
-from jaxlm.engine.checkpoint.restore import VerifiedCheckpoint, newest_undamaged
-from jaxlm.engine.checkpoint.resume import restore_state
+from jaxlm.engine.checkpoint.restore import VerifiedCheckpoint, newest_undamaged, restore_state
 from jaxlm.engine.checkpoint.store import CheckpointFolder
 from jaxlm.engine.entry import StateBuilder
 from jaxlm.engine.open_phase import OpenPhase
-from jaxlm.engine.outcome import Done, Interrupted, Next, Outcome, Rewind
 from jaxlm.engine.phases import Phase
-from jaxlm.engine.rescue import AT_THE_END, Rescue
+from jaxlm.engine.save_on_error import AT_THE_END, Rescue
 from jaxlm.engine.state import RunState, on_devices
+from jaxlm.engine.sync import Done, Interrupted, Next, Outcome, Rewind
 
 
 class RewindError(Exception):

@@ -13,7 +13,7 @@ from jaxlm.core.errors import ConfigError, PeerError
 from jaxlm.core.values.logged import Activity
 from jaxlm.data.base import Batches
 from jaxlm.engine.activity import ActivityClock
-from jaxlm.engine.checkpoint.holder import LeaseLostError
+from jaxlm.engine.checkpoint.lease import LeaseLostError
 from jaxlm.engine.checkpoint.manager import Saver
 from jaxlm.engine.checkpoint.store import SaveError
 from jaxlm.engine.metrics import AsyncMetrics, NonFiniteError
