@@ -19,7 +19,7 @@ from jaxlm.core.tracing import tracing
 from jaxlm.core.values.batch_types import GroupBatch, LabeledBatch, MaskedBatch, PairBatch, TokenBatch, UnpairedBatch
 from jaxlm.core.values.permutation import in_text_order
 from jaxlm.data.batch import BatchSpec, Column, Columns, shifted_columns, token_columns
-from jaxlm.evals.continuations import token_columns as columns_of_prompts
+from jaxlm.evals.cases import token_columns as columns_of_prompts
 from jaxlm.evals.loss import LossMeter
 from jaxlm.models.base import Inputs, LanguageModel, ModelConfig, vocab_axis
 from jaxlm.models.distillation.layerwise import layer_streams

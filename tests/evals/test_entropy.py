@@ -7,7 +7,7 @@ import pytest
 from jaxlm.data.loader import eval_batches
 from jaxlm.data.tokens import TokensConfig
 from jaxlm.evals.base import EvalContext, ValidationSet
-from jaxlm.evals.entropy import EntropyEvalConfig
+from jaxlm.evals.loss import EntropyEvalConfig
 from jaxlm.models.base import Inputs
 from jaxlm.objectives.next_token import score_batch
 from tests.data.test_loader import layout_of

@@ -16,10 +16,8 @@ import pytest
 from jaxlm.core import tree
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.values.sums import TokenScores
-from jaxlm.evals.base import EvalConfig, EvalContext, ValidationSet
-from jaxlm.evals.compare import CompareEvalConfig, L1Limits
-from jaxlm.evals.fidelity import FidelityEvalConfig
-from jaxlm.evals.limits import GateError, Limit, Limits
+from jaxlm.evals.base import EvalConfig, EvalContext, GateError, Limit, Limits, ValidationSet
+from jaxlm.evals.compare import CompareEvalConfig, FidelityEvalConfig, L1Limits
 from jaxlm.evals.loss import perplexity
 from jaxlm.models.base import EMBEDDING, Hidden, Inputs, LanguageModel, layer_tap, vocab_axis
 from jaxlm.models.distillation.layerwise import layer_streams

@@ -14,8 +14,7 @@ from haliax import Axis, NamedArray
 
 from jaxlm.core.errors import ConfigError
 from jaxlm.evals.base import EvalConfig
-from jaxlm.evals.cases import Case, CasesEvalConfig
-from jaxlm.evals.continuations import ContinuationsEvalConfig
+from jaxlm.evals.cases import Case, CasesEvalConfig, ContinuationsEvalConfig
 from jaxlm.models.base import Hidden, LanguageModel, vocab_axis
 from jaxlm.reading.decode import decode
 from jaxlm.reading.yaml import ConfigSource

@@ -19,8 +19,8 @@ from jaxlm.controllers.handover import HandoverError
 from jaxlm.core import tree
 from jaxlm.core.errors import ConfigError
 from jaxlm.data.tokenizer.tokenizer import load_tokenizer
-from jaxlm.evals.fidelity import FidelityEvalConfig
-from jaxlm.evals.limits import GateError
+from jaxlm.evals.base import GateError
+from jaxlm.evals.compare import FidelityEvalConfig
 from jaxlm.interop.hf.folder import save_folder
 from jaxlm.plan.load_config import decode_run
 from jaxlm.plan.plan import make_plan

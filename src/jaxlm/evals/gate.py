@@ -6,8 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 from jaxlm.core.field_types import PositiveInt
-from jaxlm.evals.base import EvalConfig, EvalContext
-from jaxlm.evals.limits import Limit, Limits
+from jaxlm.evals.base import EvalConfig, EvalContext, Limit, Limits
 from jaxlm.reading.decode import choice_name
 
 

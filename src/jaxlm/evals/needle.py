@@ -18,10 +18,9 @@ import numpy as np
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.field_types import Fraction, NumDigits, PositiveInt, Seed
 from jaxlm.core.values.pass_key import NEEDLE, PLACE, QUESTION
-from jaxlm.evals.base import Eval, EvalConfig, EvalContext
-from jaxlm.evals.continuations import num_shared, token_columns
+from jaxlm.evals.base import Eval, EvalConfig, EvalContext, Limit
+from jaxlm.evals.cases import num_shared, token_columns
 from jaxlm.evals.gate import GateConfig, at_least
-from jaxlm.evals.limits import Limit
 from jaxlm.evals.scoring import score
 from jaxlm.models.base import LanguageModel
 from jaxlm.reading.choices import choice

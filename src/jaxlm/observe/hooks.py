@@ -22,8 +22,7 @@ from jaxlm.core.values.logged import (
 )
 from jaxlm.engine.phases import Phase
 from jaxlm.engine.state import RunState
-from jaxlm.evals.base import Eval
-from jaxlm.evals.limits import Limits, failed
+from jaxlm.evals.base import Eval, Limits, failed
 from jaxlm.models.base import LanguageModel
 from jaxlm.observe.completions import CompletionLog
 from jaxlm.observe.console import Console, duration

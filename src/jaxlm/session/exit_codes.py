@@ -27,7 +27,7 @@ from jaxlm.engine.checkpoint.store import SaveError
 from jaxlm.engine.metrics import NonFiniteError
 from jaxlm.engine.peers import end_with_peers, has_peers, is_lost_peer, stop_watching_peers
 from jaxlm.engine.phase_runner import RewindError
-from jaxlm.evals.limits import GateError
+from jaxlm.evals.base import GateError
 
 EXIT_INTERRUPTED = 130
 

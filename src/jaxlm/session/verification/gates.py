@@ -9,9 +9,8 @@ from functools import partial
 from jaxlm.core.errors import ConfigError
 from jaxlm.data.config import DataConfig
 from jaxlm.data.data import ValidationData
-from jaxlm.evals.base import EvalConfig, EvalContext, ValidationSet
+from jaxlm.evals.base import EvalConfig, EvalContext, ValidationSet, failed
 from jaxlm.evals.gate import GateConfig
-from jaxlm.evals.limits import failed
 from jaxlm.objectives.next_token import score_batch
 from jaxlm.observe.records import finite
 from jaxlm.plan.refs.base import Ref, RefConfig
