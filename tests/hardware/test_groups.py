@@ -7,8 +7,7 @@ from jax.sharding import PartitionSpec
 
 from jaxlm.core.mesh import MeshShape
 from jaxlm.hardware.estimate import collective_seconds, communication_seconds
-from jaxlm.hardware.groups import Group, group_of
-from jaxlm.hardware.hlo import Collective, Program, transfers
+from jaxlm.hardware.hlo import Collective, Group, Program, group_of, transfers
 from jaxlm.hardware.topologies import parse_topology
 
 

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from jaxlm.hardware.host_copies import HostCopy
+from jaxlm.hardware.hlo import HostCopy
 from jaxlm.hardware.roofline import Seconds, Speed, executed_flops, host_traffic, overlapped, roofline
 
 FLOPS_ONLY = Speed(products=1.0, attention=1.0, memory=float("inf"))

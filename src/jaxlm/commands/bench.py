@@ -36,8 +36,7 @@ from jaxlm.engine.entry import enter_phase
 from jaxlm.engine.peers import connect_if_it_fails, watch_peers
 from jaxlm.engine.sync import FlagSync
 from jaxlm.hardware.cpu_products import cpu_products, shares_by_library, shares_without_library
-from jaxlm.hardware.hlo import collectives_by_kind, kernels
-from jaxlm.hardware.program_memory import planned_bytes
+from jaxlm.hardware.hlo import collectives_by_kind, kernels, planned_bytes
 from jaxlm.hardware.topologies import parse_topology
 from jaxlm.observe.console import Console, table
 from jaxlm.plan.load_config import given_distributed, load_config, refuse_dry_run, run_id_of

@@ -29,9 +29,7 @@ from jaxlm.engine.phases import Phase
 from jaxlm.engine.step import OPTIMIZER_SCOPE
 from jaxlm.hardware.aot_devices import aot_devices, has_compiler
 from jaxlm.hardware.estimate import Estimate, communication_seconds, estimate_kernels, speed_of
-from jaxlm.hardware.hlo import collectives_by_kind, kernels, loops_counted_once
-from jaxlm.hardware.host_copies import HostCopy
-from jaxlm.hardware.program_memory import argument_bytes
+from jaxlm.hardware.hlo import HostCopy, argument_bytes, collectives_by_kind, kernels, loops_counted_once
 from jaxlm.hardware.roofline import HostTraffic, Seconds, executed_flops, roofline
 from jaxlm.hardware.topologies import Cuda, Topology, parse_topology
 from jaxlm.models.attention.aot_cuda import compiling_for_cuda

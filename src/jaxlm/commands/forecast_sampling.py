@@ -9,8 +9,7 @@ from jaxlm.core.errors import counted
 from jaxlm.engine.phases import Phase
 from jaxlm.engine.state import sharded_shapes
 from jaxlm.hardware.estimate import Estimate, estimate_kernels
-from jaxlm.hardware.hlo import with_trip_count
-from jaxlm.hardware.program_memory import bytes_per_device, planned_bytes
+from jaxlm.hardware.hlo import bytes_per_device, planned_bytes, with_trip_count
 from jaxlm.hardware.topologies import Topology
 from jaxlm.models.base import LanguageModel
 from jaxlm.models.inference.responses import compile_sampling

@@ -5,8 +5,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from jaxlm.core.mesh import MeshShape
-from jaxlm.hardware.groups import Group
-from jaxlm.hardware.hlo import Collective, Instruction, Program, collectives_by_kind, transfers
+from jaxlm.hardware.hlo import Collective, Group, Instruction, Program, collectives_by_kind, transfers
 from jaxlm.hardware.roofline import HostTraffic, Seconds, Speed, executed_flops, host_traffic, overlapped, roofline
 from jaxlm.hardware.topologies import Topology
 

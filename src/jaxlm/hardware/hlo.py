@@ -1,4 +1,10 @@
-"""Reads compiled programs (HLO text): instructions, collectives with their bytes, library kernels, operations by kind."""
+"""Reads compiled programs (HLO text): instructions, collectives with their bytes and devices, copies to the host, memory.
+
+Which devices take part in a collective, in the text of a compiled program.
+
+Devices are numbered in the order of the mesh. XLA writes groups in four forms: a list, a list of pairs (source, target), the
+numbers of an array reshaped and transposed, and the axes of a mesh.
+"""
 
 import dataclasses
 import math
@@ -8,7 +14,64 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from jaxlm.hardware.groups import Group, group_of
+import jax
+import numpy as np
+
+_PAIRS = re.compile(r"source_target_pairs=\{(\{.*?\})\}")
+_LIST = re.compile(r"replica_groups=\{(\{.*?\})\}")
+_ARRAY = re.compile(r"replica_groups=\[(\d+),(\d+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?")
+_MESH = re.compile(r"replica_groups=mesh\[([^\]]*)\] ?\{([^}]*)\}")
+_AXIS = re.compile(r"'([^']+)'=(\d+)")
+
+
+@dataclass(frozen=True)
+class Group:
+    """The devices that a collective runs on together, or the links of a permutation.
+
+    Attributes:
+        size: number of devices.
+        span: how many devices there are from the first to the last of a group, at most, or from one end of a link to the
+            other.
+    """
+
+    size: int
+    span: int
+
+
+def group_of(line: str) -> Group | None:
+    """The groups of a collective. Args: line: its text. None if it does not say, which stands for all devices."""
+    if pairs := _PAIRS.search(line):
+        links = _lists(pairs[1])
+        return Group(len({device for link in links for device in link}), max(abs(a - b) for a, b in links) + 1)
+    groups = _groups(line)
+    if not groups:
+        return None
+    return Group(max(map(len, groups)), max(max(group) - min(group) for group in groups) + 1)
+
+
+def _groups(line: str) -> list[list[int]]:
+    if listed := _LIST.search(line):
+        return _lists(listed[1])
+    if array := _ARRAY.search(line):
+        shape = tuple(map(int, array[3].split(",")))
+        numbers = np.arange(math.prod(shape)).reshape(shape)
+        if array[4]:
+            numbers = numbers.transpose(tuple(map(int, array[4].split(","))))
+        return numbers.reshape(int(array[1]), int(array[2])).tolist()
+    if mesh := _MESH.search(line):
+        sizes = {name: int(size) for name, size in _AXIS.findall(mesh[1])}
+        names = re.findall(r"'([^']+)'", mesh[2])
+        if "(" in mesh[2] or not names:
+            return []  # a part of an axis
+        grid = np.arange(math.prod(sizes.values())).reshape(tuple(sizes.values()))
+        moved = np.moveaxis(grid, [list(sizes).index(name) for name in names], range(-len(names), 0))
+        return moved.reshape(-1, math.prod(sizes[name] for name in names)).tolist()
+    return []
+
+
+def _lists(text: str) -> list[list[int]]:
+    return [list(map(int, numbers.split(","))) for numbers in re.findall(r"\{([\d,]+)\}", text)]
+
 
 COLLECTIVES = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "collective-permute")
 # Bytes per element; dtypes that are not listed have one.
@@ -416,3 +479,90 @@ def _opcodes(instruction: Instruction, program: Program) -> frozenset[str]:
         return frozenset([instruction.opcode])
     fused = (inner for name in called for inner in program.computations[name].values())
     return frozenset(opcode for inner in fused for opcode in _opcodes(inner, program))
+
+
+_HOST = "S(5)"  # XLA's number of the host's memory space, in the layout of an array
+
+
+@dataclass(frozen=True)
+class HostCopy:
+    """What an instruction copies, in bytes.
+
+    Attributes:
+        there: from the device to the host.
+        back: from the host to the device.
+    """
+
+    there: int = 0
+    back: int = 0
+
+    def __add__(self, other: "HostCopy") -> "HostCopy":
+        return HostCopy(self.there + other.there, self.back + other.back)
+
+    def __mul__(self, times: int) -> "HostCopy":
+        return HostCopy(times * self.there, times * self.back)
+
+    @property
+    def num_bytes(self) -> int:
+        return self.there + self.back
+
+
+NO_COPY = HostCopy()
+
+
+def host_copy(instruction: Instruction, body: Computation, program: Program) -> HostCopy:
+    """What an instruction copies between the two memories, or starts to copy."""
+    if instruction.opcode in ("copy", "copy-start"):
+        source, target = body[instruction.operands[0]], instruction.type.split("}")[0]
+        return _copied(_HOST in target, _HOST in source.type, source.num_bytes)
+    called = program.called_by(instruction) if instruction.opcode in ("fusion", "fusion-start", "async-start") else []
+    if not called:
+        return NO_COPY
+    fused = program.computations[called[0]]
+    root = next(inner for inner in fused.values() if inner.is_root)
+    if root.opcode == "dynamic-update-slice":
+        return _copied(_HOST in root.type, False, fused[root.operands[1]].num_bytes)
+    reads_host = any(_HOST in inner.type for inner in fused.values() if inner.opcode == "parameter")
+    return _copied(_HOST in root.type, reads_host, root.num_bytes)
+
+
+def _copied(to_host: bool, from_host: bool, num_bytes: int) -> HostCopy:
+    if to_host == from_host:
+        return NO_COPY
+    return HostCopy(there=num_bytes) if to_host else HostCopy(back=num_bytes)
+
+
+def bytes_per_device(array: jax.Array | jax.ShapeDtypeStruct) -> int:
+    """Bytes of an array on one device."""
+    assert array.sharding is not None, "all arrays of a plan have one"
+    return math.prod(array.sharding.shard_shape(array.shape)) * array.dtype.itemsize
+
+
+def planned_bytes(call: jax.stages.Compiled) -> int | None:
+    """Memory per device that a program needs; None if the compiler does not report it."""
+    memory = call.memory_analysis()
+    return memory and (
+        memory.argument_size_in_bytes
+        + memory.output_size_in_bytes
+        - memory.alias_size_in_bytes
+        + memory.temp_size_in_bytes
+    )
+
+
+def host_bytes(call: jax.stages.Compiled) -> int:
+    """Memory of the host per device that a program needs; 0 on CPUs, and if the compiler does not report it."""
+    memory = call.memory_analysis()
+    if memory is None:
+        return 0
+    return (
+        memory.host_argument_size_in_bytes
+        + memory.host_output_size_in_bytes
+        - memory.host_alias_size_in_bytes
+        + memory.host_temp_size_in_bytes
+    )
+
+
+def argument_bytes(call: jax.stages.Compiled) -> int | None:
+    """Memory per device of what a program is given; None if the compiler does not report it."""
+    memory = call.memory_analysis()
+    return memory and memory.argument_size_in_bytes

@@ -13,8 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from jaxlm.hardware.hlo import COLLECTIVES, Computation, Instruction, Program, integers
-from jaxlm.hardware.host_copies import NO_COPY, HostCopy, host_copy
+from jaxlm.hardware.hlo import COLLECTIVES, NO_COPY, Computation, HostCopy, Instruction, Program, host_copy, integers
 
 _SCORES = re.compile(r'"intermediate_tensor_shape".*?"dimensions": ?\[([\d," ]*)\]')
 _UNMASKED = re.compile(r'"mask_type": ?"(NO_MASK|PADDING)"')

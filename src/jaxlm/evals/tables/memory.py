@@ -24,7 +24,7 @@ from jaxlm.evals.tables.base import (
     check_distinct,
     lengths_that_fit,
 )
-from jaxlm.hardware.program_memory import bytes_per_device, planned_bytes
+from jaxlm.hardware.hlo import bytes_per_device, planned_bytes
 from jaxlm.models.base import KVCache, LanguageModel
 from jaxlm.models.inference.generate import (
     CACHE_DTYPES,

@@ -21,8 +21,7 @@ from jaxlm.engine.phases import Phase
 from jaxlm.engine.state import RunState, sharded_shapes
 from jaxlm.engine.step import StepReport, make_train_step
 from jaxlm.engine.sync import FlagSync
-from jaxlm.hardware.hlo import has_compiler_remat
-from jaxlm.hardware.program_memory import bytes_per_device, host_bytes, planned_bytes
+from jaxlm.hardware.hlo import bytes_per_device, has_compiler_remat, host_bytes, planned_bytes
 from jaxlm.models.remat import AUTO, CANDIDATES, CHEAP, FULL, NONE, RematPolicy, offloads, parse_remat, remat_name
 from jaxlm.plan.plan import Plan
 from jaxlm.plan.trainer_config import TrainerConfig
