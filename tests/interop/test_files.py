@@ -18,11 +18,10 @@ import pytest
 from jaxlm.core import tree
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.stores import PublishError
-from jaxlm.interop.hf import tensor_writer
+from jaxlm.interop.hf import weights
 from jaxlm.interop.hf.folder import ReadOptions, load_model, open_folder, parameter_dtype
 from jaxlm.interop.hf.safetensors_file import SafetensorsFile, TensorInfo, write_safetensors
-from jaxlm.interop.hf.tensor_files import open_tensors
-from jaxlm.interop.torch.renamed_tensors import RenamedTensors
+from jaxlm.interop.hf.tensor_files import RenamedTensors, open_tensors
 from jaxlm.models.families.llama import LlamaConfig
 from jaxlm.models.rope import Places
 from jaxlm.surgery.lora import LoraConfig, save_peft
@@ -59,7 +58,7 @@ def rewritten(folder, change):
 def test_on_a_full_disk_the_process_that_writes_takes_part_in_the_rest_of_the_tensors(tmp_path, monkeypatch):
     """Each tensor is a collective: the other processes would wait for it in all of them."""
     names: list[str] = []
-    convert = tensor_writer.TensorWriter.arrays
+    convert = weights.TensorWriter.arrays
 
     def write(path, infos, arrays):
         next(iter(arrays))
@@ -70,8 +69,8 @@ def test_on_a_full_disk_the_process_that_writes_takes_part_in_the_rest_of_the_te
             names.append(name)
             yield array
 
-    monkeypatch.setattr(tensor_writer.TensorWriter, "arrays", arrays)
-    monkeypatch.setattr(tensor_writer, "write_safetensors", write)
+    monkeypatch.setattr(weights.TensorWriter, "arrays", arrays)
+    monkeypatch.setattr(weights, "write_safetensors", write)
     with pytest.raises(PublishError, match=r"cannot write .*x \(\[Errno 28\] No space left on device\)"):
         saved(tmp_path / "x")
     monkeypatch.undo()

@@ -10,8 +10,7 @@ import pytest
 
 from jaxlm.core import tree
 from jaxlm.core.errors import ConfigError
-from jaxlm.interop.hf.model_section import with_hf_model
-from jaxlm.interop.pretrained import load_pretrained, open_pretrained
+from jaxlm.interop.pretrained import load_pretrained, open_pretrained, with_hf_model
 from jaxlm.interop.torch.nanochat import save_nanochat
 from jaxlm.models.base import vocab_axis
 from jaxlm.models.families.llama import LlamaConfig

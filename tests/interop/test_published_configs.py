@@ -11,6 +11,7 @@ import pytest
 from jaxlm.core import tree
 from jaxlm.core.errors import ConfigError
 from jaxlm.interop.hf.family import (
+    SILENT,
     all_families,
     config_from_json,
     config_to_json,
@@ -19,7 +20,6 @@ from jaxlm.interop.hf.family import (
     family_of_json,
 )
 from jaxlm.interop.hf.folder import load_model, open_folder
-from jaxlm.interop.hf.unread_keys import SILENT
 from jaxlm.models.families.llama import LlamaConfig
 from jaxlm.models.rope import DynamicRotary
 from tests.engine.helpers import one_device

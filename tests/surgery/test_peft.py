@@ -20,8 +20,7 @@ from jaxlm.engine.state import place_state
 from jaxlm.interop.hf.family import family_of_config
 from jaxlm.interop.hf.folder import save_folder
 from jaxlm.interop.hf.safetensors_file import SafetensorsFile, TensorInfo, write_safetensors
-from jaxlm.interop.peft.base_rows import BaseRows
-from jaxlm.interop.peft.fused import Arrays, FusedMatrix
+from jaxlm.interop.peft.names import Arrays, BaseRows, FusedMatrix
 from jaxlm.interop.peft.read import lora_keys, read_adapters
 from jaxlm.models.base import Inputs
 from jaxlm.models.families.gpt_neox import GptNeoxConfig

@@ -28,10 +28,10 @@ from jaxlm.engine.checkpoint.store import CURSOR
 from jaxlm.interop.hf.folder import DTYPES, parse_dtype
 from jaxlm.interop.hf.hub import check_upload, check_upload_name, local_folder, upload_folder
 from jaxlm.interop.hf.model_card import README, ModelCard
-from jaxlm.interop.hf.model_section import hf_name
 from jaxlm.interop.hf.tensor_files import open_tensors
 from jaxlm.interop.hf.verify import verify_folder
-from jaxlm.interop.peft.base_rows import BaseRows
+from jaxlm.interop.peft.names import BaseRows
+from jaxlm.interop.pretrained import hf_name
 from jaxlm.interop.torch.nanochat import save_nanochat
 from jaxlm.models.base import LanguageModel
 from jaxlm.plan.load_config import FOREIGN, foreign_as_yaml

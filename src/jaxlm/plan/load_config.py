@@ -13,8 +13,8 @@ from jaxlm.core.distributed import DistributedConfig
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.redaction import redacted, remember_secrets, without_secrets
 from jaxlm.interop.caramba.from_caramba import check_version, from_caramba, is_caramba
-from jaxlm.interop.hf.model_section import with_hf_model
 from jaxlm.interop.levanter.from_levanter import from_levanter
+from jaxlm.interop.pretrained import with_hf_model
 from jaxlm.interop.stackwise.from_stackwise import from_stackwise, is_stackwise
 from jaxlm.plan.presets.base import with_preset
 from jaxlm.plan.run_config import RunConfig

@@ -33,7 +33,7 @@ from jaxlm.interop.hf.classifier import classifier_name, is_reward_model
 from jaxlm.interop.hf.family import config_to_json, family_of_config
 from jaxlm.interop.hf.folder import parse_dtype
 from jaxlm.interop.hf.hub import check_upload_name
-from jaxlm.interop.hf.model_section import hf_name
+from jaxlm.interop.pretrained import hf_name
 from jaxlm.models.base import ModelConfig, vocab_axis
 from jaxlm.models.diffusion.denoisers import check_is_whole
 from jaxlm.objectives.base import ObjectiveConfig

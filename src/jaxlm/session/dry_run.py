@@ -29,8 +29,7 @@ from jaxlm.data.tokenizer.tokenizer import Tokenizer, load_tokenizer, open_token
 from jaxlm.data.tokenizer.train_bpe import DEFAULT_VOCAB_SIZE, bpe_config
 from jaxlm.engine.checkpoint.restore import resolve_checkpoints
 from jaxlm.interop.hf.folder import ReadOptions
-from jaxlm.interop.hf.model_section import hf_name
-from jaxlm.interop.pretrained import check_pretrained, open_pretrained
+from jaxlm.interop.pretrained import check_pretrained, hf_name, open_pretrained
 from jaxlm.observe.console import Console, table
 from jaxlm.observe.logged_run import LoggedRun
 from jaxlm.observe.plots import schedule_curve

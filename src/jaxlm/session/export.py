@@ -19,8 +19,8 @@ from jaxlm.interop.hf.classifier import is_reward_model
 from jaxlm.interop.hf.folder import save_folder
 from jaxlm.interop.hf.hub import repository_of, upload_folder
 from jaxlm.interop.hf.model_card import README, ModelCard
-from jaxlm.interop.hf.model_section import hf_name
 from jaxlm.interop.peft.merged import MergedAdapter, merged_file
+from jaxlm.interop.pretrained import hf_name
 from jaxlm.models.base import LanguageModel, ModelConfig
 from jaxlm.observe.records import METRICS, read_metrics
 from jaxlm.plan.load_config import run_id_of

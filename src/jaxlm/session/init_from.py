@@ -39,9 +39,14 @@ from jaxlm.engine.state import RunState, place_state, shardings
 from jaxlm.interop.hf.folder import ReadOptions
 from jaxlm.interop.hf.hub import local_folder, repository_of
 from jaxlm.interop.hf.load import Change
-from jaxlm.interop.hf.model_section import hf_name
-from jaxlm.interop.pretrained import check_pretrained, check_weights, load_pretrained, open_pretrained
-from jaxlm.interop.vocabulary import grow_vocabulary
+from jaxlm.interop.pretrained import (
+    check_pretrained,
+    check_weights,
+    grow_vocabulary,
+    hf_name,
+    load_pretrained,
+    open_pretrained,
+)
 from jaxlm.models.base import LanguageModel
 from jaxlm.observe.records import METRICS, read_jsonl
 from jaxlm.plan.load_config import read_saved

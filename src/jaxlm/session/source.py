@@ -14,7 +14,7 @@ from jaxlm.core.safe_io import read_json_object
 from jaxlm.engine.checkpoint.store import Checkpoint
 from jaxlm.interop.hf.family import edited_json, family_of_config
 from jaxlm.interop.hf.hub import local_folder
-from jaxlm.interop.hf.model_section import hf_name
+from jaxlm.interop.pretrained import hf_name
 from jaxlm.plan.load_config import read_saved
 from jaxlm.plan.plan import Plan, plan_phases
 from jaxlm.session.init_from import InitFrom

@@ -31,7 +31,7 @@ from jaxlm.core.stores import Location
 from jaxlm.core.values.batch_types import TokenBatch
 from jaxlm.interop.hf.family import family_of_config
 from jaxlm.interop.hf.weights import axis_sizes
-from jaxlm.interop.peft.base_rows import BaseRows
+from jaxlm.interop.peft.names import BaseRows
 from jaxlm.interop.peft.read import ReadAdapters, lora_keys, peft_folder, read_adapters
 from jaxlm.interop.peft.write import Adapted, Adapter, save_adapters
 from jaxlm.models.base import Inputs, LanguageModel, ModelConfig

@@ -28,9 +28,8 @@ from jaxlm.interop.hf.family import (
     family_of_json,
 )
 from jaxlm.interop.hf.load import Change, differing_head, load_weights
-from jaxlm.interop.hf.tensor_files import most_common_dtype, open_tensors, unread_indices
-from jaxlm.interop.hf.tensor_writer import TensorWriter
-from jaxlm.interop.torch.renamed_tensors import RenamedTensors
+from jaxlm.interop.hf.tensor_files import RenamedTensors, most_common_dtype, open_tensors, unread_indices
+from jaxlm.interop.hf.weights import TensorWriter
 from jaxlm.models.base import LanguageModel, ModelConfig
 
 DTYPES = {"float32": jnp.float32, "bfloat16": jnp.bfloat16, "float16": jnp.float16}

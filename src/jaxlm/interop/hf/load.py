@@ -16,9 +16,8 @@ from jaxlm.core import tree
 from jaxlm.core.axes import LAYERS
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.sharding import Layout
-from jaxlm.interop.hf.tensor_files import TensorSource
+from jaxlm.interop.hf.tensor_files import RenamedTensors, TensorSource
 from jaxlm.interop.hf.weights import Tensor, expanded
-from jaxlm.interop.torch.renamed_tensors import RenamedTensors
 from jaxlm.models.base import LanguageModel
 
 _HEADS = ("lm_head.weight", "embed_out.weight")  # files of models with tied embeddings may contain the head as well

@@ -1,4 +1,4 @@
-"""Weight tables for import and export: which parameters a tensor in Hugging Face format contains, in which layout.
+"""Weight tables for import and export, and entries of them that families share.
 
 A layout lists the tensor's dimensions, each as a product of named axes: `heads head_size | embed` is a matrix whose rows
 are the features of all heads. It omits the axes `layers`, `value_layers` and `experts` if the files have one tensor per
@@ -6,13 +6,22 @@ layer or expert.
 """
 
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+import json
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
+import haliax as hax
+import jax
 import numpy as np
 
+from jaxlm.core import tree
 from jaxlm.core.axes import EXPERTS, LAYERS, VALUE_LAYERS
+from jaxlm.core.sharding import Layout
+from jaxlm.interop.hf.safetensors_file import TensorInfo, in_shards, shard_names, write_safetensors
+from jaxlm.models.base import LanguageModel
+from jaxlm.models.stacks import numbers_by_stack
 
 Sizes = dict[str, int]
 _LAYERS = {LAYERS: "layer", VALUE_LAYERS: "value_layer"}
@@ -154,3 +163,208 @@ def expanded(
 def axis_sizes(leaves: Sequence[tuple[str, Any]]) -> Sizes:
     """Sizes of all axes of the named leaves."""
     return {axis.name: axis.size for _, leaf in leaves for axis in leaf.axes}
+
+
+BLOCK = "body.layers.stacked."
+"""Path prefix of the parameters of all layers."""
+HEADS = {"q_proj": "heads head_size", "k_proj": "kv_heads head_size", "v_proj": "kv_heads head_size"}
+"""Output axes of the query, key and value projections."""
+
+
+def embeddings_and_head(config: Any, *, final_norm: bool = True) -> Iterator[Tensor]:
+    """Embedding, final norm and head, with Llama's names. Args: final_norm: whether the final norm has a weight."""
+    yield single("model.embed_tokens.weight", "tokens.weight", "vocab | embed")
+    if final_norm:
+        yield single("model.norm.weight", "body.final_norm.weight", "embed")
+    if not config.tie_word_embeddings:
+        yield single("lm_head.weight", "head.weight", "vocab | embed")
+
+
+def biased_attention(config: Any) -> Iterator[Tensor]:
+    """`attention`, with biases on all projections if `attention_bias` is set."""
+    return attention(qkv_bias=config.attention_bias, out_bias=config.attention_bias)
+
+
+def attention(*, qkv_bias: bool = False, out_bias: bool = False) -> Iterator[Tensor]:
+    """Query, key, value and output projections as separate tensors."""
+    layer = "model.layers.{layer}.self_attn."
+    for name, out in HEADS.items():
+        yield single(f"{layer}{name}.weight", f"{BLOCK}attn.{name}.weight", f"{out} | embed")
+        if qkv_bias:
+            yield single(f"{layer}{name}.bias", f"{BLOCK}attn.{name}.bias", out)
+    yield single(f"{layer}o_proj.weight", f"{BLOCK}attn.o_proj.weight", "embed | heads head_size")
+    if out_bias:
+        yield single(f"{layer}o_proj.bias", f"{BLOCK}attn.o_proj.bias", "embed")
+
+
+def qk_norms(q: str = "head_size", k: str = "head_size") -> Iterator[Tensor]:
+    """Query and key norms over these axes: by default over each head."""
+    for name, axes in (("q_norm", q), ("k_norm", k)):
+        yield single(f"model.layers.{{layer}}.self_attn.{name}.weight", f"{BLOCK}attn.{name}.weight", axes)
+
+
+def gated_mlp(
+    *, use_bias: bool = False, theirs: str = "mlp", ours: str = "mlp", features: str = "mlp"
+) -> Iterator[Tensor]:
+    """Gate, up and down projections.
+
+    Args:
+        theirs, ours: names of the MLP in a block.
+        features: axis of its hidden features.
+    """
+    inwards = (("gate_proj", features, "embed"), ("up_proj", features, "embed"))
+    for name, out, into in (*inwards, ("down_proj", "embed", features)):
+        names = f"model.layers.{{layer}}.{theirs}.{name}", f"{BLOCK}{ours}.{name}"
+        yield single(f"{names[0]}.weight", f"{names[1]}.weight", f"{out} | {into}")
+        if use_bias:
+            yield single(f"{names[0]}.bias", f"{names[1]}.bias", out)
+
+
+def fused_gated_mlp() -> Iterator[Tensor]:
+    """Gate and up projections as one matrix, and the down projection."""
+    layer = "model.layers.{layer}.mlp."
+    gate_up = {f"{BLOCK}mlp.{name}.weight": "mlp | embed" for name in ("gate_proj", "up_proj")}
+    yield fused(f"{layer}gate_up_proj.weight", gate_up)
+    yield single(f"{layer}down_proj.weight", f"{BLOCK}mlp.down_proj.weight", "embed | mlp")
+
+
+def experts(module: str, *, gate: str, up: str, down: str) -> Iterator[Tensor]:
+    """A router and its experts.
+
+    Args:
+        module: name of the MoE module in a layer.
+        gate, up, down: names of an expert's projections.
+    """
+    layer = f"model.layers.{{layer}}.{module}."
+    yield single(f"{layer}gate.weight", f"{BLOCK}mlp.router.weight", "routes | embed")
+    for theirs, ours, layout in (
+        (gate, "gate", "mlp | embed"),
+        (up, "up", "mlp | embed"),
+        (down, "down", "embed | mlp"),
+    ):
+        yield single(f"{layer}experts.{{expert}}.{theirs}.weight", f"{BLOCK}mlp.{ours}_proj.weight", layout)
+
+
+def rows_by_stack(
+    config: Any, others: Iterable[Tensor], *, experts: Iterable[Tensor], dense: Iterable[Tensor]
+) -> Iterator[Tensor]:
+    """The table of a family with experts, some of whose layers may be dense.
+
+    Args:
+        others: rows outside the layers.
+        experts, dense: rows of the layers with experts, and of the dense ones, as if the model had one stack of them.
+    """
+    stacks = numbers_by_stack(config.order)
+    for tensor in others:
+        yield _in_stack(tensor, len(stacks) - 1, None) if len(stacks) > 1 else tensor
+    for number, layers in enumerate(stacks):
+        for tensor in dense if layers[0] in config.dense_layers else experts:
+            yield _in_stack(tensor, number, layers) if len(stacks) > 1 else tensor
+
+
+def _in_stack(tensor: Tensor, number: int, layers: tuple[int, ...] | None) -> Tensor:
+    """A row whose parameters in the body are those of one of several stacks."""
+    body, stack = "body.", f"body.{number}."
+    parts = (
+        replace(part, path=stack + part.path.removeprefix(body)) if part.path.startswith(body) else part
+        for part in tensor.parts
+    )
+    return replace(tensor, parts=tuple(parts), numbers=layers)
+
+
+def block_norms(**names: str) -> Iterator[Tensor]:
+    """Norms of a block, as name in jaxlm=name in the files."""
+    for ours, theirs in names.items():
+        yield single(f"model.layers.{{layer}}.{theirs}.weight", f"{BLOCK}{ours}.weight", "embed")
+
+
+def pre_norms() -> Iterator[Tensor]:
+    """The two norms of Llama's blocks."""
+    return block_norms(attn_norm="input_layernorm", mlp_norm="post_attention_layernorm")
+
+
+def sandwich_norms() -> Iterator[Tensor]:
+    """The four norms of Gemma's blocks: before and after attention and MLP."""
+    return block_norms(
+        attn_norm="input_layernorm",
+        attn_post_norm="post_attention_layernorm",
+        mlp_norm="pre_feedforward_layernorm",
+        mlp_post_norm="post_feedforward_layernorm",
+    )
+
+
+def usual_tensors(config: Any) -> Iterator[Tensor]:
+    """The weights of many families: norms before attention and MLP, which may have biases."""
+    yield from embeddings_and_head(config)
+    yield from pre_norms()
+    yield from biased_attention(config)
+    yield from gated_mlp(use_bias=getattr(config, "mlp_bias", False))
+
+
+class TensorWriter:
+    """Converts a model's parameters to tensors and writes them to files."""
+
+    def __init__(
+        self, model: LanguageModel, tensors: Any, layout: Layout, dtype: np.dtype, left_out: Collection[str] = ()
+    ):
+        """Args: left_out: paths of parameters that no tensor has."""
+        leaves = [(path, leaf) for path, leaf in tree.leaves(model) if path not in left_out]
+        self._leaves = dict(leaves)
+        self._layout = layout
+        self._places: dict[str, tuple[Tensor, tuple[int, ...]]] = {
+            name: (tensor, indices) for name, tensor, indices in expanded(tensors, self._sizes)
+        }
+        written = {part.path for tensor in tensors for part in tensor.parts}
+        assert written == set(self._leaves), f"not in the table of weights: {sorted(written ^ set(self._leaves))}"
+        self.infos = {
+            name: TensorInfo(tensor.shape(self._sizes(tensor)), self._stored(tensor, dtype))
+            for name, (tensor, _) in self._places.items()
+        }
+        self._left = dict.fromkeys(self.infos)  # tensors that have not been converted
+        # Compiled once per shape: selects the parameter of one tensor and replicates it to every device.
+        self._whole: Callable[..., jax.Array] = jax.jit(_at, static_argnums=2, out_shardings=layout.replicated())
+
+    def arrays(self, names: list[str]) -> Iterator[np.ndarray]:
+        """Yields the tensors one at a time."""
+        for name in names:
+            tensor, numbers = self._places[name]
+            leaves = [self._leaves[part.path] for part in tensor.parts]
+            hosted = [self._on_host(leaf, tensor.stacked, numbers).astype(self.infos[name].dtype) for leaf in leaves]
+            del self._left[name]
+            yield tensor.write(hosted, [tensor.own_axes(leaf) for leaf in leaves], self._sizes(tensor))
+
+    def join_others(self) -> None:
+        """Takes part in the conversion of all tensors that are left, for the processes that need them."""
+        for _ in self.arrays(list(self._left)):
+            pass
+
+    def write(self, folder: Path, largest_file: int) -> None:
+        """Writes the weights files, and an index if there are several."""
+        shards = list(in_shards(self.infos, largest_file))
+        files = shard_names(len(shards))
+        for file, infos in zip(files, shards, strict=True):
+            write_safetensors(folder / file, infos, self.arrays(list(infos)))
+        if len(shards) > 1:
+            total = sum(info.num_bytes for info in self.infos.values())
+            where = {name: file for file, infos in zip(files, shards, strict=True) for name in infos}
+            index = {"metadata": {"total_size": total}, "weight_map": where}
+            (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n")
+
+    def _sizes(self, tensor: Tensor) -> Sizes:
+        return tensor.sizes(self._leaves)
+
+    def _stored(self, tensor: Tensor, dtype: np.dtype) -> np.dtype:
+        """The dtype in the files: integers keep theirs."""
+        leaf = self._leaves[tensor.parts[0].path]
+        return dtype if tree.is_inexact(leaf) else np.dtype(leaf.dtype)
+
+    def _on_host(self, leaf: hax.NamedArray, stacked: Sequence[str], numbers: tuple[int, ...]) -> np.ndarray:
+        names = [axis.name for axis in leaf.axes]
+        return np.asarray(self._whole(leaf.array, numbers, tuple(names.index(axis) for axis in stacked)))
+
+
+def _at(array: jax.Array, numbers: tuple[jax.Array, ...], axes: tuple[int, ...]) -> jax.Array:
+    """Indexes an array at one number of each of these axes."""
+    for number, axis in sorted(zip(numbers, axes, strict=True), key=lambda pair: -pair[1]):
+        array = jax.lax.dynamic_index_in_dim(array, number, axis, keepdims=False)
+    return array

@@ -1,13 +1,36 @@
-"""The names in PEFT's files of the modules and parameters of a model, and how PEFT matches them."""
+"""The names in PEFT's files of a model's modules and parameters, fused matrices, and rows of the vocabulary.
+
+One layer's LoRA of a matrix that is several parameters in jaxlm, such as queries, keys and values.
+
+jaxlm has an adapter for each parameter, and PEFT one for the whole matrix. The rows of each parameter get ranks of their own:
+
+    B_q  0   0        A_q
+     0  B_k  0    x   A_k
+     0   0  B_v       A_v
+
+Conversely, in any adapter of the whole matrix, the rows of B that belong to a parameter are that parameter's B, beside the
+whole A. If only some ranks have values in these rows, the others can be left out. DoRA's norms are over the inputs, so each
+row has its own magnitude, which is that of its parameter.
+
+Rows of the vocabulary that the base of an adapter has and the trained model does not.
+
+A run's embedding has a row for each token of its tokenizer; published tables often have more. PEFT loads adapters only into
+a base with as many rows as they have.
+"""
 
 import dataclasses
 import re
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
 
-from jaxlm.core.axes import LAYERS
+import numpy as np
+
+from jaxlm.core.axes import LAYERS, LORA, VOCAB
+from jaxlm.core.errors import ConfigError
 from jaxlm.interop.hf.family import family_of_config
-from jaxlm.interop.hf.weights import Part, Tensor
+from jaxlm.interop.hf.tensor_files import TensorSource
+from jaxlm.interop.hf.weights import Part, Sizes, Tensor
 from jaxlm.models.base import ModelConfig
 
 PREFIX = "base_model.model."
@@ -79,3 +102,185 @@ def shortest_suffix(name: str, mine: Sequence[str], others: Sequence[str], *, wh
         if all(other in mine for other in same):
             return end
     return None
+
+
+_ONE = "one"  # an axis of size 1, in place of the inputs
+
+
+class Arrays(NamedTuple):
+    """An adapter's a [rank, in], b [out, rank] and, with DoRA, magnitude [out]."""
+
+    a: np.ndarray
+    b: np.ndarray
+    magnitude: np.ndarray | None = None
+
+    def present(self) -> dict[str, np.ndarray]:
+        """Those that there are, by name."""
+        return {name: array for name, array in self._asdict().items() if array is not None}
+
+
+@dataclass(frozen=True)
+class FusedMatrix:
+    """The layout of a matrix of several parameters.
+
+    Attributes:
+        tensor: its entry in the table of weights.
+        sizes: axis sizes of the model.
+    """
+
+    tensor: Tensor
+    sizes: Sizes
+
+    def fuse(self, pairs: Mapping[str, Arrays]) -> Arrays:
+        """The adapter of the whole matrix.
+
+        Args:
+            pairs: module path -> its adapter; modules without one do not change.
+
+        Raises:
+            ConfigError: some of the modules have magnitudes. Those of the others are norms of weights, which are not given.
+        """
+        adapted = [path for path in map(module_path, self.tensor.parts) if path in pairs]
+        magnitudes = [pairs[path].magnitude for path in adapted]
+        if any(magnitude is not None for magnitude in magnitudes) and len(adapted) < len(self.tensor.parts):
+            raise ConfigError(
+                f"{self.tensor.name}: with DoRA, all parameters of this matrix must have adapters so that PEFT can read them,"
+                f" but only {', '.join(adapted)} have. Export the merged model: --adapters merge"
+            )
+        num_ranks = sum(len(pairs[path].a) for path in adapted)
+        start, parts = 0, []
+        for part in self.tensor.parts:
+            outputs = [self.sizes[axis] for axis in self._outputs(part)]
+            whole = np.zeros((int(np.prod(outputs)), num_ranks), pairs[adapted[0]].b.dtype)
+            if (path := module_path(part)) in pairs:
+                b = pairs[path].b
+                whole[:, start : start + b.shape[1]] = b
+                start += b.shape[1]
+            parts.append(whole.reshape((*outputs, num_ranks)))
+        b = self._joined(parts, LORA, num_ranks)
+        magnitude = None
+        if magnitudes[0] is not None:
+            shapes = [[self.sizes[axis] for axis in self._outputs(part)] for part in self.tensor.parts]
+            present = [magnitude for magnitude in magnitudes if magnitude is not None]
+            columns = [np.reshape(values, (*shape, 1)) for values, shape in zip(present, shapes, strict=True)]
+            magnitude = self._joined(columns, _ONE, 1).reshape(-1)
+        return Arrays(np.concatenate([pairs[path].a for path in adapted]), b, magnitude)
+
+    def _joined(self, parts: list[np.ndarray], name: str, size: int) -> np.ndarray:
+        """[all outputs, size] from one array [*outputs, size] of each parameter."""
+        axes = [(*self._outputs(part), name) for part in self.tensor.parts]
+        whole = self._with_inputs(name).write(parts, axes, {**self.sizes, name: size})
+        return whole.T if self._has_inputs_first else whole
+
+    def split(self, adapter: Arrays, rank: int) -> Iterator[tuple[str, int | None, Arrays]]:
+        """(path, rank, adapter) of each module. The rank is None if it has all ranks of the whole adapter.
+
+        Args:
+            adapter: the whole one, with arrays [layers, ...]. Those of modules are stacked alike.
+            rank: if the ranks are blocks of this size, and no parameter has values in more than one of them, each gets its
+                own block.
+
+        Raises:
+            ConfigError: the whole adapter has another shape.
+        """
+        a, b, magnitude = adapter
+        num_ranks = a.shape[1]
+        outputs = self._with_inputs(LORA).shape({**self.sizes, LORA: num_ranks})
+        expected = (outputs[:: -1 if self._has_inputs_first else 1], self.sizes[self._inputs[0]])
+        if (b.shape[1:], a.shape[2]) != expected:
+            raise ConfigError(
+                f"the adapter at {self.tensor.name.removesuffix('.weight')} has lora_A {list(a.shape[1:])} and lora_B"
+                f" {list(b.shape[1:])}, but {[num_ranks, expected[1]]} and {list(expected[0])} expected. Check that it"
+                " belongs to a model of this configuration"
+            )
+        rows = [self._rows(b, number, LORA) for number in range(len(self.tensor.parts))]
+        blocks = [slice(start, start + rank) for start in range(0, num_ranks, rank)]
+        used = [[block for block in blocks if part_rows[..., block].any()] or blocks[:1] for part_rows in rows]
+        whole = num_ranks % rank > 0 or num_ranks == rank or any(len(part_blocks) > 1 for part_blocks in used)
+        for number, part in enumerate(self.tensor.parts):
+            ranks = slice(None) if whole else used[number][0]
+            part_magnitude = None if magnitude is None else self._rows(magnitude[..., None], number, _ONE)[..., 0]
+            yield (
+                module_path(part),
+                None if whole else rank,
+                Arrays(a[:, ranks], rows[number][..., ranks], part_magnitude),
+            )
+
+    def _rows(self, whole: np.ndarray, number: int, name: str) -> np.ndarray:
+        """[layers, out, size] of one parameter, from [layers, all outputs, size]."""
+        sizes = {**self.sizes, name: whole.shape[-1]}
+        axes = (*self._outputs(self.tensor.parts[number]), name)
+        layers = (layer.T if self._has_inputs_first else layer for layer in whole)
+        rows = [self._with_inputs(name).read(layer, number, sizes, axes) for layer in layers]
+        return np.stack([layer.reshape(-1, whole.shape[-1]) for layer in rows])
+
+    @property
+    def _has_inputs_first(self) -> bool:
+        """As in GPT-2's files: then the parts are concatenated along the last dimension."""
+        return self.tensor.along == len(self.tensor.parts[0].dims) - 1
+
+    @property
+    def _inputs(self) -> tuple[str, ...]:
+        return self.tensor.parts[0].dims[0 if self._has_inputs_first else -1]
+
+    def _with_inputs(self, name: str) -> Tensor:
+        """The layout of the matrix with another axis in place of its inputs: that of B, with ranks."""
+        replaced = (tuple((name,) if dim == self._inputs else dim for dim in part.dims) for part in self.tensor.parts)
+        parts = (replace(part, dims=dims) for part, dims in zip(self.tensor.parts, replaced, strict=True))
+        return replace(self.tensor, parts=tuple(parts))
+
+    def _outputs(self, part: Part) -> tuple[str, ...]:
+        """The output axes of a parameter, in the order of the file."""
+        return tuple(axis for dim in part.dims if dim != self._inputs for axis in dim)
+
+
+@dataclass(frozen=True)
+class BaseRows:
+    """Holds the vocabulary of a base.
+
+    Attributes:
+        name: of the base.
+        num_rows: of its token embedding.
+        open: its weights.
+    """
+
+    name: str
+    num_rows: int
+    open: Callable[[], TensorSource]
+
+    def added_to(
+        self, tensors: Mapping[str, np.ndarray], table: Sequence[Tensor], num_rows: int
+    ) -> dict[str, np.ndarray]:
+        """Adds the base's rows to an adapter's tensors: adapters do not change them, and copies have their values.
+
+        Args:
+            table: the table of weights.
+            num_rows: of the trained model.
+
+        Raises:
+            ConfigError: the adapter has numbers that depend on the rows which the trained model does not have.
+        """
+        extended, missing = dict(tensors), self.num_rows - num_rows
+        owners = [tensor for tensor in table if tensor.parts[0].dims[0] == (VOCAB,)] if missing > 0 else []
+        for tensor in owners:
+            module = f"{PREFIX}{module_name(tensor, None)}"
+            if f"{module}.{MAGNITUDE}" in tensors:
+                raise ConfigError(
+                    f"{module_name(tensor, None)} has a DoRA adapter, whose magnitudes depend on the {missing} rows that"
+                    f" {self.name} has and this model does not. Export the merged model: --adapters merge"
+                )
+            for name, axis in ((f"{module}.{EMBEDDING[0]}", 1), (f"{module}.{LINEAR[1]}", 0)):
+                if name in tensors:
+                    pads = [(0, missing if dim == axis else 0) for dim in range(2)]
+                    extended[name] = np.pad(tensors[name], pads)
+            for name in (f"{module}.weight", f"{module}.base_layer.weight"):
+                if name in tensors:
+                    rows = self._rows(tensor, owners[0])[num_rows:].astype(tensors[name].dtype)
+                    extended[name] = np.concatenate([tensors[name], rows])
+        return extended
+
+    def _rows(self, tensor: Tensor, embedding: Tensor) -> np.ndarray:
+        """The base's table. A tied head may not be in its file, whose names may begin later."""
+        source = self.open()
+        names = [name for name in source.tensors for one in (tensor, embedding) if one.name.endswith(name)]
+        return source.view(min(names, key=lambda name: not tensor.name.endswith(name)))

@@ -18,13 +18,14 @@ from jaxlm.core.safe_io import read_json_object
 from jaxlm.interop.hf.hub import local_folder
 from jaxlm.interop.hf.safetensors_file import SafetensorsFile
 from jaxlm.interop.hf.weights import Part, Sizes, Tensor, axis_sizes
-from jaxlm.interop.peft.fused import Arrays, FusedMatrix
 from jaxlm.interop.peft.names import (
     EMBEDDING,
     HEAD,
     LINEAR,
     MAGNITUDE,
     PREFIX,
+    Arrays,
+    FusedMatrix,
     by_pattern,
     is_tied,
     layers_of,

@@ -24,13 +24,14 @@ from jaxlm.core.stores import Location, check_unused, publish_folder
 from jaxlm.interop.hf.family import family_of_config
 from jaxlm.interop.hf.safetensors_file import TensorInfo, write_safetensors
 from jaxlm.interop.hf.weights import Sizes, Tensor
-from jaxlm.interop.peft.base_rows import BaseRows
-from jaxlm.interop.peft.fused import Arrays, FusedMatrix
 from jaxlm.interop.peft.names import (
     EMBEDDING,
     LINEAR,
     MAGNITUDE,
     PREFIX,
+    Arrays,
+    BaseRows,
+    FusedMatrix,
     is_tied,
     layers_of,
     module_name,

@@ -20,10 +20,8 @@ from jaxlm.core.safe_io import read_json_object
 from jaxlm.core.sharding import Layout
 from jaxlm.core.stores import check_unused, publish_folder
 from jaxlm.interop.hf.load import Change, load_weights
-from jaxlm.interop.hf.shared_weights import BLOCK, HEADS
-from jaxlm.interop.hf.tensor_writer import TensorWriter
-from jaxlm.interop.hf.weights import Tensor, single
-from jaxlm.interop.torch.renamed_tensors import RenamedTensors
+from jaxlm.interop.hf.tensor_files import RenamedTensors
+from jaxlm.interop.hf.weights import BLOCK, HEADS, Tensor, TensorWriter, single
 from jaxlm.interop.torch.torch_file import TorchFile
 from jaxlm.models.base import LanguageModel, ModelConfig
 from jaxlm.models.families.nano.body import has_value_embedding

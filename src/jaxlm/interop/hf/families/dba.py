@@ -4,8 +4,7 @@ from collections.abc import Iterator
 
 from jaxlm.interop.hf.family import Family, FixedKey, JsonKey, KeyGroup
 from jaxlm.interop.hf.shared_keys import usual_keys
-from jaxlm.interop.hf.shared_weights import BLOCK, embeddings_and_head, gated_mlp, pre_norms
-from jaxlm.interop.hf.weights import Tensor, single
+from jaxlm.interop.hf.weights import BLOCK, Tensor, embeddings_and_head, gated_mlp, pre_norms, single
 from jaxlm.models.families.dba import DbaConfig
 
 

@@ -6,8 +6,7 @@ from typing import Any
 
 from jaxlm.interop.hf.family import Family, FixedKey, JsonKey, KeyGroup
 from jaxlm.interop.hf.shared_keys import activation, head_dim, kv_heads, rope, size_keys, window_pattern
-from jaxlm.interop.hf.shared_weights import biased_attention, embeddings_and_head, gated_mlp, pre_norms, sandwich_norms
-from jaxlm.interop.hf.weights import Tensor
+from jaxlm.interop.hf.weights import Tensor, biased_attention, embeddings_and_head, gated_mlp, pre_norms, sandwich_norms
 from jaxlm.models.families.gemma import Gemma1Config
 
 ONLY_CAUSAL = FixedKey("use_bidirectional_attention", None, others=(False,))

@@ -6,7 +6,7 @@ from typing import Any
 from jaxlm.interop.hf.families.gemma import gemma_keys, gemma_tensors
 from jaxlm.interop.hf.family import Family, JsonKey, KeyGroup
 from jaxlm.interop.hf.shared_keys import RESPELLED_WINDOWS, layer_ropes
-from jaxlm.interop.hf.shared_weights import qk_norms
+from jaxlm.interop.hf.weights import qk_norms
 from jaxlm.models.families.gemma3 import Gemma3Config
 
 

@@ -2,7 +2,7 @@
 
 from jaxlm.interop.hf.family import Family, FixedKey, JsonKey
 from jaxlm.interop.hf.shared_keys import rope, usual_keys
-from jaxlm.interop.hf.shared_weights import attention, block_norms, embeddings_and_head, fused_gated_mlp
+from jaxlm.interop.hf.weights import attention, block_norms, embeddings_and_head, fused_gated_mlp
 from jaxlm.models.families.glm4 import Glm4Config
 
 FAMILY = Family(

@@ -6,8 +6,7 @@ from typing import Any
 from jaxlm.core.errors import ConfigError
 from jaxlm.interop.hf.family import Family, Json, JsonKey, KeyGroup
 from jaxlm.interop.hf.shared_keys import activation
-from jaxlm.interop.hf.shared_weights import BLOCK, HEADS
-from jaxlm.interop.hf.weights import Tensor, fused, single
+from jaxlm.interop.hf.weights import BLOCK, HEADS, Tensor, fused, single
 from jaxlm.models.families.gpt2 import Gpt2Config
 
 _LAYER = "transformer.h.{layer}."

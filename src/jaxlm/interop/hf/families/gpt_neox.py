@@ -6,8 +6,7 @@ from typing import Any
 from jaxlm.core.errors import ConfigError
 from jaxlm.interop.hf.family import Family, FixedKey, Json, JsonKey, KeyGroup
 from jaxlm.interop.hf.shared_keys import activation, rope, size_keys
-from jaxlm.interop.hf.shared_weights import BLOCK
-from jaxlm.interop.hf.weights import Tensor, fused, single
+from jaxlm.interop.hf.weights import BLOCK, Tensor, fused, single
 from jaxlm.models.families.gpt_neox import GptNeoxConfig
 
 _LAYER = "gpt_neox.layers.{layer}."

@@ -2,7 +2,7 @@
 
 from jaxlm.interop.hf.family import Family, FixedKey, JsonKey
 from jaxlm.interop.hf.shared_keys import causality, usual_keys
-from jaxlm.interop.hf.shared_weights import usual_tensors
+from jaxlm.interop.hf.weights import usual_tensors
 from jaxlm.models.families.llama import LlamaConfig
 
 FAMILY = Family(

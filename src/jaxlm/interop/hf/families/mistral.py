@@ -2,7 +2,7 @@
 
 from jaxlm.interop.hf.family import Family, FixedKey, JsonKey
 from jaxlm.interop.hf.shared_keys import activation, head_dim, kv_heads, rope, size_keys
-from jaxlm.interop.hf.shared_weights import attention, embeddings_and_head, gated_mlp, pre_norms
+from jaxlm.interop.hf.weights import attention, embeddings_and_head, gated_mlp, pre_norms
 from jaxlm.models.families.mistral import MistralConfig
 
 FAMILY = Family(

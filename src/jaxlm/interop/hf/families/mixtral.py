@@ -2,7 +2,7 @@
 
 from jaxlm.interop.hf.family import Family, FixedKey, JsonKey
 from jaxlm.interop.hf.shared_keys import rope, router, usual_keys
-from jaxlm.interop.hf.shared_weights import attention, embeddings_and_head, experts, pre_norms
+from jaxlm.interop.hf.weights import attention, embeddings_and_head, experts, pre_norms
 from jaxlm.models.families.mixtral import MixtralConfig
 
 FAMILY = Family(

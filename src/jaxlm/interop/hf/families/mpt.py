@@ -4,10 +4,8 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from jaxlm.core.errors import ConfigError
-from jaxlm.interop.hf.family import Family, FixedKey, Json, JsonKey, KeyGroup
-from jaxlm.interop.hf.shared_weights import BLOCK, HEADS
-from jaxlm.interop.hf.unread_keys import sort_unread
-from jaxlm.interop.hf.weights import Tensor, fused, single
+from jaxlm.interop.hf.family import Family, FixedKey, Json, JsonKey, KeyGroup, sort_unread
+from jaxlm.interop.hf.weights import BLOCK, HEADS, Tensor, fused, single
 from jaxlm.models.families.mpt import MptConfig
 
 _RATIO = 4

@@ -2,7 +2,7 @@
 
 from jaxlm.interop.hf.family import Family, FixedKey, JsonKey
 from jaxlm.interop.hf.shared_keys import usual_keys
-from jaxlm.interop.hf.shared_weights import biased_attention, embeddings_and_head, gated_mlp
+from jaxlm.interop.hf.weights import biased_attention, embeddings_and_head, gated_mlp
 from jaxlm.models.families.olmo import OlmoConfig
 
 FAMILY = Family(

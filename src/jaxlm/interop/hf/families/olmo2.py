@@ -2,7 +2,7 @@
 
 from jaxlm.interop.hf.family import Family, FixedKey, JsonKey
 from jaxlm.interop.hf.shared_keys import usual_keys
-from jaxlm.interop.hf.shared_weights import biased_attention, block_norms, embeddings_and_head, gated_mlp, qk_norms
+from jaxlm.interop.hf.weights import biased_attention, block_norms, embeddings_and_head, gated_mlp, qk_norms
 from jaxlm.models.families.olmo2 import Olmo2Config
 
 FAMILY = Family(

@@ -10,7 +10,7 @@ from jaxlm.interop.hf.shared_keys import (
     size_keys,
     window_pattern,
 )
-from jaxlm.interop.hf.shared_weights import biased_attention, block_norms, embeddings_and_head, gated_mlp, qk_norms
+from jaxlm.interop.hf.weights import biased_attention, block_norms, embeddings_and_head, gated_mlp, qk_norms
 from jaxlm.models.families.olmo3 import Olmo3Config
 
 FAMILY = Family(

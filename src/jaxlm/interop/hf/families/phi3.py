@@ -5,8 +5,16 @@ from typing import Any
 
 from jaxlm.interop.hf.family import Family, FixedKey, Json, JsonKey, KeyGroup
 from jaxlm.interop.hf.shared_keys import activation, head_dim, kv_heads, rope, rope_to_json, size_keys
-from jaxlm.interop.hf.shared_weights import BLOCK, HEADS, embeddings_and_head, fused_gated_mlp, pre_norms
-from jaxlm.interop.hf.weights import Tensor, fused, single
+from jaxlm.interop.hf.weights import (
+    BLOCK,
+    HEADS,
+    Tensor,
+    embeddings_and_head,
+    fused,
+    fused_gated_mlp,
+    pre_norms,
+    single,
+)
 from jaxlm.models.families.phi3 import Phi3Config
 
 _LAYER = "model.layers.{layer}."

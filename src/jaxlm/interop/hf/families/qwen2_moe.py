@@ -16,16 +16,17 @@ from jaxlm.interop.hf.shared_keys import (
     router,
     size_keys,
 )
-from jaxlm.interop.hf.shared_weights import (
+from jaxlm.interop.hf.weights import (
     BLOCK,
+    Tensor,
     attention,
     embeddings_and_head,
     experts,
     gated_mlp,
     pre_norms,
     rows_by_stack,
+    single,
 )
-from jaxlm.interop.hf.weights import Tensor, single
 from jaxlm.models.families.qwen2_moe import Qwen2MoeConfig
 
 

@@ -2,7 +2,7 @@
 
 from jaxlm.interop.hf.family import Family, FixedKey, JsonKey
 from jaxlm.interop.hf.shared_keys import RESPELLED_WINDOWS, causality, late_window, usual_keys
-from jaxlm.interop.hf.shared_weights import biased_attention, embeddings_and_head, gated_mlp, pre_norms, qk_norms
+from jaxlm.interop.hf.weights import biased_attention, embeddings_and_head, gated_mlp, pre_norms, qk_norms
 from jaxlm.models.families.qwen3 import Qwen3Config
 
 FAMILY = Family(

@@ -15,7 +15,8 @@ from jaxlm.interop.hf.shared_keys import (
     size_keys,
     unused_window_notes,
 )
-from jaxlm.interop.hf.shared_weights import (
+from jaxlm.interop.hf.weights import (
+    Tensor,
     biased_attention,
     embeddings_and_head,
     experts,
@@ -24,7 +25,6 @@ from jaxlm.interop.hf.shared_weights import (
     qk_norms,
     rows_by_stack,
 )
-from jaxlm.interop.hf.weights import Tensor
 from jaxlm.models.families.qwen3_moe import Qwen3MoeConfig
 
 

@@ -6,7 +6,7 @@ from typing import Any
 from jaxlm.core.errors import ConfigError
 from jaxlm.interop.hf.family import Family, FixedKey, Json, JsonKey, KeyGroup
 from jaxlm.interop.hf.shared_keys import check_has_window, layer_types, local_layers, rope, usual_keys
-from jaxlm.interop.hf.shared_weights import usual_tensors
+from jaxlm.interop.hf.weights import usual_tensors
 from jaxlm.models.families.smollm3 import SmolLm3Config
 
 _EVERY = 4
