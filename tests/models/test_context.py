@@ -20,7 +20,7 @@ from jaxlm.models.attention import api
 from jaxlm.models.attention.api import AttentionMask, AttentionSpec, as_keys, attention
 from jaxlm.models.attention.backends.blockwise import UNMODIFIED_SCORES, Reach
 from jaxlm.models.attention.choose import AttentionChoice, AttentionTask, choose_attention
-from jaxlm.models.attention.context.tokens import Tokens, attends, block_pairs, expected_partners
+from jaxlm.models.attention.context.partial import Tokens, attends, block_pairs, expected_partners
 from jaxlm.models.attention.scores import ScoreRule
 from jaxlm.models.attention.sharding import AttentionSharding, head_repeats
 from jaxlm.models.base import Inputs

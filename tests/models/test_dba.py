@@ -22,7 +22,7 @@ from jaxlm.models.families.dba import DbaConfig
 from jaxlm.models.inference.generate import GenerationConfig, generate, generate_tokens
 from jaxlm.models.inference.kv_cache import kv_bytes_per_token
 from jaxlm.models.inference.unstacked import Generator, stack, unstack
-from jaxlm.models.matrix_axes import matrix_sides
+from jaxlm.models.linear import matrix_sides
 from jaxlm.models.rope import DefaultRotary
 from tests.engine.helpers import layout
 

@@ -10,8 +10,14 @@ import pytest
 from haliax import Axis
 
 from jaxlm.core.tracing import tracing
-from jaxlm.models.distillation.chunked import TeacherStates, distillation_sums, top_k_of
-from jaxlm.models.distillation.divergences import ForwardKL, JensenShannon, ReverseKL
+from jaxlm.models.distillation.chunked import (
+    ForwardKL,
+    JensenShannon,
+    ReverseKL,
+    TeacherStates,
+    distillation_sums,
+    top_k_of,
+)
 
 DIVERGENCES = {"forward": ForwardKL(), "reverse": ReverseKL(), "js": JensenShannon(0.5), "js 0.1": JensenShannon(0.1)}
 SHAPE = (2, 37, 16, 50)

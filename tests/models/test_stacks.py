@@ -12,7 +12,7 @@ from jaxlm.models.base import vocab_axis
 from jaxlm.models.families.gpt2 import Gpt2Config
 from jaxlm.models.families.qwen2_moe import Qwen2MoeConfig
 from jaxlm.models.linear import Linear
-from jaxlm.models.segments import segments
+from jaxlm.models.scan import segments
 from jaxlm.models.stacks import LayerKind
 
 SCANNED = [(True, keep) for keep in ("none", "cheap", "full", ("query", "attention", "mlp"))]

@@ -16,10 +16,9 @@ from jaxlm.core.axes import POSITION
 from jaxlm.models.base import Hidden, LanguageModel, vocab_axis
 from jaxlm.models.inference import generate as decode
 from jaxlm.models.inference.generate import GenerationConfig, generate, generate_tokens, stream_tokens
-from jaxlm.models.inference.stop_strings import StopStrings
-from jaxlm.models.inference.tools.base import Tool
+from jaxlm.models.inference.sampling import StopStrings
 from jaxlm.models.inference.tools.calculator import Calculator
-from jaxlm.models.inference.tools.calls import TOOL_TOKENS, ToolCalls, ToolTokens
+from jaxlm.models.inference.tools.calls import TOOL_TOKENS, Tool, ToolCalls, ToolTokens
 from jaxlm.models.inference.unstacked import Generator
 from tests.engine.helpers import layout
 

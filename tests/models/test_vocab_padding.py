@@ -18,8 +18,14 @@ from jaxlm.core.sharding import Layout
 from jaxlm.core.tracing import tracing
 from jaxlm.interop.hf.folder import load_model, save_folder
 from jaxlm.models.base import vocab_axis
-from jaxlm.models.distillation.chunked import TeacherStates, distillation_sums, top_k_of
-from jaxlm.models.distillation.divergences import ForwardKL, JensenShannon, ReverseKL
+from jaxlm.models.distillation.chunked import (
+    ForwardKL,
+    JensenShannon,
+    ReverseKL,
+    TeacherStates,
+    distillation_sums,
+    top_k_of,
+)
 from jaxlm.models.inference.generate import generate
 from jaxlm.models.loss import ChunkLogits, token_losses, token_numbers
 from tests.engine import helpers

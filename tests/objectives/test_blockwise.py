@@ -16,7 +16,7 @@ from jaxlm.core.axes import LAYERS
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.guards import Pace
 from jaxlm.models.base import vocab_axis
-from jaxlm.models.distillation.stored_streams import Int8Array
+from jaxlm.models.distillation.layerwise import Int8Array
 from jaxlm.objectives.block_progress import Autotune, BlockProgress, Convergence
 from jaxlm.objectives.blockwise import Blockwise
 from jaxlm.objectives.next_token import NextToken

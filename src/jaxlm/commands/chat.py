@@ -23,7 +23,7 @@ from jaxlm.data.tokenizer.tokenizer import Tokenizer
 from jaxlm.models.base import LanguageModel
 from jaxlm.models.inference.generate import GenerationConfig, stream_tokens
 from jaxlm.models.inference.prefix_cache import PrefixCache
-from jaxlm.models.inference.stop_strings import StopStrings
+from jaxlm.models.inference.sampling import StopStrings
 from jaxlm.models.inference.tools.calls import CALL, OUTPUT, TEXT, TOOL_TOKENS, ToolCalls
 from jaxlm.models.inference.unstacked import Generator
 from jaxlm.session.exit_codes import command

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from jaxlm.core.errors import ConfigError
 from jaxlm.models.inference.denoise import denoised
 from jaxlm.models.inference.generate import default_new_tokens, generate_tokens
-from jaxlm.models.inference.stop_strings import StopStrings
+from jaxlm.models.inference.sampling import StopStrings
 from jaxlm.models.inference.unstacked import Generator
 from jaxlm.session.exit_codes import command
 from jaxlm.session.generation_options import (

@@ -9,9 +9,8 @@ from dataclasses import field
 from typing import Any
 
 from jaxlm.environments.base import Environment, EnvironmentConfig, Observation
-from jaxlm.models.inference.tools.base import Tool
 from jaxlm.models.inference.tools.calculator import Calculator
-from jaxlm.models.inference.tools.calls import TOOL_TOKENS
+from jaxlm.models.inference.tools.calls import TOOL_TOKENS, Tool
 from jaxlm.reading.choices import choice
 
 _CALL_START, _CALL_END, _OUTPUT_START, _OUTPUT_END = TOOL_TOKENS

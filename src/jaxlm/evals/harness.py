@@ -20,7 +20,7 @@ from jaxlm.evals.base import Eval, EvalConfig, EvalContext
 from jaxlm.evals.scoring import score
 from jaxlm.models.base import LanguageModel
 from jaxlm.models.inference.generate import GenerationConfig, generate_tokens
-from jaxlm.models.inference.stop_strings import StopStrings
+from jaxlm.models.inference.sampling import StopStrings
 from jaxlm.models.inference.unstacked import Generator
 from jaxlm.reading.choices import choice
 

@@ -23,8 +23,7 @@ from jaxlm.models.base import LanguageModel, ModelConfig
 from jaxlm.models.inference.denoise import DenoisingConfig, denoised
 from jaxlm.models.inference.generate import CacheDtype, GenerationConfig, generate_tokens, how_to_fit
 from jaxlm.models.inference.sampling import check_temperature
-from jaxlm.models.inference.tools.base import Tool
-from jaxlm.models.inference.tools.calls import ToolCalls
+from jaxlm.models.inference.tools.calls import Tool, ToolCalls
 from jaxlm.models.inference.unstacked import Generator
 from jaxlm.reading.choices import choice
 

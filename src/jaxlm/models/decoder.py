@@ -42,7 +42,7 @@ from jaxlm.models.linear import Linear
 from jaxlm.models.norms import Norm, RMSNorm, UnweightedRMSNorm
 from jaxlm.models.remat import parse_remat
 from jaxlm.models.rope import RotaryConfig
-from jaxlm.models.segments import shortest_period
+from jaxlm.models.scan import shortest_period
 from jaxlm.models.stacks import Block, Body, LayerKind, Stack, Stacks, numbers_by_stack, stacked, switch_lengths
 
 _TIME = 3  # folded into a model's key, which is split for everything else

@@ -21,6 +21,7 @@ from jaxlm.core.products.stored_weights import StoredWeight, Weight
 from jaxlm.models.chunked_loss import (
     ChunkedLoss,
     LogitSummary,
+    NextTokenFp8,
     checked_cap,
     chunk_or_default,
     chunked,
@@ -30,10 +31,10 @@ from jaxlm.models.chunked_loss import (
     logits_of,
     logsumexp,
     masked_sums,
+    plain_head,
     target_logit,
     without_tokens,
 )
-from jaxlm.models.head import NextTokenFp8, plain_head
 from jaxlm.models.token_sharding import TokenSharding
 
 

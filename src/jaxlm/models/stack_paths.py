@@ -5,7 +5,10 @@ from collections.abc import Sequence
 from typing import Any
 
 from jaxlm.core import tree
+from jaxlm.core.axes import LAYERS
 from jaxlm.core.errors import ConfigError
+from jaxlm.core.products.stored_weights import Weight
+from jaxlm.models.base import LanguageModel
 from jaxlm.models.stacks import Body
 
 NEW_STACK = "new_stack"
@@ -63,3 +66,34 @@ def without_layers_below(model: Any, first: int) -> Any:
         f"{body_path}.{number}.layers." for number, layers in enumerate(body.layer_numbers) if layers[-1] < first
     )
     return tree.map_leaves(lambda path, leaf: None if path.startswith(below) else leaf, model) if below else model
+
+
+class NumberedPaths:
+    """The paths of the layers of a model that surgeries ask for, with the numbers of the layers.
+
+    Attributes:
+        known: path -> the numbered paths that it stands for.
+        numbers: numbered path -> the number of the layer, or None for what is not in a layer.
+    """
+
+    def __init__(self, model: LanguageModel):
+        self._model = model
+        self.known: dict[str, list[str]] = {}
+        self.numbers: dict[str, int | None] = {}
+
+    @property
+    def all(self) -> list[str]:
+        return [name for names in self.known.values() for name in names]
+
+    def numbered(self, path: str, weight: Weight) -> list[tuple[str, int | None]]:
+        """(path with a number, the number) of every layer that a path stands for."""
+        body = next(iter(tree.modules(self._model, Body)), None)
+        whole, numbers = (path, (0,)) if body is None else path_before_splits(path, body)
+        paths: list[tuple[str, int | None]] = [(whole, None)]
+        count = next((axis.size for axis in weight.axes if axis.name == LAYERS), None)
+        if count is not None:  # layers that are not those of a `Body` count from 0
+            layer_numbers = numbers if len(numbers) == count else range(count)
+            paths = [(whole.replace(".stacked.", f".{n}."), n) for n in layer_numbers]
+        self.known[path] = [name for name, _ in paths]
+        self.numbers.update(paths)
+        return paths

@@ -33,8 +33,7 @@ from jaxlm.models.layers import ForCache, LayerCache, LayerContext, tiled_mlps, 
 from jaxlm.models.norms import Norm
 from jaxlm.models.remat import RematPolicy, for_whole_layers, layer_input, remat, with_remat_modules
 from jaxlm.models.rope import Places, RotaryConfig, Rotation
-from jaxlm.models.scan import runs_as_scan, scan_turns
-from jaxlm.models.segments import Segment, segments, shortest_period
+from jaxlm.models.scan import Segment, runs_as_scan, scan_turns, segments, shortest_period
 
 T = TypeVar("T")
 

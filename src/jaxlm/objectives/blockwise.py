@@ -19,8 +19,7 @@ from jaxlm.core.guards import Pace
 from jaxlm.core.values.batch_types import TokenBatch
 from jaxlm.core.values.sums import Largest, Sum
 from jaxlm.models.base import Inputs, LanguageModel, ModelConfig
-from jaxlm.models.distillation.layerwise import Target, layer_body, layer_errors, layer_streams, unreached
-from jaxlm.models.distillation.stored_streams import Int8Streams
+from jaxlm.models.distillation.layerwise import Int8Streams, Target, layer_body, layer_errors, layer_streams, unreached
 from jaxlm.models.flops import FlopsPerToken
 from jaxlm.models.stack_paths import path_before_splits
 from jaxlm.models.step_flops import ModelInStep

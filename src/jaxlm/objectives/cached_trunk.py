@@ -22,7 +22,7 @@ from jaxlm.core.tracing import used_arguments
 from jaxlm.core.values.batch_types import LabeledBatch, MaskedBatch, TokenBatch
 from jaxlm.core.values.sums import Sum
 from jaxlm.models.base import Inputs, LanguageModel, ModelConfig, layer_tap
-from jaxlm.models.distillation.stored_streams import Int8Array
+from jaxlm.models.distillation.layerwise import Int8Array
 from jaxlm.models.linear import Linear
 from jaxlm.models.part import ModelPart
 from jaxlm.models.stack_paths import newest_stack

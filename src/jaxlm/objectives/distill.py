@@ -19,9 +19,17 @@ from jaxlm.core.field_types import NonNegativeFloat, PositiveFloat, PositiveFrac
 from jaxlm.core.values.batch_types import TokenBatch
 from jaxlm.core.values.sums import Sum
 from jaxlm.models.base import Hidden, Inputs, LanguageModel
-from jaxlm.models.distillation.chunked import TeacherStates, TeacherTopK, distillation_sums, top_k_of
-from jaxlm.models.distillation.divergences import Divergence, ForwardKL, JensenShannon, ReverseKL
-from jaxlm.models.distillation.hidden_distance import hidden_distance, with_streams
+from jaxlm.models.distillation.chunked import (
+    Divergence,
+    ForwardKL,
+    JensenShannon,
+    ReverseKL,
+    TeacherStates,
+    TeacherTopK,
+    distillation_sums,
+    top_k_of,
+)
+from jaxlm.models.distillation.layerwise import hidden_distance, with_streams
 from jaxlm.objectives.base import AUXILIARY, TEACHER_LOSS, Metrics, ObjectiveConfig, auxiliary_terms, auxiliary_weight
 from jaxlm.reading.choices import choice
 

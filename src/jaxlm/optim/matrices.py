@@ -19,7 +19,7 @@ from haliax import Axis, NamedArray
 
 from jaxlm.core import tree
 from jaxlm.core.axes import EMBED, POSITION, VOCAB
-from jaxlm.models.matrix_axes import DeclaresMatrices, MatrixAxes, matrix_sides
+from jaxlm.models.linear import DeclaresMatrices, MatrixAxes, matrix_sides
 from jaxlm.optim.base import OptimizerConfig, ParameterGroup, add_weight_decay, clip_by_norm, scale_by_learning_rate
 from jaxlm.optim.stored_state.formats import EMBEDDING
 

@@ -10,8 +10,7 @@ from jaxlm.data.tokenizer.tokenizer import Tokenizer
 from jaxlm.models.inference.denoise import DenoisingConfig, PassSchedule, Remasking
 from jaxlm.models.inference.generate import CACHE_DTYPES, GenerationConfig
 from jaxlm.models.inference.quantized import FORMATS
-from jaxlm.models.inference.tools.base import Tool
-from jaxlm.models.inference.tools.calls import TOOL_TOKENS, ToolCalls, ToolTokens
+from jaxlm.models.inference.tools.calls import TOOL_TOKENS, Tool, ToolCalls, ToolTokens
 from jaxlm.reading.decode import decode
 from jaxlm.reading.plugins import is_import_path
 from jaxlm.reading.yaml import ConfigSource, parse_value

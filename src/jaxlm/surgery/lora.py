@@ -37,7 +37,7 @@ from jaxlm.interop.peft.write import Adapted, Adapter, save_adapters
 from jaxlm.models.base import Inputs, LanguageModel, ModelConfig
 from jaxlm.models.layers import Embedding
 from jaxlm.models.linear import Linear
-from jaxlm.models.stack_paths import path_before_splits
+from jaxlm.models.stack_paths import NumberedPaths, path_before_splits
 from jaxlm.models.stacks import Body
 from jaxlm.reading.choices import choice
 from jaxlm.surgery.base import SurgeryConfig
@@ -46,7 +46,6 @@ from jaxlm.surgery.lora_embedding import LoraEmbedding, UntiedEmbedding, head_of
 from jaxlm.surgery.lora_init import SPLITS_WEIGHT, Init, eva
 from jaxlm.surgery.lora_linear import LoraLinear
 from jaxlm.surgery.low_rank import AdapterSize, LowRank
-from jaxlm.surgery.numbered_paths import NumberedPaths
 
 _CALIBRATION_BATCHES = 8
 _ADAPTER_LEAVES = ("a", "b", "magnitude", "layer", "initial_a", "initial_b")

@@ -10,7 +10,7 @@ import numpy as np
 from jaxlm.core.field_types import PositiveInt
 from jaxlm.core.tracing import tracing
 from jaxlm.data.rollouts.sampler import Sample, Sampler, SamplerConfig, SamplerContext, SamplingRequest
-from jaxlm.models.inference.padding import padded_length
+from jaxlm.models.inference.kv_cache import padded_length
 from jaxlm.models.inference.responses import Noise, sample_responses
 from jaxlm.models.inference.unstacked import Generator
 from jaxlm.reading.choices import choice

@@ -33,8 +33,7 @@ from jaxlm.models.inference.generate import (
     compile_generation,
     generate_tokens,
 )
-from jaxlm.models.inference.kv_cache import kv_bytes_per_token
-from jaxlm.models.inference.padding import round_up
+from jaxlm.models.inference.kv_cache import kv_bytes_per_token, round_up
 from jaxlm.models.inference.unstacked import Generator
 from jaxlm.reading.choices import choice
 

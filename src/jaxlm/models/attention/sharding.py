@@ -19,8 +19,7 @@ from jax.sharding import Mesh, PartitionSpec
 from jaxlm.core.axes import BATCH, HEADS, KV_HEADS, POSITION
 from jaxlm.core.sharding import UNDIVIDED, ContextSharding, current_layout
 from jaxlm.models.attention.context.other_keys import attend_gathered, attend_in_ring
-from jaxlm.models.attention.context.partial import Factors, PartialAttention
-from jaxlm.models.attention.context.tokens import Tokens
+from jaxlm.models.attention.context.partial import Factors, PartialAttention, Tokens
 from jaxlm.models.token_sharding import mesh_axes
 
 Kernel = Callable[..., jax.Array]

@@ -11,7 +11,7 @@ from haliax import Axis
 from jaxlm.core.field_types import NonNegativeFloat, NonNegativeInt, NumLayers, PositiveFloat, PositiveInt
 from jaxlm.models.attention.scores import ScoreRule
 from jaxlm.models.decoder import Decoder, DecoderBlock, DecoderConfig, check_sizes, gated_mlp, projections
-from jaxlm.models.decoders.local_layers import check_pattern, pattern_keys, pattern_kinds
+from jaxlm.models.decoders.pre_norm import check_pattern, pattern_keys, pattern_kinds
 from jaxlm.models.layers import SelfAttention
 from jaxlm.models.norms import RMSNorm
 from jaxlm.models.rope import RotaryConfig, check_rope

@@ -16,8 +16,13 @@ from jaxlm.core.errors import ConfigError, check_at_least
 from jaxlm.core.field_types import NonNegativeFloat, NonNegativeInt, PositiveInt
 from jaxlm.core.products.matmul import dot
 from jaxlm.models.decoder import DecoderBlock, gated_mlp, pre_norm_block, renumbered, rms_norm
-from jaxlm.models.decoders.local_layers import check_layer_numbers, check_local_layers, local_kinds
-from jaxlm.models.decoders.pre_norm import PreNormConfig, check_pre_norm
+from jaxlm.models.decoders.pre_norm import (
+    PreNormConfig,
+    check_layer_numbers,
+    check_local_layers,
+    check_pre_norm,
+    local_kinds,
+)
 from jaxlm.models.growth import StartsAsIdentity, without_output
 from jaxlm.models.layers import Attention, ForCache, GatedMlp, LayerCache, LayerContext
 from jaxlm.models.linear import ExpertLinear, Linear

@@ -1,12 +1,19 @@
-"""What each layer of a model computes by itself, and how far each layer of another model is from it.
+"""The residual streams of a model, layer by layer: what each layer computes, and how far it is from a teacher's.
+
+What each layer of a model computes by itself, and how far each layer of another model is from it.
 
 Source: Bick et al. 2024, "Transformers to SSMs" (MOHAWK, arXiv:2408.10189), section 3: layers are matched one by one, given
 the same inputs, first in how attention mixes tokens, then in what they return. No gradient passes from one layer to another.
+
+How far a model's residual stream is from a teacher's, layer by layer.
+
+Source: Jiao et al. 2020, TinyBERT (arXiv:1909.10351), section 3.1: each layer of the student learns from one of the
+teacher's, at equal steps. Distances are relative to the size of the teacher's stream, which grows from layer to layer.
 """
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 import equinox as eqx
@@ -19,7 +26,7 @@ from jaxlm.core import tree
 from jaxlm.core.axes import BATCH, EMBED, HEAD_SIZE, KV_HEADS, LAYERS, POSITION, axes_of
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.values.permutation import text_index
-from jaxlm.models.base import EMBEDDING, Inputs, LanguageModel
+from jaxlm.models.base import EMBEDDING, Hidden, Inputs, LanguageModel, layer_tap
 from jaxlm.models.layers import Attention, ForCache, LayerCache, LayerContext
 from jaxlm.models.stacks import Block, Body
 
@@ -239,3 +246,89 @@ class _WhichToken(eqx.Module):
         one_hot = hax.nn.one_hot(text_index(x, self.order), Index, dtype=x.dtype)
         axes = (x.resolve_axis(BATCH), x.resolve_axis(POSITION), self.KVHeads, Index)
         return one_hot.broadcast_to(axes).rearrange(axes)
+
+
+def with_streams(
+    model: LanguageModel, inputs: Inputs, what: str, *, key: jax.Array | None = None
+) -> tuple[Hidden, tuple[NamedArray, ...]]:
+    """The model's output, and the residual stream {batch, position, embed} after each layer.
+
+    Args:
+        what: names the model in errors.
+        key: for dropout; None means no dropout.
+    """
+    taps = [layer_tap(layer) for layer in range(layer_body(model, "residual", what).num_layers)]
+    hidden = model.hidden(inputs, taps=taps, key=key)
+    return hidden, tuple(hidden.taps[tap] for tap in taps)
+
+
+def hidden_distance(own: Sequence[NamedArray], theirs: Sequence[NamedArray], mask: NamedArray) -> jax.Array:
+    """The sum over tokens of `mask` times |s - t|^2 / |t|^2, averaged over the layers of the model. Scalar, float32.
+
+    The last layers are compared with each other, and the others with those at the same fraction of the depth.
+
+    Args:
+        own, theirs: {batch, position, embed} of each layer. The teacher's has no gradient.
+        mask: {batch, position}.
+    """
+    widths = [streams[0].axis_size(EMBED) for streams in (own, theirs)]
+    if widths[0] != widths[1]:
+        raise ConfigError(
+            f"objective.hidden: the model's residual stream is {widths[0]} wide and the teacher's {widths[1]}, so they cannot"
+            " be compared. Set objective.hidden: 0"
+        )
+    total = jnp.zeros((), jnp.float32)
+    for layer, stream in enumerate(own, start=1):
+        target = theirs[-(-layer * len(theirs) // len(own)) - 1].rearrange(stream.axes)
+        target = jax.lax.stop_gradient(target).astype(jnp.float32)
+        squares = [hax.sum(a * a, EMBED) for a in (stream.astype(jnp.float32) - target, target)]
+        total += hax.sum(hax.where(mask != 0, mask * squares[0] / hax.maximum(squares[1], 1e-12), 0.0)).scalar()
+    return total / len(own)
+
+
+_LARGEST = 127
+_VECTORS = (LAYERS, BATCH, POSITION)
+
+
+class Int8Array(eqx.Module):
+    """Vectors with a scale each, rounded to the nearest of 255 numbers.
+
+    Attributes:
+        values: int8 {layers, batch, position, embed}.
+        scale: float32 {layers, batch, position}; 1 for a vector of zeros.
+    """
+
+    values: NamedArray
+    scale: NamedArray
+
+    @staticmethod
+    def of(array: NamedArray) -> "Int8Array":
+        array = array.astype(jnp.float32)
+        features = [axis for axis in array.axes if axis.name not in _VECTORS]
+        largest = hax.max(hax.abs(array), features)
+        scale = hax.where(largest == 0, 1.0, largest / _LARGEST)
+        return Int8Array(hax.round(array / scale).astype(jnp.int8), scale)
+
+    def floats(self, dtype: jnp.dtype) -> NamedArray:
+        """The vectors, with errors of at most half a scale."""
+        return (self.values.astype(jnp.float32) * self.scale).rearrange(self.values.axes).astype(dtype)
+
+
+class Int8Streams(eqx.Module):
+    """`LayerStreams` in 8 bits.
+
+    Attributes:
+        dtype: of the streams that they were made of.
+    """
+
+    inputs: Int8Array
+    targets: Int8Array
+    dtype: jnp.dtype = eqx.field(static=True)
+
+    @staticmethod
+    def of(streams: LayerStreams) -> "Int8Streams":
+        return Int8Streams(Int8Array.of(streams.inputs), Int8Array.of(streams.targets), streams.inputs.dtype)
+
+    def floats(self) -> LayerStreams:
+        """The streams, rounded."""
+        return LayerStreams(self.inputs.floats(self.dtype), self.targets.floats(self.dtype))

@@ -11,8 +11,7 @@ from haliax import Axis, NamedArray
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.field_types import check_fields
 from jaxlm.models.base import ModelConfig, vocab_axis
-from jaxlm.models.flax.model import FlaxDefinition, FlaxModel, load_factory, named_axes
-from jaxlm.models.flax.modules import FlaxInputs
+from jaxlm.models.flax.model import FlaxDefinition, FlaxInputs, FlaxModel, load_factory, named_axes
 from jaxlm.models.flops import FlopsPerToken, matrix_operations
 from jaxlm.models.remat import AUTO, CHEAP, FULL, NONE, parse_remat, remat_name
 from jaxlm.reading.choices import choice

@@ -10,7 +10,7 @@ from jaxlm.core.field_types import NonNegativeFloat, NumLayers, PositiveInt
 from jaxlm.models.base import ModelConfig
 from jaxlm.models.decoder import Decoder, DecoderBlock, gated_mlp, projections
 from jaxlm.models.decoders.gemma import gemma_norm
-from jaxlm.models.decoders.rotary import RotaryDecoderConfig
+from jaxlm.models.decoders.pre_norm import RotaryDecoderConfig
 from jaxlm.models.layers import SelfAttention
 from jaxlm.reading.choices import choice
 

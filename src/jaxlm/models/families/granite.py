@@ -17,7 +17,7 @@ from jaxlm.models.decoder import (
     projections,
     rms_norm,
 )
-from jaxlm.models.decoders.rotary import RotaryDecoderConfig
+from jaxlm.models.decoders.pre_norm import RotaryDecoderConfig
 from jaxlm.models.layers import SelfAttention
 from jaxlm.reading.choices import choice
 

@@ -12,7 +12,7 @@ import jax
 from jaxlm.core.field_types import NonNegativeFloat, NonNegativeInt, PositiveInt
 from jaxlm.models.base import ModelConfig
 from jaxlm.models.decoder import DecoderBlock, DecoderConfig, check_sizes
-from jaxlm.models.decoders.local_layers import check_pattern, pattern_keys, pattern_kinds
+from jaxlm.models.decoders.pre_norm import check_pattern, pattern_keys, pattern_kinds
 from jaxlm.models.families.olmo2 import post_norm_block
 from jaxlm.models.rope import DefaultRotary, RotaryConfig, check_rope
 from jaxlm.models.stacks import LayerKind

@@ -12,8 +12,7 @@ from jaxlm.core.errors import ConfigError
 from jaxlm.core.field_types import NonNegativeFloat, NonNegativeInt, NumLayers, PositiveInt
 from jaxlm.models.base import ModelConfig
 from jaxlm.models.decoder import renumbered
-from jaxlm.models.decoders.local_layers import check_layer_numbers, check_local_layers
-from jaxlm.models.decoders.pre_norm import BiasedConfig, check_pre_norm
+from jaxlm.models.decoders.pre_norm import BiasedConfig, check_layer_numbers, check_local_layers, check_pre_norm
 from jaxlm.models.rope import DefaultRotary, RotaryConfig
 from jaxlm.models.stacks import LayerKind
 from jaxlm.reading.choices import choice

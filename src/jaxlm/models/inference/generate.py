@@ -20,12 +20,10 @@ from jaxlm.core.axes import BATCH, POSITION
 from jaxlm.core.errors import ConfigError, check_at_least
 from jaxlm.core.sharding import replicated
 from jaxlm.models.base import Inputs, KVCache, LanguageModel
+from jaxlm.models.inference.kv_cache import left_padded, padded_length, program_rows, round_up
 from jaxlm.models.inference.length_switch import next_inputs, rows_that_cross, step_across
-from jaxlm.models.inference.padding import left_padded, padded_length, program_rows, round_up
 from jaxlm.models.inference.prefix_cache import PrefixCache
-from jaxlm.models.inference.row_keys import row_keys
-from jaxlm.models.inference.sampling import Sampling, TokenDistribution, with_token
-from jaxlm.models.inference.stop_strings import StopFunction
+from jaxlm.models.inference.sampling import Sampling, StopFunction, TokenDistribution, row_keys, with_token
 from jaxlm.models.inference.tools.calls import ToolCalls
 from jaxlm.models.inference.unstacked import Generator, unstack
 from jaxlm.models.layers import activation_dtype

@@ -1,4 +1,8 @@
-"""Creates and updates KV caches."""
+"""Creates and updates KV caches, and pads the prompts that fill them on the left.
+
+Batches prompts. They are padded on the left, so that all rows end at the same slot, and to one of few lengths, so
+that few shapes are compiled. Padding has segment id 0, which nothing attends to.
+"""
 
 import math
 from collections.abc import Sequence
@@ -8,12 +12,49 @@ import equinox as eqx
 import haliax as hax
 import jax
 import jax.numpy as jnp
+import numpy as np
 from haliax import Axis, NamedArray
 
 from jaxlm.core.axes import BATCH, CACHE_ROW, HEAD_SIZE, KEY_HEADS, KEY_POSITION, KV_HEADS, POSITION
 from jaxlm.core.products.stored_weights import quantize
+from jaxlm.core.sharding import current_layout
 from jaxlm.models.attention.api import AttentionMask, as_keys
 from jaxlm.models.base import Inputs, KVArray, KVCache, LanguageModel
+
+_LENGTH_MULTIPLE = 64
+
+
+def round_up(n: int, multiple: int) -> int:
+    """The smallest multiple of `multiple` that is at least n."""
+    return -(-n // multiple) * multiple
+
+
+def program_rows(num_rows: int) -> int:
+    """Rows of a program: a multiple of the devices that they are divided over."""
+    layout = current_layout()
+    return round_up(num_rows, 1 if layout is None else layout.num_shards(BATCH))
+
+
+def padded_length(n: int) -> int:
+    """Rounds up to one of few lengths: at least 64, and at most a quarter more than n beyond that."""
+    return round_up(n, max(_LENGTH_MULTIPLE, 2 ** (n.bit_length() - 3)))
+
+
+def left_padded(prompts: Sequence[Sequence[int]], rows: int, first: int = 0) -> Inputs:
+    """Puts the prompts into the first of `rows` rows.
+
+    Args:
+        first: position of each prompt's first token in its document.
+    """
+    width = padded_length(max(map(len, prompts)))
+    tokens, positions, segment_ids = (np.zeros((rows, width), np.int32) for _ in range(3))
+    for row, prompt in enumerate(prompts):
+        start = width - len(prompt)
+        tokens[row, start:] = prompt
+        positions[row, start:] = np.arange(first, first + len(prompt))
+        segment_ids[row, start:] = 1
+    axes = (Axis(BATCH, rows), Axis(POSITION, width))
+    return Inputs(*(hax.named(jnp.asarray(a), axes) for a in (tokens, positions, segment_ids)))
 
 
 class UnstackedCache(eqx.Module):

@@ -20,8 +20,7 @@ from haliax import NamedArray
 
 from jaxlm.core.axes import BATCH, KEY_POSITION
 from jaxlm.models.base import Inputs, KVArray, KVCache, LanguageModel
-from jaxlm.models.inference.kv_cache import UnstackedCache
-from jaxlm.models.inference.padding import left_padded, padded_length, round_up
+from jaxlm.models.inference.kv_cache import UnstackedCache, left_padded, padded_length, round_up
 from jaxlm.models.inference.unstacked import stack
 
 _PREFILL_CHUNK = 512

@@ -22,7 +22,7 @@ from jaxlm.models.inference.kv_cache import UnstackedCache, by_cache_row, extend
 from jaxlm.models.layers import LayerCache
 from jaxlm.models.linear import Linear, MatrixLinear
 from jaxlm.models.norms import Norm
-from jaxlm.models.segments import shortest_period
+from jaxlm.models.scan import shortest_period
 from jaxlm.models.stacks import Block, Body, HeterogeneousBody, LayerKind, layer_contexts
 
 T = TypeVar("T")

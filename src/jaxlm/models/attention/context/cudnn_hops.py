@@ -17,8 +17,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxlm.models.attention.backends.cudnn import CudnnOptions, single_backward, single_forward
-from jaxlm.models.attention.context.partial import MASKED, InBlocks, Partial, PartialAttention
-from jaxlm.models.attention.context.tokens import Tokens
+from jaxlm.models.attention.context.partial import MASKED, InBlocks, Partial, PartialAttention, Tokens
 
 
 @dataclass(frozen=True)

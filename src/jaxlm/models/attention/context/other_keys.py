@@ -16,8 +16,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from jaxlm.core.tracing import CustomVjp
 from jaxlm.models.attention.backends.blockwise import ATTENTION
-from jaxlm.models.attention.context.partial import Factors, Partial, PartialAttention
-from jaxlm.models.attention.context.tokens import Tokens
+from jaxlm.models.attention.context.partial import Factors, Partial, PartialAttention, Tokens
 
 Axes = tuple[str, ...]
 

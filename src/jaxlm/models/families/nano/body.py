@@ -35,8 +35,7 @@ from jaxlm.models.inference.kv_cache import UnstackedCache, extend_cache, extend
 from jaxlm.models.layers import ForCache, LayerCache, LayerContext, with_dropout_keys
 from jaxlm.models.linear import Linear, MatrixLinear
 from jaxlm.models.remat import RematPolicy, layer_input, remat
-from jaxlm.models.scan import runs_as_scan, scan_layers
-from jaxlm.models.segments import shortest_period
+from jaxlm.models.scan import runs_as_scan, scan_layers, shortest_period
 from jaxlm.models.stacks import HeterogeneousBody, LayerKind, concatenated, layer_contexts
 
 _PERIODS, _LOOKUP = "periods", 1

@@ -27,7 +27,7 @@ from jaxlm.models.inference.kv_cache import empty_cache
 from jaxlm.models.layers import Embedding, check_tiles, token_embeddings
 from jaxlm.models.linear import Linear
 from jaxlm.models.remat import parse_remat
-from jaxlm.models.segments import shortest_period
+from jaxlm.models.scan import shortest_period
 from jaxlm.models.stacks import Body, LayerKind, Stack, Stacks, numbers_by_stack, stacked, switch_lengths
 from jaxlm.reading.choices import choice
 

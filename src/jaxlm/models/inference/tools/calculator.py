@@ -13,7 +13,7 @@ from typing import Annotated
 from annotated_types import Interval
 
 from jaxlm.core.field_types import NonNegativeInt
-from jaxlm.models.inference.tools.base import Tool
+from jaxlm.models.inference.tools.calls import Tool
 from jaxlm.reading.choices import choice
 
 _ARITHMETIC = frozenset("0123456789.+-*/() ")

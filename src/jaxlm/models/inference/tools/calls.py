@@ -1,15 +1,33 @@
-"""Tool calls in generated tokens: finds a call, runs the tool, and encodes its output.
+"""Tools, which a model calls in the middle of a text: finds a call, runs the tool, encodes its answer.
+
+Tool calls in generated tokens: finds a call, runs the tool, and encodes its output.
 
 <|python_start|> 12 * 7 <|python_end|> <|output_start|> 84 <|output_end|>
 the model writes this                  the tool's output, forced into the stream
 """
 
+import abc
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+import draccus
+
 from jaxlm.core.errors import ConfigError
-from jaxlm.models.inference.tools.base import Tool
+
+
+@dataclass(frozen=True)
+class Tool(draccus.PluginRegistry, abc.ABC, discover_packages_path="jaxlm.models.inference.tools"):
+    """A program that a model calls while it generates. `--tool` of `jaxlm chat` and `jaxlm sample` selects it by name."""
+
+    @abc.abstractmethod
+    def run(self, call: str) -> str | None:
+        """The output for a call; None if the call has no output, because it is invalid.
+
+        It must not raise, must end soon, and must return the same for the same call: every process of a mesh runs it, and
+        all of them continue with its output.
+        """
+
 
 TOOL_TOKENS = ("<|python_start|>", "<|python_end|>", "<|output_start|>", "<|output_end|>")
 TEXT, CALL, OUTPUT = "text", "python", "python_output"
