@@ -18,8 +18,8 @@ from jaxlm.core.field_types import NumStacks, check_simple
 from jaxlm.core.values.logged import TRAINING_TIME
 from jaxlm.interop.stackwise.config import StackWiseConfig
 from jaxlm.interop.stackwise.rack import STORED_AS, PlannedStack, ProgressiveRackBuilder
+from jaxlm.observe.events import phase_history
 from jaxlm.observe.logged_run import read_run
-from jaxlm.observe.phase_history import phase_history
 from jaxlm.plan.load_config import decode_run
 from jaxlm.plan.presets.base import given_at
 from jaxlm.plan.presets.progressive import ProgressiveConfig

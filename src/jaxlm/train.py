@@ -37,7 +37,7 @@ from jaxlm.engine.state import RunState
 from jaxlm.engine.sync import Done, Interrupted, Outcome, StoppedError
 from jaxlm.engine.watchdog import Watchdog
 from jaxlm.observe.console import Console, table
-from jaxlm.observe.log_store import LogStore
+from jaxlm.observe.log_file import LogStore
 from jaxlm.observe.records import TRAIN_LOG
 from jaxlm.observe.trackers import check_trackers
 from jaxlm.plan.load_config import given_distributed, load_config, run_id_of

@@ -209,7 +209,7 @@ def test_nothing_else_reads_formats_whose_readers_trust_the_file():
     trusting = re.compile(r"memory_map\(|OSFile\(|ParquetFile\(|torch\.load\(|np\.load\(|from_file\(str")
     own = {"data/annotations.py", "data/cache/build.py", "data/cache/derived_arrays.py"}
     checked = {"core/safe_io.py", "data/sources/document_files.py", "data/tokenizer/tokenizer.py"}
-    checked |= {"interop/torch/torch_file.py", "observe/profile_summary.py"}
+    checked |= {"interop/torch/torch_file.py", "observe/profiler.py"}
     found = {
         path.relative_to(SOURCES).as_posix()
         for path in SOURCES.rglob("*.py")

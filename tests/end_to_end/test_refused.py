@@ -12,7 +12,7 @@ from tests.end_to_end.commands import end_of
 RUN = ("--config_path", "run.yaml", "--trainer.num_train_steps", "28")
 CALLBACK = """
 from dataclasses import dataclass
-from jaxlm.observe.callbacks.base import Callback, CallbackConfig
+from jaxlm.observe.callbacks import Callback, CallbackConfig
 
 class Mine(Callback):
     def on_never(self):

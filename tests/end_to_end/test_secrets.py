@@ -39,7 +39,7 @@ IN_KEYS = tuple(KEYS.values())
 CANARIES = (*VARIABLES.values(), *IN_URL, *IN_KEYS)
 CALLBACK = """
 from dataclasses import dataclass
-from jaxlm.observe.callbacks.base import Callback, CallbackConfig
+from jaxlm.observe.callbacks import Callback, CallbackConfig
 
 class Asking(Callback):
     pass

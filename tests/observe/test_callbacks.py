@@ -9,6 +9,7 @@ import pytest
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.values.logged import StepInfo
 from jaxlm.observe.callbacks import (
+    HOOKS,
     Callback,
     CallbackConfig,
     CallbackContext,
@@ -16,7 +17,6 @@ from jaxlm.observe.callbacks import (
     Callbacks,
     open_callbacks,
 )
-from jaxlm.observe.callbacks.base import HOOKS
 from jaxlm.observe.trackers import RunInfo
 from jaxlm.plan.load_config import decode_run
 from jaxlm.reading.yaml import ConfigSource

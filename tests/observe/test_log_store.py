@@ -4,7 +4,7 @@ import fsspec
 import pytest
 
 from jaxlm.core.errors import ConfigError
-from jaxlm.observe.log_store import LogStore
+from jaxlm.observe.log_file import LogStore
 
 URL = "memory://logs/run"
 

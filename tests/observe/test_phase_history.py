@@ -1,8 +1,8 @@
 """The table of a run's phases, from its log folder."""
 
+from jaxlm.observe.events import phase_history, phase_table
 from jaxlm.observe.logged_run import read_run
 from jaxlm.observe.page.page import render
-from jaxlm.observe.phase_history import phase_history, phase_table
 from tests.observe.page_reader import Page
 from tests.observe.test_page import START, page_of, write_run
 

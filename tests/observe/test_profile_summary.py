@@ -16,8 +16,7 @@ from jaxlm.data.batch_schedule import BatchSchedule, BatchSize
 from jaxlm.engine import loop
 from jaxlm.engine.loop import pause
 from jaxlm.hardware.hlo import ATTENTION, COLLECTIVE, COPY, FUSION, KINDS, MATRIX, Operation
-from jaxlm.observe.profile_summary import ProfileEvent, describe_profile, summarize
-from jaxlm.observe.profiler import ProfileHook, ProfilerConfig
+from jaxlm.observe.profiler import ProfileEvent, ProfileHook, ProfilerConfig, describe_profile, summarize
 from tests.engine.helpers import Ready, Saver, TinyRun, arrays, layout, open_phase, phase
 
 OPERATIONS = {"dot.1": Operation(MATRIX, "a/dot"), "add.1": Operation(FUSION), "copy.1": Operation(COPY)}

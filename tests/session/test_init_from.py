@@ -25,7 +25,7 @@ from jaxlm.models.base import vocab_axis
 from jaxlm.models.families.llama import LlamaConfig
 from jaxlm.observe.callbacks import CallbackConfig
 from jaxlm.observe.console import Console
-from jaxlm.observe.log_store import LogStore
+from jaxlm.observe.log_file import LogStore
 from jaxlm.plan.load_config import decode_run
 from jaxlm.plan.plan import make_plan
 from jaxlm.reading.yaml import ConfigSource

@@ -1,15 +1,115 @@
-"""What pictures mark in a run: resumes, phases, changes of the batch size, skipped steps, spikes, and where it went back."""
+"""What pictures mark in a run: resumes, skipped steps, changes of the batch size, and what each phase did."""
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
 
 from jaxlm.core.guards import SKIPPED
-from jaxlm.core.values.logged import DURATION, EXAMPLES_PER_SECOND, IS_SPIKE, RESUMED_FROM
-from jaxlm.observe.decision_notes import Band, strategy_bands
+from jaxlm.core.values.logged import (
+    DURATION,
+    EVAL_LOSS,
+    EXAMPLES_PER_SECOND,
+    IS_SPIKE,
+    RESUMED_FROM,
+    TOTAL_TOKENS,
+    TRAIN_LOSS,
+)
+from jaxlm.observe.decisions import Band, strategy_bands
 from jaxlm.observe.logged_run import LoggedRun, Series
+
+STEPS_ROW, LAYERS_ROW, TRAINS_ROW, HIDDEN_ROW = "steps", "layers", "trains", "hidden tokens"
+"""Rows of the table of a phase in the console output, which this module reads back."""
+_ENTRY = re.compile(r"^phase '(.+)': parameters\n((?:  \S.*\n)+)", re.MULTILINE)
+_ROW = re.compile(r"^  (\S.*?)  +(.*)$", re.MULTILINE)
+_STORED = re.compile(r"^phase '(.+)': reads (.+) stored (sequences .+) from (.*)$", re.MULTILINE)
+_COLUMNS = ("steps", "layers", "trains", "hidden tokens", "stored", "training loss", "validation loss", "tokens")
+
+
+class PhaseRecord(NamedTuple):
+    """A phase that has begun. Texts are empty for what the phase does not have.
+
+    Attributes:
+        start, end: steps of the run before the phase and after it, as planned when it was entered.
+        hidden: how many tokens of its sequences are hidden.
+        stored: sequences and bytes of what its objective reads from disk, such as the output of a frozen trunk.
+        losses: first and last training loss; empty before the first step.
+        validation_loss: the last one; None if there is none.
+        num_tokens: tokens that it has trained on.
+    """
+
+    name: str
+    start: int
+    end: int
+    layers: str
+    trains: str
+    hidden: str
+    stored: str
+    losses: tuple[float, ...]
+    validation_loss: float | None
+    num_tokens: int
+
+    @property
+    def cells(self) -> tuple[str, ...]:
+        """What tables show of it, in the order of `_COLUMNS`."""
+        losses = " to ".join(f"{loss:.4f}" for loss in self.losses)
+        validation = "" if self.validation_loss is None else f"{self.validation_loss:.4f}"
+        texts = (f"{self.start} to {self.end}", self.layers, self.trains, self.hidden, self.stored)
+        return (*texts, losses, validation, f"{self.num_tokens:,}")
+
+    @property
+    def summary(self) -> str:
+        """The same as one line."""
+        return "; ".join(f"{name} {cell}" for name, cell in zip(_COLUMNS, self.cells, strict=True) if cell)
+
+
+def phase_history(run: LoggedRun) -> list[PhaseRecord]:
+    """The phases that a run has entered, in order; none for a run of a single phase, about which other tables say it."""
+    planned = sum(name.startswith("phase ") for name, _ in run.start_table())
+    entries = {entry[1]: entry for entry in _ENTRY.finditer(run.log)}  # the last of each, for one that has resumed
+    return [] if max(planned, len(entries)) < 2 else list(_records(run, entries))
+
+
+def _records(run: LoggedRun, entries: Mapping[str, re.Match[str]]) -> Iterator[PhaseRecord]:
+    for name, entry in entries.items():
+        rows = dict(_ROW.findall(entry[2]))
+        steps = re.fullmatch(r"(\d+) to (\d+)", rows.get(STEPS_ROW, ""))
+        if steps is None:  # of a run that an earlier version has logged
+            continue
+        start, end = map(int, steps.groups())
+        losses = _between(run, TRAIN_LOSS, start, end)
+        validation = _between(run, EVAL_LOSS, start, end)
+        after, before = ([0.0, *_between(run, TOTAL_TOKENS, 0, step)][-1] for step in (end, start))
+        found = (one for one in _STORED.finditer(run.log, entry.end()) if one[1] == name)
+        stored = {one[4]: f"{one[2]} {one[3]}" for one in found}  # the last of each folder, for one that went back
+        yield PhaseRecord(
+            name,
+            start,
+            end,
+            rows.get(LAYERS_ROW, ""),
+            rows.get(TRAINS_ROW, ""),
+            rows.get(HIDDEN_ROW, ""),
+            " and ".join(stored.values()),
+            (losses[0], losses[-1]) if len(losses) else (),
+            validation[-1] if len(validation) else None,
+            int(after - before),
+        )
+
+
+def _between(run: LoggedRun, name: str, start: int, end: int) -> list[float]:
+    """The finite values of a metric after the steps from `start + 1` to `end`."""
+    steps, values = run[name]
+    return values[(steps > start) & (steps <= end) & np.isfinite(values)].tolist()
+
+
+def phase_table(records: Sequence[PhaseRecord]) -> tuple[list[str], list[list[str]]]:
+    """Names of the columns that any of the phases has something in, and a row for each phase, beginning with its name."""
+    cells = [record.cells for record in records]
+    used = [number for number in range(len(_COLUMNS)) if any(row[number] for row in cells)]
+    rows = [[record.name, *(row[number] for number in used)] for record, row in zip(records, cells, strict=True)]
+    return [_COLUMNS[number] for number in used], rows
+
 
 MAX_MARKS = 30  # vertical lines of each kind and run; more of them would hide the curves
 _MAX_BANDS = 200

@@ -16,7 +16,7 @@ from jaxlm.engine.preemption import StopRequest
 from jaxlm.engine.sync import FlagSync
 from jaxlm.interop.hf.hub import check_upload
 from jaxlm.observe.console import Console
-from jaxlm.observe.log_store import LogStore
+from jaxlm.observe.log_file import LogStore
 from jaxlm.plan.plan import Plan
 from jaxlm.session.export import Exporter
 from jaxlm.session.init_from import InitFrom

@@ -18,8 +18,7 @@ from jaxlm.observe.completions import CompletionLog
 from jaxlm.observe.console import Console
 from jaxlm.observe.decisions import DecisionLog
 from jaxlm.observe.ledger import Ledger
-from jaxlm.observe.log_file import LogFile
-from jaxlm.observe.log_store import describe_start
+from jaxlm.observe.log_file import LogFile, describe_start
 from jaxlm.observe.loop_state import LoopState
 from jaxlm.observe.trackers import JsonlTracker, Tracker, TrackerConfig
 from jaxlm.observe.trackers.background import BackgroundTracker

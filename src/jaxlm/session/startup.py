@@ -43,7 +43,7 @@ from jaxlm.models.remat import (
 from jaxlm.models.scan import runs_as_scan
 from jaxlm.models.stacks import HeterogeneousBody, Stack
 from jaxlm.observe.console import duration
-from jaxlm.observe.phase_history import HIDDEN_ROW, LAYERS_ROW, STEPS_ROW, TRAINS_ROW
+from jaxlm.observe.events import HIDDEN_ROW, LAYERS_ROW, STEPS_ROW, TRAINS_ROW
 from jaxlm.observe.trackers import RunInfo
 from jaxlm.observe.trackers.environment import JAX_OPTIONS, flags, source_of, source_of_jaxlm, variables
 from jaxlm.optim.base import OptimizerConfig, ParameterGroup

@@ -19,7 +19,7 @@ from jaxlm.engine.checkpoint import lease as leases
 from jaxlm.engine.checkpoint.lease import Holder, Lease, LeaseLostError
 from jaxlm.engine.checkpoint.local import LocalFolder
 from jaxlm.engine.checkpoint.staging import StagedFolder
-from jaxlm.observe.log_store import LogStore
+from jaxlm.observe.log_file import LogStore
 from tests.gcs import BUCKET
 from tests.session.test_object_store import bucket  # noqa: F401 - a fixture
 

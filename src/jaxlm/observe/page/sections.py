@@ -25,13 +25,11 @@ from jaxlm.core.values.logged import (
     Activity,
     tables_in,
 )
-from jaxlm.observe.curves import COLORS
-from jaxlm.observe.decision_notes import described
-from jaxlm.observe.events import SkippedStep, resumes, skipped_steps
+from jaxlm.observe.decisions import described
+from jaxlm.observe.events import SkippedStep, phase_history, phase_table, resumes, skipped_steps
 from jaxlm.observe.ledger import IDLE
 from jaxlm.observe.logged_run import LoggedRun, Series
-from jaxlm.observe.needle_grid import needle_grids
-from jaxlm.observe.phase_history import phase_history, phase_table
+from jaxlm.observe.plots import COLORS, needle_grids
 
 ABSENT = "–"
 _MAX_KEYS = 5000
