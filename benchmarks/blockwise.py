@@ -36,7 +36,7 @@ from jaxlm.models.families.llama import LlamaConfig
 from jaxlm.objectives.block_progress import Convergence
 from jaxlm.objectives.blockwise import Blockwise
 from jaxlm.objectives.distill import Distill
-from jaxlm.optim.adam import AdamConfig
+from jaxlm.optim.elementwise import AdamConfig
 from jaxlm.surgery.decouple import DecoupleConfig
 
 ROWS, VOCAB = 8, 4096

@@ -188,19 +188,19 @@ MUTATIONS = (
         "tests/data/test_packing.py tests/data",
     ),
     Mutation(
-        "optim/lr/schedules.py",
+        "optim/schedules.py",
         "int(length * num_steps) if isinstance(length, float) and length <= 1",
         "int(length * num_steps) if length <= 1",
         "tests/optim",
     ),
     Mutation(
-        "optim/lr/schedules.py",
+        "optim/schedules.py",
         "low = min(segments[-1].last, spec.peak) if segments else 0.0",
         "low = 0.0",
         "tests/optim",
     ),
     Mutation(
-        "optim/adam.py",
+        "optim/elementwise.py",
         "rate = self.weight_decay * scaled(schedule(state.count), controls or {}) / self.learning_rate",
         "rate = self.weight_decay * schedule(state.count) / self.learning_rate",
         "tests/optim",

@@ -22,7 +22,7 @@ from jaxlm.models.families.mpt import MptConfig
 from jaxlm.observe.trackers import RunInfo, environment
 from jaxlm.observe.trackers.tensorboard import TensorboardConfig
 from jaxlm.observe.trackers.wandb import WandbConfig
-from jaxlm.optim.adam import AdamConfig
+from jaxlm.optim.elementwise import AdamConfig
 from jaxlm.plan.load_config import decode_run, read_config, run_id_of
 from jaxlm.plan.plan import make_plan
 from jaxlm.plan.run_config import RunConfig

@@ -33,7 +33,7 @@ from jaxlm.engine.sync import FlagSync
 from jaxlm.models.base import LanguageModel, ModelConfig, vocab_axis
 from jaxlm.models.families.llama import LlamaConfig
 from jaxlm.objectives.next_token import NextToken
-from jaxlm.optim.adam import AdamConfig
+from jaxlm.optim.elementwise import AdamConfig
 
 MODEL = LlamaConfig(seq_len=16, hidden_dim=32, intermediate_dim=64, num_layers=2, num_heads=4, num_kv_heads=2)
 VOCAB = 64

@@ -29,7 +29,7 @@ from jaxlm.engine.checkpoint.manifest import History
 from jaxlm.engine.loop import TrainingLoop
 from jaxlm.engine.preemption import StopRequest
 from jaxlm.engine.sync import Done, FlagSync, Interrupted, Outcome
-from jaxlm.optim.adam import AdamConfig
+from jaxlm.optim.elementwise import AdamConfig
 from jaxlm.optim.portfolio.nowcast import Nowcast
 from jaxlm.optim.portfolio.portfolio import PortfolioConfig
 from jaxlm.optim.portfolio.strategies import AdamW

@@ -23,7 +23,7 @@ from jaxlm.engine.metrics import MAX_IN_FLIGHT
 from jaxlm.engine.phase_runner import Conductor
 from jaxlm.engine.sync import Done, Interrupted, Outcome
 from jaxlm.models.base import vocab_axis
-from jaxlm.optim.adam import AdamConfig
+from jaxlm.optim.elementwise import AdamConfig
 from tests.engine.helpers import (
     F32,
     MODEL,

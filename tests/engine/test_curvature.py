@@ -19,8 +19,8 @@ from jaxlm.engine.step import make_train_step
 from jaxlm.engine.sync import FlagSync
 from jaxlm.models.base import vocab_axis
 from jaxlm.objectives.next_token import NextToken
-from jaxlm.optim.adam import AdamConfig
 from jaxlm.optim.curvature import Curvature
+from jaxlm.optim.elementwise import AdamConfig
 from jaxlm.optim.sophia_h import SophiaHConfig
 from tests.engine.helpers import F32, MODEL, VOCAB, TinyRun, arrays, batch, layout, one_device, phase
 

@@ -19,10 +19,10 @@ from jaxlm.engine.step import make_train_step
 from jaxlm.engine.sync import FlagSync
 from jaxlm.models.base import LanguageModel, vocab_axis
 from jaxlm.objectives.next_token import NextToken
-from jaxlm.optim.adam import AdamConfig
 from jaxlm.optim.averaging import Ema
+from jaxlm.optim.elementwise import AdamConfig
 from jaxlm.optim.groups import SCHEDULE_STATES
-from jaxlm.optim.stored_state.formats import EightBit
+from jaxlm.optim.stored_state import EightBit
 from jaxlm.plan.load_config import decode_run
 from jaxlm.plan.plan import make_plan
 from jaxlm.reading.yaml import ConfigSource

@@ -16,10 +16,10 @@ from jaxlm.core.guards import UPDATE_NORM, StepStats, skip_reason
 from jaxlm.core.precision import DynamicLossScale, parse_precision
 from jaxlm.engine.entry import StateBuilder
 from jaxlm.models.base import vocab_axis
-from jaxlm.optim.adam import AdamConfig
 from jaxlm.optim.averaging import Ema, EmaDecaySqrt
 from jaxlm.optim.bad_steps import SkipBadSteps
 from jaxlm.optim.base import OptimizerConfig
+from jaxlm.optim.elementwise import AdamConfig
 from jaxlm.reading.decode import decode
 from jaxlm.reading.yaml import ConfigSource
 from tests.engine.helpers import F32, MODEL, VOCAB, TinyRun, arrays, layout, one_device, phase

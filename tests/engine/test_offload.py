@@ -16,8 +16,8 @@ from jaxlm.core.devices import HOST_MEMORY
 from jaxlm.engine.entry import StateBuilder, enter_phase
 from jaxlm.models.base import vocab_axis
 from jaxlm.models.remat import RematConfig
-from jaxlm.optim.adam import AdamConfig
-from jaxlm.optim.stored_state.formats import EightBit, Full
+from jaxlm.optim.elementwise import AdamConfig
+from jaxlm.optim.stored_state import EightBit, Full
 from tests.engine.helpers import F32, MODEL, VOCAB, TinyRun, arrays, layout, one_device, phase
 
 OFFLOADED = RematConfig(offload=["residual", "attention"])

@@ -29,10 +29,10 @@ from jaxlm.objectives.entropy_control import AdaptiveEntropy, Entropy
 from jaxlm.objectives.other_policies import ImportanceSampling, Kl, OfModel
 from jaxlm.objectives.policy_losses import LossAgg, PolicyLoss
 from jaxlm.observe.completions import CompletionsConfig
-from jaxlm.optim.adagc import AdaGc
 from jaxlm.optim.base import OptimizerConfig
+from jaxlm.optim.clipping import AdaGc
 from jaxlm.optim.portfolio.nowcast import Nowcast
-from jaxlm.optim.stored_state.formats import EightBit
+from jaxlm.optim.stored_state import EightBit
 from jaxlm.optim.telemetry.guard import Telemetry
 from jaxlm.plan.context.config import ContextConfig
 from jaxlm.plan.presets.base import PresetConfig

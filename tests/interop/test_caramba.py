@@ -15,7 +15,7 @@ import yaml
 from jaxlm.__main__ import main
 from jaxlm.core.errors import EXIT_CONFIG, ConfigError
 from jaxlm.interop.caramba.from_caramba import from_caramba
-from jaxlm.optim.adagc import AdaGc
+from jaxlm.optim.clipping import AdaGc
 from jaxlm.optim.portfolio import PortfolioConfig
 from jaxlm.plan.load_config import load_config
 from jaxlm.plan.plan import make_plan

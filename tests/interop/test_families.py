@@ -23,7 +23,7 @@ from jaxlm.interop.hf.load import load_weights
 from jaxlm.interop.hf.safetensors_file import SafetensorsFile, TensorInfo
 from jaxlm.models.inference.generate import generate
 from jaxlm.objectives.next_token import NextToken
-from jaxlm.optim.adam import AdamConfig
+from jaxlm.optim.elementwise import AdamConfig
 from jaxlm.optim.groups import parameter_groups
 from tests.engine.helpers import one_device
 from tests.interop.cases import (

@@ -26,7 +26,7 @@ from jaxlm.models.inference.prefix_cache import PrefixCache
 from jaxlm.models.inference.unstacked import Generator, unstack
 from jaxlm.models.loss import next_token_sums
 from jaxlm.models.rope import DefaultRotary
-from jaxlm.optim.adam import AdamConfig
+from jaxlm.optim.elementwise import AdamConfig
 from jaxlm.surgery.lora import LoraConfig
 from tests.engine import helpers
 

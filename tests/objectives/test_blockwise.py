@@ -20,9 +20,9 @@ from jaxlm.models.distillation.layerwise import Int8Array
 from jaxlm.objectives.block_progress import Autotune, BlockProgress, Convergence
 from jaxlm.objectives.blockwise import Blockwise
 from jaxlm.objectives.next_token import NextToken
-from jaxlm.optim.adam import AdamConfig
 from jaxlm.optim.base import OptimizerConfig
 from jaxlm.optim.curvature import Curvature
+from jaxlm.optim.elementwise import AdamConfig
 from jaxlm.plan.plan import plan_phases
 from jaxlm.plan.run_config import PhaseConfig, RunConfig
 from tests.engine.helpers import MODEL, TinyRun, arrays, layout, one_device, phase

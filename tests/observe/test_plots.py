@@ -5,7 +5,7 @@ from jaxlm.core.values.logged import LayerTable
 from jaxlm.observe import plots as plots
 from jaxlm.observe.logged_run import LoggedRun, series_of
 from jaxlm.observe.plots import layer_bars, loss_curve, schedule_curve, step_time_histogram, step_times
-from jaxlm.optim.adam import AdamConfig
+from jaxlm.optim.elementwise import AdamConfig
 from tests.engine.helpers import phase
 
 

@@ -12,10 +12,10 @@ from jaxlm.core import tree
 from jaxlm.core.errors import ConfigError
 from jaxlm.engine.entry import _map_models
 from jaxlm.models.base import vocab_axis
-from jaxlm.optim.adagc import AdaGc, AdaGcState
-from jaxlm.optim.adam import AdamConfig
 from jaxlm.optim.base import OptimizerConfig
-from jaxlm.optim.stored_state.formats import EightBit
+from jaxlm.optim.clipping import AdaGc, AdaGcState
+from jaxlm.optim.elementwise import AdamConfig
+from jaxlm.optim.stored_state import EightBit
 from jaxlm.plan.run_config import RunConfig
 from jaxlm.reading.decode import decode
 from jaxlm.reading.yaml import ConfigSource

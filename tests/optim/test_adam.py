@@ -12,7 +12,7 @@ from jaxlm.core.errors import ConfigError
 from jaxlm.models.base import vocab_axis
 from jaxlm.models.families.gpt2 import Gpt2Config
 from jaxlm.models.families.llama import LlamaConfig
-from jaxlm.optim.adam import AdamConfig
+from jaxlm.optim.elementwise import AdamConfig
 from jaxlm.optim.groups import build_optimizer, parameter_groups
 
 SHAPES = {"w.weight": (5, 4), "norm.weight": (4,), "w.bias": (5,)}

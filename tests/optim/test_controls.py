@@ -10,8 +10,8 @@ import optax
 import pytest
 
 from jaxlm.core.errors import ConfigError
-from jaxlm.optim.adam import AdamConfig
 from jaxlm.optim.base import OptimizerConfig
+from jaxlm.optim.elementwise import AdamConfig
 from jaxlm.optim.groups import build_optimizer, parameter_groups
 from tests.optim.test_family import arrays, curvature, flat, model
 

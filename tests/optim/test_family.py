@@ -18,13 +18,13 @@ from jaxlm.core import tree
 from jaxlm.core.errors import ConfigError
 from jaxlm.models.linear import Linear
 from jaxlm.optim import clipping as limits
-from jaxlm.optim.adam import AdamConfig
 from jaxlm.optim.base import OptimizerConfig
 from jaxlm.optim.clipping import ClipUpdateNorm, clip_by_rms
 from jaxlm.optim.curvature import Curvature
-from jaxlm.optim.eigenbasis import _eigenvectors
+from jaxlm.optim.elementwise import AdamConfig
 from jaxlm.optim.groups import build_optimizer, parameter_groups
-from jaxlm.optim.orthogonal.iterations import newton_schulz
+from jaxlm.optim.orthogonal import newton_schulz
+from jaxlm.optim.soap import _eigenvectors
 from jaxlm.plan.run_config import RunConfig
 from jaxlm.reading.decode import decode
 from jaxlm.reading.yaml import ConfigSource

@@ -15,8 +15,8 @@ from jaxlm.core.errors import ConfigError
 from jaxlm.models.base import ModelConfig, vocab_axis
 from jaxlm.models.families.flax import FlaxConfig
 from jaxlm.models.linear import ExpertLinear, Linear
-from jaxlm.optim.adam import AdamConfig
 from jaxlm.optim.base import OptimizerConfig
+from jaxlm.optim.elementwise import AdamConfig
 from jaxlm.optim.groups import build_optimizer, group_names, group_schedules, parameter_groups
 from jaxlm.optim.matrices import matrix_paths
 from jaxlm.optim.muon import MuonConfig

@@ -26,10 +26,9 @@ from jaxlm.models.base import vocab_axis
 from jaxlm.models.families.gpt2 import Gpt2Config
 from jaxlm.models.linear import ExpertLinear, Linear
 from jaxlm.optim.groups import build_optimizer, parameter_groups
-from jaxlm.optim.lr.momentum import MomentumSchedule, decay_factor
 from jaxlm.optim.muon import MuonConfig
-from jaxlm.optim.orthogonal.iterations import POLAR_EXPRESS, QUINTIC, newton_schulz
-from jaxlm.optim.orthogonal.normuon import NorMuonState
+from jaxlm.optim.orthogonal import POLAR_EXPRESS, QUINTIC, NorMuonState, newton_schulz
+from jaxlm.optim.schedules import MomentumSchedule, decay_factor
 from tests.engine.helpers import MESHES, TinyRun, layout, one_device, phase
 from tests.engine.helpers import arrays as tokens
 from tests.hardware.helpers import collectives

@@ -12,17 +12,16 @@ import pytest
 from jaxlm.core import tree
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.guards import scaled
-from jaxlm.optim.adagc import AdaGc
-from jaxlm.optim.adam import AdamConfig
 from jaxlm.optim.base import OptimizerConfig
+from jaxlm.optim.clipping import AdaGc
+from jaxlm.optim.elementwise import AdamConfig
 from jaxlm.optim.groups import build_optimizer, parameter_groups
 from jaxlm.optim.muon import MuonConfig
 from jaxlm.optim.portfolio.nowcast import Nowcast
 from jaxlm.optim.portfolio.portfolio import PortfolioConfig
 from jaxlm.optim.portfolio.strategies import AdamW, Lion, Muon, Sgd, Strategy
 from jaxlm.optim.portfolio.superset import PortfolioState
-from jaxlm.optim.stored_state.formats import EightBit
-from jaxlm.optim.stored_state.moment import QuantizedMoment
+from jaxlm.optim.stored_state import EightBit, QuantizedMoment
 from tests.engine.helpers import layout
 from tests.optim import test_adagc
 from tests.optim.helpers import AXES, Arrays, Updates, as_model, flat, numbers

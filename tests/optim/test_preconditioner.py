@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec
 
-from jaxlm.optim.preconditioner import initial_factor, precondition
+from jaxlm.optim.kron import initial_factor, precondition
 from tests.engine.helpers import layout
 
 ROWS, COLUMNS = hax.make_axes(rows=6, columns=4)

@@ -15,10 +15,17 @@ from hypothesis import strategies as st
 
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.field_types import check_fields
-from jaxlm.optim.adam import AdamConfig
-from jaxlm.optim.lr.momentum import MomentumSchedule
-from jaxlm.optim.lr.schedules import ScheduleSpec, cycle_boundaries, make_schedule
-from jaxlm.optim.lr.shapes import Cosine, InvSqrt, Polynomial, Power
+from jaxlm.optim.elementwise import AdamConfig
+from jaxlm.optim.schedules import (
+    Cosine,
+    InvSqrt,
+    MomentumSchedule,
+    Polynomial,
+    Power,
+    ScheduleSpec,
+    cycle_boundaries,
+    make_schedule,
+)
 from jaxlm.plan.load_config import load_config, read_config
 from jaxlm.plan.run_config import RunConfig
 from jaxlm.reading.decode import decode, dump, encode

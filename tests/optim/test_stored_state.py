@@ -20,13 +20,10 @@ from jaxlm.core.products.dynamic_map import dynamic_map, nearest_codes
 from jaxlm.engine.entry import StateBuilder
 from jaxlm.engine.state import shardings
 from jaxlm.models.base import vocab_axis
-from jaxlm.optim.adagrad import AdagradConfig
-from jaxlm.optim.adam import AdamConfig
 from jaxlm.optim.base import OptimizerConfig
+from jaxlm.optim.elementwise import AdagradConfig, AdamConfig, LionConfig
 from jaxlm.optim.groups import build_optimizer, parameter_groups
-from jaxlm.optim.lion import LionConfig
-from jaxlm.optim.stored_state.formats import EightBit
-from jaxlm.optim.stored_state.moment import QuantizedMoment
+from jaxlm.optim.stored_state import EightBit, QuantizedMoment
 from jaxlm.plan.load_config import decode_run
 from jaxlm.plan.plan import make_plan
 from jaxlm.reading.decode import decode

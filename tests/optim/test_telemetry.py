@@ -14,8 +14,8 @@ from jaxlm.core import tree
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.guards import GRADIENT_NORM, UPDATE_NORM, StepStats
 from jaxlm.core.values import logged
-from jaxlm.optim.adam import AdamConfig
-from jaxlm.optim.rolling import RollingWindow, RunningMean
+from jaxlm.optim.bad_steps import RollingWindow, RunningMean
+from jaxlm.optim.elementwise import AdamConfig
 from jaxlm.optim.telemetry.guard import Telemetry
 from jaxlm.optim.telemetry.layer_norms import layer_norms, layer_ratio, norm
 from jaxlm.optim.telemetry.trend import Trend, slope

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from jaxlm.core.errors import ConfigError
 from jaxlm.objectives.next_token import NextToken
-from jaxlm.optim.adam import AdamConfig
+from jaxlm.optim.elementwise import AdamConfig
 from jaxlm.optim.muon import MuonConfig
 from jaxlm.plan.refs.hf import HfRefConfig
 from jaxlm.plan.run_config import RunConfig

@@ -34,8 +34,8 @@ from jaxlm.models.base import LanguageModel
 from jaxlm.objectives.base import ObjectiveConfig
 from jaxlm.optim.curvature import Curvature
 from jaxlm.optim.groups import group_schedules
-from jaxlm.optim.lr.schedules import Schedule
-from jaxlm.optim.stored_state.formats import in_full
+from jaxlm.optim.schedules import Schedule
+from jaxlm.optim.stored_state import in_full
 
 Refs = Mapping[str, LanguageModel]
 OPTIMIZER_SCOPE = "optimizer"  # forecasts and profiles show what the update costs by this name

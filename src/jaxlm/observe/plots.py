@@ -14,7 +14,7 @@ from jaxlm.engine.phases import Phase
 from jaxlm.observe.events import MAX_MARKS, batch_sizes, events, phase_history, resumes, strategies
 from jaxlm.observe.logged_run import LoggedRun, Series
 from jaxlm.optim.groups import group_schedules
-from jaxlm.optim.lr.schedules import Schedule
+from jaxlm.optim.schedules import Schedule
 
 COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#333333")  # Okabe and Ito
 BAND_OPACITY = 0.16  # of the background of some steps

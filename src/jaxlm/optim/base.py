@@ -19,11 +19,10 @@ from jaxlm.core.field_types import (
     ScheduleLength,
 )
 from jaxlm.core.guards import RewindRule, StepGuard, scaled
-from jaxlm.optim.adagc import AdaGc
 from jaxlm.optim.bad_steps import SkipBadSteps, WindowLength, bad_step_guards
-from jaxlm.optim.lr.schedules import Schedule, ScheduleSpec, make_schedule
-from jaxlm.optim.lr.shapes import LrShape
-from jaxlm.optim.stored_state.formats import Full, StateFormat
+from jaxlm.optim.clipping import AdaGc
+from jaxlm.optim.schedules import LrShape, Schedule, ScheduleSpec, make_schedule
+from jaxlm.optim.stored_state import Full, StateFormat
 from jaxlm.optim.telemetry.guard import Telemetry, telemetry_guards
 from jaxlm.reading.decode import INHERITS
 

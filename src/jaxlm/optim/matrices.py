@@ -21,7 +21,7 @@ from jaxlm.core import tree
 from jaxlm.core.axes import EMBED, POSITION, VOCAB
 from jaxlm.models.linear import DeclaresMatrices, MatrixAxes, matrix_sides
 from jaxlm.optim.base import OptimizerConfig, ParameterGroup, add_weight_decay, clip_by_norm, scale_by_learning_rate
-from jaxlm.optim.stored_state.formats import EMBEDDING
+from jaxlm.optim.stored_state import EMBEDDING
 
 NORM_BIAS_OR_EMBEDDING = re.compile(rf"norm|bias|{EMBEDDING}")
 """Matches the paths, in lower case, of parameters that get no weight decay by default and are not matrices."""

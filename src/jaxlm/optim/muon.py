@@ -24,11 +24,16 @@ from annotated_types import Interval
 from jaxlm.core import tree
 from jaxlm.core.field_types import BelowOne, LearningRate, NonNegativeFloat, PositiveFloat, PositiveInt
 from jaxlm.optim.base import OptimizerConfig, ParameterGroup, add_weight_decay
-from jaxlm.optim.lr.momentum import DecayFactor, MomentumSchedule, ScheduledMomentum, decay_factor
 from jaxlm.optim.matrices import MatrixView, map_matrices, matrices, replace_matrices, with_adam_fallback
-from jaxlm.optim.orthogonal.iterations import COEFFICIENTS, equal_rows, newton_schulz, orthogonal_norm
-from jaxlm.optim.orthogonal.normuon import normalize_by_mean_squares
-from jaxlm.optim.orthogonal.sharded_matrices import map_sharded_matrices
+from jaxlm.optim.orthogonal import (
+    COEFFICIENTS,
+    equal_rows,
+    map_sharded_matrices,
+    newton_schulz,
+    normalize_by_mean_squares,
+    orthogonal_norm,
+)
+from jaxlm.optim.schedules import DecayFactor, MomentumSchedule, ScheduledMomentum, decay_factor
 from jaxlm.reading.choices import choice
 
 NormFactor = Annotated[float, Interval(ge=1, le=10)]

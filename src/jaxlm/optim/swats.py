@@ -14,7 +14,7 @@ import optax
 from jaxlm.core import tree
 from jaxlm.core.field_types import BelowOne, LearningRate, NonNegativeFloat, NonNegativeInt, PositiveFloat
 from jaxlm.optim.base import OptimizerConfig, ParameterGroup, chained, clip_by_norm
-from jaxlm.optim.tensors import by_element, per_tensor, sums_per_tensor, with_array, with_arrays
+from jaxlm.optim.clipping import by_element, per_tensor, sums_per_tensor, with_array, with_arrays
 from jaxlm.reading.choices import choice
 
 

@@ -16,8 +16,8 @@ from jaxlm.models.base import ModelConfig
 from jaxlm.models.families.llama import LlamaConfig
 from jaxlm.objectives.base import ObjectiveConfig
 from jaxlm.objectives.next_token import NextToken
-from jaxlm.optim.adam import AdamConfig
 from jaxlm.optim.base import OptimizerConfig
+from jaxlm.optim.elementwise import AdamConfig
 from jaxlm.plan.batches import ANOTHER_SIZE, BatchConfig
 from jaxlm.plan.presets.base import PresetConfig
 from jaxlm.plan.refs.base import RefConfig

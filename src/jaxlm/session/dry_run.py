@@ -34,7 +34,7 @@ from jaxlm.observe.console import Console, table
 from jaxlm.observe.logged_run import LoggedRun
 from jaxlm.observe.plots import schedule_curve
 from jaxlm.optim.groups import group_schedules
-from jaxlm.optim.lr.schedules import Schedule
+from jaxlm.optim.schedules import Schedule
 from jaxlm.plan.plan import Plan, all_sources
 from jaxlm.plan.run_config import RunConfig
 from jaxlm.reading.decode import choice_name

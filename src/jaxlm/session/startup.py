@@ -47,8 +47,8 @@ from jaxlm.observe.events import HIDDEN_ROW, LAYERS_ROW, STEPS_ROW, TRAINS_ROW
 from jaxlm.observe.trackers import RunInfo
 from jaxlm.observe.trackers.environment import JAX_OPTIONS, flags, source_of, source_of_jaxlm, variables
 from jaxlm.optim.base import OptimizerConfig, ParameterGroup
-from jaxlm.optim.lr.shapes import lr_shape_name
-from jaxlm.optim.stored_state.formats import describe_state
+from jaxlm.optim.schedules import lr_shape_name
+from jaxlm.optim.stored_state import describe_state
 from jaxlm.plan.batches import describe_batches
 from jaxlm.plan.load_config import run_id_of
 from jaxlm.plan.num_steps import describe_data

@@ -25,7 +25,7 @@ from jaxlm.objectives.base import ObjectiveConfig
 from jaxlm.objectives.dpo import Dpo
 from jaxlm.objectives.kto import Kto
 from jaxlm.objectives.next_token import NextToken
-from jaxlm.optim.lion import LionConfig
+from jaxlm.optim.elementwise import LionConfig
 from tests.engine.helpers import F32, VOCAB, one_device, phase
 
 MODEL = LlamaConfig(seq_len=8, hidden_dim=16, intermediate_dim=16, num_layers=1, num_heads=2, num_kv_heads=2)

@@ -12,12 +12,12 @@ import optax
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.field_types import NonNegativeFloat
 from jaxlm.core.guards import LR_SCALE, NOWCAST, STRATEGY
-from jaxlm.optim.adagc import AdaGc
 from jaxlm.optim.base import OptimizerConfig, ParameterGroup, scale_by_learning_rate
+from jaxlm.optim.clipping import AdaGc
 from jaxlm.optim.portfolio.nowcast import Nowcast
 from jaxlm.optim.portfolio.strategies import TABLES, Strategy
 from jaxlm.optim.portfolio.superset import Superset
-from jaxlm.optim.stored_state.formats import Full
+from jaxlm.optim.stored_state import Full
 from jaxlm.reading.choices import choice
 
 

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.field_types import BelowOne, NonNegativeFloat, PositiveFloat
-from jaxlm.optim.adagc import AdaGc
+from jaxlm.optim.clipping import AdaGc
 from jaxlm.reading.choices import choice
 
 Number = float | jax.Array

@@ -19,13 +19,11 @@ from haliax import NamedArray
 
 from jaxlm.core import tree
 from jaxlm.core.guards import STRATEGY
-from jaxlm.optim.adagc import AdaGc
 from jaxlm.optim.base import ParameterGroup
+from jaxlm.optim.clipping import AdaGc, with_array, with_arrays
 from jaxlm.optim.matrices import matrices
-from jaxlm.optim.orthogonal.iterations import newton_schulz
-from jaxlm.optim.orthogonal.sharded_matrices import map_sharded_matrices
+from jaxlm.optim.orthogonal import map_sharded_matrices, newton_schulz
 from jaxlm.optim.portfolio.strategies import Moments, Muon, Number, Strategy, adam_direction
-from jaxlm.optim.tensors import with_array, with_arrays
 
 _NUM_ITERATIONS = 5
 _EPSILON = 1e-8  # added to the norm of a matrix

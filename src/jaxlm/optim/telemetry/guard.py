@@ -25,7 +25,7 @@ from jaxlm.core.errors import ConfigError
 from jaxlm.core.field_types import PositiveFloat, PositiveInt
 from jaxlm.core.guards import StepGuard, StepStats, Verdict
 from jaxlm.core.values import logged
-from jaxlm.optim.rolling import RollingWindow, RunningMean
+from jaxlm.optim.bad_steps import RollingWindow, RunningMean
 from jaxlm.optim.telemetry.layer_norms import layer_ratio, norm
 from jaxlm.optim.telemetry.trend import Trend, slope
 

@@ -11,7 +11,7 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 
-from jaxlm.optim.rolling import STD_PER_MAD, RollingWindow
+from jaxlm.optim.bad_steps import STD_PER_MAD, RollingWindow
 
 _DISCOUNT = 0.95  # of a residual's weight, with each value
 _RESTART_AFTER = 10  # outliers in a row

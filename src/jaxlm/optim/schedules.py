@@ -1,21 +1,216 @@
-"""Learning-rate schedules: [warmup] -> [stable] -> [decay] -> {[rewarmup] -> [stable] -> [decay]} per additional cycle.
+"""Schedules of the learning rate, with the shapes of its decay, of a momentum and of the weight decay.
+
+Learning-rate schedules: [warmup] -> [stable] -> [decay] -> {[rewarmup] -> [stable] -> [decay]} per additional cycle.
 
 A schedule is a table of segments with a single lookup, which works for Python integers and traced ones.
 Source of the warmup-stable-decay form: Hu et al. 2024, MiniCPM (arXiv:2404.06395), section 4; of its cycles: Wen et al.
 2024 (arXiv:2410.05192), section 4.
 """
 
+import abc
+import dataclasses
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 
+import draccus
 import jax
 import jax.numpy as jnp
 import numpy as np
+from annotated_types import Interval
 
 from jaxlm.core.errors import ConfigError
-from jaxlm.optim.lr.shapes import LrShape, ShapeSpan, lr_shape_name, lr_shape_of
+from jaxlm.core.field_types import BelowOne, PositiveFloat, PositiveInt, ScheduleLength
+from jaxlm.reading.choices import choice
+
+Number = jax.Array | np.ndarray | float
+
+
+class ShapeSpan(NamedTuple):
+    """Position within a decay, and its parameters. All values may be traced.
+
+    Attributes:
+        since: steps since the decay started, from 0 to `length`.
+        length: length of the decay in steps.
+        warmup: length of the same cycle's warmup in steps.
+        peak: value at the start of the decay.
+        low: value at the end of the decay, as a fraction of the peak.
+    """
+
+    since: Number
+    length: Number
+    warmup: Number
+    peak: Number
+    low: Number
+
+    @property
+    def xp(self) -> Any:
+        """`jax.numpy` if any value is a jax array, otherwise NumPy, so that plots compile nothing."""
+        return jnp if any(isinstance(number, jax.Array) for number in self) else np
+
+
+@dataclass(frozen=True)
+class LrShape(draccus.ChoiceRegistry, abc.ABC):
+    """Shape of a decay, selected by `type:`. A plain name selects the shape with its default options."""
+
+    reaches_zero: ClassVar[bool] = True
+    """Whether the shape supports `min_lr_ratio: 0`."""
+    may_be_empty: ClassVar[bool] = True
+    """Whether an explicit decay of 0 steps is allowed and keeps the peak, rather than being an error."""
+
+    @abc.abstractmethod
+    def value(self, at: ShapeSpan) -> Number:
+        """The value at a position in the decay."""
+
+
+@choice(LrShape, "constant")
+class Constant(LrShape):
+    """Stays at the peak and ignores `min_lr_ratio`."""
+
+    def value(self, at: ShapeSpan) -> Number:
+        return at.xp.full_like(at.xp.asarray(at.since, np.float32), at.peak)
+
+
+@choice(LrShape, "linear")
+class Linear(LrShape):
+    """Linear decay to the final value."""
+
+    def value(self, at: ShapeSpan) -> Number:
+        return at.peak * (1 - (1 - at.low) * at.since / at.length)
+
+
+@choice(LrShape, "cosine")
+class Cosine(LrShape):
+    """Cosine decay (Loshchilov and Hutter 2017, arXiv:1608.03983, equation 5).
+
+    Attributes:
+        exponent: exponent applied to the cosine factor, which falls from 1 to 0.
+    """
+
+    exponent: PositiveFloat = 1.0
+
+    may_be_empty: ClassVar[bool] = False
+
+    def value(self, at: ShapeSpan) -> Number:
+        wave = 0.5 * (1 + at.xp.cos(np.pi * at.since / at.length))
+        return at.peak * (at.low + (1 - at.low) * wave**self.exponent)
+
+
+_LAST_STEP = 2**31  # no run is longer
+
+
+@choice(LrShape, "sgdr")
+class Sgdr(LrShape):
+    """Cosine decays with warm restarts, each `t_mult` times as long as the one before (Loshchilov and Hutter 2017,
+    arXiv:1608.03983, section 3). The end of the run cuts the last one off, so that the lengths do not depend on the run's.
+
+    Attributes:
+        first_decay: steps of the first decay, after the warmup.
+        t_mult: how much longer each decay is than the one before.
+    """
+
+    first_decay: PositiveInt
+    t_mult: PositiveInt = 2
+
+    def value(self, at: ShapeSpan) -> Number:
+        start, length = self._decay_around(at)
+        wave = 0.5 * (1 + at.xp.cos(np.pi * (at.since - start) / length))
+        return at.peak * (at.low + (1 - at.low) * wave)
+
+    def _decay_around(self, at: ShapeSpan) -> tuple[Number, Number]:
+        """Start and length of the decay in which a position lies."""
+        if self.t_mult == 1:
+            return at.xp.floor_divide(at.since, self.first_decay) * self.first_decay, float(self.first_decay)
+        starts, lengths = [0], [self.first_decay]
+        while starts[-1] + lengths[-1] < _LAST_STEP:
+            starts.append(starts[-1] + lengths[-1])
+            lengths.append(lengths[-1] * self.t_mult)
+        table = np.array([starts, lengths], np.float32)
+        number = at.xp.searchsorted(at.xp.asarray(table[0]), at.since, side="right") - 1
+        return at.xp.asarray(table[0])[number], at.xp.asarray(table[1])[number]
+
+
+@choice(LrShape, "polynomial")
+class Polynomial(LrShape):
+    """Polynomial decay: the remaining fraction of the decay, raised to a power.
+
+    Attributes:
+        power: exponent. 1 is linear; a larger power falls faster at first.
+    """
+
+    power: PositiveFloat = 1.0
+
+    def value(self, at: ShapeSpan) -> Number:
+        remaining = 1 - at.since / at.length
+        return at.peak * (at.low + (1 - at.low) * remaining**self.power)
+
+
+@choice(LrShape, "inv_sqrt")
+class InvSqrt(LrShape):
+    """Inverse square root of the step in the cycle (Vaswani et al. 2017, arXiv:1706.03762, equation 3), but at least the
+    minimum. It does not depend on the length of the decay.
+
+    Attributes:
+        timescale: steps from the start of the cycle, including warmup, after which the learning rate starts to fall.
+    """
+
+    timescale: PositiveFloat = 10_000
+
+    def value(self, at: ShapeSpan) -> Number:
+        steps = at.xp.maximum(at.since + at.warmup, 1.0)
+        return at.peak * at.xp.maximum(at.xp.minimum(1.0, (steps / self.timescale) ** -0.5), at.low)
+
+
+@choice(LrShape, "inv")
+class Inv(LrShape):
+    """Inverse of the step, scaled so that it ends at the final value. Its first step is already below the peak."""
+
+    reaches_zero: ClassVar[bool] = False
+
+    def value(self, at: ShapeSpan) -> Number:
+        return at.peak / ((1 / at.low - 1) * at.xp.maximum(at.since, 1.0) / at.length + 1)
+
+
+@choice(LrShape, "power")
+class Power(LrShape):
+    """Power law in the number of tokens since the decay started, at most the peak (Shen et al. 2024, arXiv:2408.13359,
+    equation 4). It ignores `min_lr_ratio` and the length of the decay.
+
+    Attributes:
+        batch_size: sequences per step.
+        seq_length: tokens per sequence.
+        a: amplitude; multiplied by `batch_size`.
+        b: exponent of the number of tokens; negative.
+    """
+
+    batch_size: PositiveInt
+    seq_length: PositiveInt
+    a: PositiveFloat = 4.6
+    b: Annotated[float, Interval(lt=0)] = -0.51
+
+    def value(self, at: ShapeSpan) -> Number:
+        tokens = at.since * float(self.batch_size) * self.seq_length
+        return at.xp.minimum(at.peak, self.batch_size * self.a * tokens**self.b)
+
+
+def lr_shape_of(shape: str | LrShape) -> LrShape:
+    """Resolves a shape name to the shape with its default options. Shapes with required keys have no short form."""
+    if isinstance(shape, LrShape):
+        return shape
+    known: dict[str, Any] = LrShape.get_known_choices()
+    if shape not in known:
+        raise ConfigError(f"optimizer.lr_schedule: '{shape}' given. Allowed: {', '.join(known)}")
+    required = [f.name for f in dataclasses.fields(known[shape]) if f.default is dataclasses.MISSING]
+    if required:
+        keys = ", ".join(f"{name}: ..." for name in required)
+        raise ConfigError(f"optimizer.lr_schedule: '{shape}' needs keys. Set {{type: {shape}, {keys}}}")
+    return known[shape]()
+
+
+def lr_shape_name(shape: str | LrShape) -> str:
+    """The name of a shape, for messages."""
+    return shape if isinstance(shape, str) else shape.get_choice_name(type(shape))
 
 
 @dataclass(frozen=True)
@@ -243,3 +438,83 @@ def _by_length(length: int | float | Sequence[int], num_steps: int) -> list[int]
 def _format_points(points: Sequence[int]) -> str:
     texts = [str(p) for p in points]
     return ", ".join(texts if len(texts) <= 12 else [*texts[:6], "...", *texts[-3:]])
+
+
+DecayFactor = Literal["constant", "linear", "cosine"]
+"""Shape of the factor of the weight decay, which falls from 1 to 0 over the phase unless it is constant."""
+
+
+class ScheduledMomentum(NamedTuple):
+    """A momentum whose decay rate follows a schedule.
+
+    Attributes:
+        count: int32, number of updates so far: the position in the schedule.
+        mean: with the structure of the parameters.
+    """
+
+    count: jax.Array
+    mean: Any
+
+
+@dataclass(frozen=True)
+class MomentumSchedule:
+    """Rises along a line to the optimizer's `momentum`, and falls along another while the learning rate decays.
+
+    Attributes:
+        initial: decay rate of the momentum in the first update.
+        warmup: number of updates until it is `momentum`, or a fraction of the phase (1.0 is all of it, 1 one update). A phase
+            that ends before does not shorten it.
+        final: decay rate at the end of the phase, which it falls to over the last decay of the learning rate. Null keeps
+            `momentum`.
+    """
+
+    initial: BelowOne = 0.85
+    warmup: ScheduleLength = 300
+    final: BelowOne | None = None
+
+    def build(self, momentum: float, rate: Schedule, num_steps: int) -> Callable[[jax.Array], jax.Array]:
+        """The decay rate of the momentum, as a function of the number of updates before.
+
+        Args:
+            momentum: its value after the warmup.
+            rate: the learning rate's schedule.
+        """
+        warmup = to_num_steps("momentum_schedule.warmup", self.warmup, num_steps)
+        decay = None if self.final is None else self._decay(rate)
+
+        def value(count: jax.Array) -> jax.Array:
+            rising = self.initial + (momentum - self.initial) * count / max(warmup, 1)
+            after = jnp.asarray(momentum, jnp.float32)
+            if self.final is not None and decay is not None:
+                passed = jnp.clip((count - decay.start) / decay.length, 0.0, 1.0)
+                after = momentum + (self.final - momentum) * passed
+            return jnp.where(count < warmup, rising, after)
+
+        return value
+
+    def _decay(self, rate: Schedule) -> Segment:
+        # Values are float32: that of a constant learning rate may be its peak rounded down.
+        falling = [s for s in rate.segments if s.name == "decay" and np.float32(s.last) < np.float32(s.first)]
+        if not falling and rate.only_rises:
+            raise ConfigError(
+                f"{rate.only_rises[0]}. No decay is left, over which the momentum would fall to"
+                f" optimizer.momentum_schedule.final ({self.final}). Set a shorter warmup, or momentum_schedule.final: null"
+            )
+        if not falling:
+            raise ConfigError(
+                f"optimizer.momentum_schedule.final: {self.final} given, but the learning rate does not decay, so the"
+                " momentum would never reach it. Set optimizer.lr_schedule and optimizer.decay, or remove it"
+            )
+        return falling[-1]
+
+
+def decay_factor(shape: DecayFactor, num_steps: int) -> Callable[[jax.Array], jax.Array]:
+    """What the weight decay is multiplied by, as a function of the number of updates before."""
+
+    def value(count: jax.Array) -> jax.Array:
+        passed = jnp.clip(count / num_steps, 0.0, 1.0)
+        if shape == "linear":
+            return 1.0 - passed
+        return 0.5 * (1.0 + jnp.cos(np.pi * passed)) if shape == "cosine" else jnp.ones_like(passed)
+
+    return value
