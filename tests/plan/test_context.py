@@ -11,9 +11,7 @@ from jaxlm.core.errors import ConfigError
 from jaxlm.core.mesh import AxisMappings, make_layout, mesh_shape
 from jaxlm.core.sharding import AttentionWork, ContextSharding
 from jaxlm.hardware.topologies import chip_of
-from jaxlm.plan.context.choice import choose_balance, choose_method, hidden_from
-from jaxlm.plan.context.devices import Devices
-from jaxlm.plan.context.rows import Rows
+from jaxlm.plan.context.choice import Devices, Rows, choose_balance, choose_method, hidden_from
 from jaxlm.plan.load_config import decode_run
 from jaxlm.plan.plan import Plan, make_plan
 from jaxlm.reading.yaml import ConfigSource

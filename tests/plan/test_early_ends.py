@@ -2,7 +2,7 @@
 
 import pytest
 
-from jaxlm.plan.early_ends import earliest_starts
+from jaxlm.plan.controllers import earliest_starts
 from jaxlm.plan.load_config import decode_run
 from jaxlm.plan.plan import plan_phases
 from jaxlm.reading.yaml import ConfigSource

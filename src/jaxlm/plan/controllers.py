@@ -1,10 +1,10 @@
-"""The controllers of each phase, the metrics that they need, and the keys that a phase is too short for."""
+"""When phases may begin, because a phase before them may end early."""
 
 from collections.abc import Sequence
 
 from jaxlm.controllers.bad_streak import BadStreak
 from jaxlm.controllers.base import Controller, OptimizerFacts
-from jaxlm.controllers.early_stopping import EarlyStopping
+from jaxlm.controllers.early_stopping import EarlyStopping, UntilConfig
 from jaxlm.controllers.finished import Finished
 from jaxlm.core import guards
 from jaxlm.core.errors import ConfigError
@@ -13,6 +13,27 @@ from jaxlm.core.values.logged import EVAL_PREFIX
 from jaxlm.data.config import DataConfig
 from jaxlm.engine.phases import Phase
 from jaxlm.plan.run_config import PhaseConfig, RunConfig
+
+
+def earliest_starts(config: RunConfig, phases: Sequence[Phase]) -> list[int]:
+    """The first step that each phase may have: one before it may end early by `until`, or because its objective has nothing
+    left to train. A controller of a user's own may end it earlier still."""
+    starts = [0]
+    for phase in phases:
+        start, end = starts[-1], starts[-1] + phase.end - phase.start
+        until = config.phases[phase.index].until if config.phases else None
+        if (until := until or config.trainer.until) is not None:
+            end = min(end, _first_end(until, start, config.trainer.steps_per_eval))
+        starts.append(end if phase.objective.finished_metric is None else start + 1)
+    return starts[:-1]
+
+
+def _first_end(until: UntilConfig, start: int, steps_per_eval: int) -> int:
+    """The first step at which `until` may end a phase, if evaluations of metrics that are not finite count as well."""
+    is_at_once = until.below is not None or until.above is not None
+    num_evals = 1 if is_at_once or until.patience is None else until.patience
+    return (start // steps_per_eval + num_evals) * steps_per_eval
+
 
 _MAX_LISTED = 12  # metrics in a message
 

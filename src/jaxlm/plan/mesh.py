@@ -25,9 +25,8 @@ from jaxlm.core.products.stored_weights import StoredWeight
 from jaxlm.core.sharding import Layout, spec_of
 from jaxlm.models.base import LanguageModel
 from jaxlm.models.moe import check_expert_sharding
-from jaxlm.plan.context.choice import ContextChoice
+from jaxlm.plan.context.choice import ContextChoice, Rows
 from jaxlm.plan.context.config import ContextConfig, check_context, plan_context
-from jaxlm.plan.context.rows import Rows
 from jaxlm.reading.effects import Rounding
 
 

@@ -40,10 +40,8 @@ from jaxlm.objectives.base import ObjectiveConfig
 from jaxlm.optim.base import OptimizerConfig
 from jaxlm.optim.groups import group_schedules
 from jaxlm.plan.batches import BatchPlan, check_microbatches, plan_batches, small_batches, unreached_stages
-from jaxlm.plan.context.choice import ContextChoice
-from jaxlm.plan.context.rows import Rows
-from jaxlm.plan.controllers import controller_notes, objective_notes, phase_controllers
-from jaxlm.plan.early_ends import earliest_starts
+from jaxlm.plan.context.choice import ContextChoice, Rows
+from jaxlm.plan.controllers import controller_notes, earliest_starts, objective_notes, phase_controllers
 from jaxlm.plan.load_config import run_id_of
 from jaxlm.plan.mesh import check_phase, plan_mesh
 from jaxlm.plan.refs.base import Ref

@@ -13,15 +13,16 @@ from jaxlm.data.row_order import Balance
 from jaxlm.models.base import LanguageModel
 from jaxlm.plan.context.choice import (
     ContextChoice,
+    Devices,
     Method,
+    Rows,
+    attention_sizes,
     balance_problem,
     choose_balance,
     choose_method,
     hidden_from,
     moved_bytes,
 )
-from jaxlm.plan.context.devices import Devices
-from jaxlm.plan.context.rows import Rows, attention_sizes
 
 AUTO = "auto"
 _KEY = "trainer.context"
