@@ -18,7 +18,7 @@ from jaxlm.models.families.llama import LlamaConfig
 from jaxlm.models.families.qwen3 import Qwen3Config
 from jaxlm.plan.load_config import decode_run, read_config
 from jaxlm.plan.run_config import RunConfig
-from jaxlm.reading.plugins import is_import_path
+from jaxlm.reading.choices import is_import_path
 from jaxlm.reading.schema import ConfigSection, sections
 from jaxlm.reading.yaml import ConfigSource, load_yaml, merge, parse_value
 from jaxlm.session.scaling.members import plan_study

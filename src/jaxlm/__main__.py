@@ -16,13 +16,12 @@ from jaxlm.core.errors import EXIT_CONFIG, ConfigError, did_you_mean, end_at_int
 from jaxlm.core.redaction import command_line
 from jaxlm.interop.caramba.from_caramba import check_version, is_caramba
 from jaxlm.interop.stackwise.from_stackwise import is_stackwise
+from jaxlm.reading.choices import ENTRY_POINTS
 from jaxlm.reading.decode import unknown_key
 from jaxlm.reading.outline import unknown_keys
 from jaxlm.reading.overrides import Arguments, override, parse_arguments
-from jaxlm.reading.plugins import ENTRY_POINTS
 from jaxlm.reading.recipes import recipes_command
-from jaxlm.reading.targets import ENTRYPOINTS, TARGETS
-from jaxlm.reading.variables import VARS
+from jaxlm.reading.targets import ENTRYPOINTS, TARGETS, VARS
 from jaxlm.reading.yaml import ConfigSource, load_yaml
 
 COMMANDS = {

@@ -7,7 +7,7 @@ import pytest
 from jaxlm import train
 from jaxlm.core.errors import ConfigError
 from jaxlm.plan.load_config import load_config
-from jaxlm.reading.plugins import load_installed_plugins
+from jaxlm.reading.choices import load_installed_plugins
 from tests.end_to_end.commands import REPOSITORY, Workplace
 
 ACME = REPOSITORY / "tests" / "plugins"

@@ -17,8 +17,8 @@ from jaxlm.optim.elementwise import AdamConfig
 from jaxlm.optim.muon import MuonConfig
 from jaxlm.plan.refs.hf import HfRefConfig
 from jaxlm.plan.run_config import RunConfig
+from jaxlm.reading.choices import signature_problems
 from jaxlm.reading.decode import decode, drop_stale_keys, dump, encode
-from jaxlm.reading.plugins import signature_problems
 from jaxlm.reading.yaml import ConfigSource
 
 

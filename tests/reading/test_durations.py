@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jaxlm.core.errors import ConfigError
-from jaxlm.reading.durations import format_duration, parse_duration
+from jaxlm.reading.decode import format_duration, parse_duration
 
 
 @pytest.mark.parametrize(

@@ -18,13 +18,12 @@ from jaxlm.interop.pretrained import with_hf_model
 from jaxlm.interop.stackwise.from_stackwise import from_stackwise, is_stackwise
 from jaxlm.plan.presets.base import with_preset
 from jaxlm.plan.run_config import RunConfig
+from jaxlm.reading.choices import load_installed_plugins
 from jaxlm.reading.decode import decode, drop_stale_keys
 from jaxlm.reading.overrides import OPTION, Arguments, help_text, option_tree, override, parse_arguments
-from jaxlm.reading.plugins import load_installed_plugins
 from jaxlm.reading.recipes import config_file
 from jaxlm.reading.schema import sections
-from jaxlm.reading.targets import ENTRYPOINTS, TARGETS, Resolved, Selection, resolve
-from jaxlm.reading.variables import VARS, is_option_of_variables
+from jaxlm.reading.targets import ENTRYPOINTS, TARGETS, VARS, Resolved, Selection, is_option_of_variables, resolve
 from jaxlm.reading.yaml import ConfigSource, load_yaml, parse_value
 
 R = TypeVar("R", bound=RunConfig)

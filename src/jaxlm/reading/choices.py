@@ -1,10 +1,19 @@
-"""Kinds of sections of a configuration."""
+"""Kinds of sections (`type:`): registered here, by an import path (`package.module:name`), or by a plugin."""
 
-from collections.abc import Callable
+import dataclasses
+import functools
+import importlib
+import importlib.metadata
+import inspect
+import re
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeVar, dataclass_transform
 
 import draccus
+
+from jaxlm.core.errors import ConfigError
 
 T = TypeVar("T", bound=type)
 
@@ -22,3 +31,121 @@ class NamedChoice(draccus.ChoiceRegistry):
         super().__init_subclass__(**kwargs)
         if NamedChoice in cls.__bases__:
             cls._choice_registry = {}
+
+
+ENTRY_POINTS = "jaxlm.plugins"
+_IMPORT_PATH = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
+
+
+@functools.cache
+def load_installed_plugins() -> tuple[str, ...]:
+    """Imports the plugins that installed packages list as entry points, once per process. Their classes register themselves.
+
+    Returns:
+        The entry points, as `name (distribution)`.
+    """
+    loaded = []
+    for point in importlib.metadata.entry_points(group=ENTRY_POINTS):
+        package = point.dist.name if point.dist is not None else point.value
+        try:
+            point.load()
+        except Exception as error:  # importing a third-party module can raise anything
+            raise ConfigError(
+                f"the plugin '{point.name}' of the installed package {package} cannot be loaded: "
+                f"{type(error).__name__}: {error}. Fix or uninstall {package}"
+            ) from error
+        loaded.append(f"{point.name} ({package})")
+    return tuple(loaded)
+
+
+def is_import_path(name: Any) -> bool:
+    """Whether a `type` is an import path rather than a registered name."""
+    return isinstance(name, str) and ":" in name
+
+
+def import_name(path: str) -> Any:
+    """Imports `package.module:name`. Returns None if the module has no such attribute."""
+    module_name, _, name = path.partition(":")
+    if not (module_name and name):
+        raise ConfigError(f"'{path}' given, `package.module:name` expected")
+    try:
+        return getattr(importlib.import_module(module_name), name, None)
+    except Exception as error:  # importing a third-party module can raise anything
+        raise ConfigError(
+            f"'{path}': importing {module_name} failed: {type(error).__name__}: {error}. Install it, or run the command "
+            "from the folder that contains it"
+        ) from error
+
+
+def import_choice(registry: Any, name: str) -> type:
+    """Imports the dataclass at `package.module:Class`, which must extend `registry`, and registers it under that path."""
+    imported = import_name(name)
+    if not (isinstance(imported, type) and issubclass(imported, registry) and dataclasses.is_dataclass(imported)):
+        what = "nothing" if imported is None else f"no dataclass that extends {registry.__module__}.{registry.__name__}"
+        raise ConfigError(f"'{name}': there is {what} of that name in {name.partition(':')[0]}")
+    registry.register_subclass(name)(imported)
+    return imported
+
+
+def own_modules(section: Any) -> set[str]:
+    """The imported modules of the classes and functions from outside jaxlm and Python that a section or a section in it
+    names.
+
+    A reward's function is not among them: only the reward's own process imports it.
+    """
+    match section:
+        case str() if _IMPORT_PATH.fullmatch(section):
+            module = section.partition(":")[0]
+            is_own = module in sys.modules and module.partition(".")[0] not in sys.stdlib_module_names
+            return {module} if is_own else set()
+        case Mapping():
+            inner: Iterable[Any] = section.values()
+        case list() | tuple():
+            inner = section
+        case _ if dataclasses.is_dataclass(section) and not isinstance(section, type):
+            inner = [getattr(section, field.name) for field in dataclasses.fields(section)]
+        case _:
+            return set()
+    modules = {type(section).__module__} if dataclasses.is_dataclass(section) and not _is_ours(type(section)) else set()
+    return modules.union(*map(own_modules, inner))
+
+
+def signature_problems(kind: type) -> Iterator[str]:
+    """The methods of a class from outside jaxlm that cannot be called as its base class in jaxlm says."""
+    bases = [base for base in kind.__mro__ if _is_ours(base)]
+    if kind in bases:
+        return
+    for name in dir(kind):
+        method = inspect.getattr_static(kind, name)
+        base = next((vars(base)[name] for base in bases if name in vars(base)), None)
+        if name.startswith("_") or method is base or not inspect.isfunction(method):
+            continue
+        if isinstance(base, property):
+            yield f"the class {kind.__qualname__} defines {name} as a method, but it is a property. Add @property"
+        elif inspect.isfunction(base) and not _accepts(method, base):
+            yield (
+                f"the class {kind.__qualname__} defines {_call_of(method)}, but it is called as {_call_of(base)}. Change its"
+                " parameters"
+            )
+
+
+def _is_ours(kind: type) -> bool:
+    return kind.__module__.split(".")[0] == __name__.split(".")[0]
+
+
+def _accepts(function: Callable, interface: Callable) -> bool:
+    """Whether a function can be called with all parameters of another."""
+    parameters = inspect.signature(interface).parameters.values()
+    positional = [None for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    keywords = {p.name: None for p in parameters if p.kind is p.KEYWORD_ONLY}
+    try:
+        inspect.signature(function).bind(*positional, **keywords)
+    except TypeError:
+        return False
+    return True
+
+
+def _call_of(function: Callable) -> str:
+    signature = inspect.signature(function)
+    bare = [p.replace(annotation=p.empty) for p in signature.parameters.values()]
+    return f"{function.__name__}{signature.replace(parameters=bare, return_annotation=signature.empty)}"

@@ -11,8 +11,8 @@ from dataclasses import MISSING, dataclass
 from typing import Any
 
 from jaxlm.core.field_types import bounds_of, describe_limits, hints_of
+from jaxlm.reading.choices import is_import_path
 from jaxlm.reading.decode import default_of, encode, is_choice
-from jaxlm.reading.plugins import is_import_path
 
 
 @dataclass(frozen=True)

@@ -9,8 +9,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from jaxlm.core.errors import ConfigError
-from jaxlm.reading.choices import choice
-from jaxlm.reading.plugins import import_name
+from jaxlm.reading.choices import choice, import_name
 from jaxlm.rewards.base import Reward, RewardConfig, RewardContext, ScoredRows
 
 _OF_BATCH = ("prompts", "completions", "completion_ids", "is_finished", "places")

@@ -11,8 +11,8 @@ from jaxlm.models.inference.denoise import DenoisingConfig, PassSchedule, Remask
 from jaxlm.models.inference.generate import CACHE_DTYPES, GenerationConfig
 from jaxlm.models.inference.quantized import FORMATS
 from jaxlm.models.inference.tools.calls import TOOL_TOKENS, Tool, ToolCalls, ToolTokens
+from jaxlm.reading.choices import is_import_path
 from jaxlm.reading.decode import decode
-from jaxlm.reading.plugins import is_import_path
 from jaxlm.reading.yaml import ConfigSource, parse_value
 
 _NO_TOOL, _DEFAULT_TOOL = "none", "calculator"

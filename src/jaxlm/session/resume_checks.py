@@ -25,9 +25,9 @@ from jaxlm.observe.trackers.environment import computing
 from jaxlm.plan.load_config import as_run_config, read_config
 from jaxlm.plan.plan import Plan, initial_model, plan_phases
 from jaxlm.plan.run_config import RunConfig
+from jaxlm.reading.choices import own_modules
 from jaxlm.reading.decode import encode
 from jaxlm.reading.effects import CONTENT, HARMLESS, ROUNDING, Effect, effect_of, follows, stated_effects
-from jaxlm.reading.plugins import own_modules
 from jaxlm.session.compilation.options import StepOptions
 from jaxlm.session.init_from import InitFrom, expected_cursor
 from jaxlm.session.references import references_identity

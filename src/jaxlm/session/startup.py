@@ -55,9 +55,9 @@ from jaxlm.plan.num_steps import describe_data
 from jaxlm.plan.plan import Plan
 from jaxlm.plan.presets.base import preset_rows
 from jaxlm.plan.run_config import RunConfig
+from jaxlm.reading.choices import own_modules
 from jaxlm.reading.decode import choice_name, dump, encode, flattened
 from jaxlm.reading.effects import HARMLESS
-from jaxlm.reading.plugins import own_modules
 from jaxlm.session.compilation.options import describe_options, describe_sizes, step_options
 from jaxlm.session.init_from import InitFrom
 from jaxlm.session.references import asked_in, flops_per_token

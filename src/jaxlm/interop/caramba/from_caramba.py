@@ -17,8 +17,18 @@ from jaxlm.interop.section import Section
 from jaxlm.interop.text_path import hub_name
 from jaxlm.interop.translated import Translated
 from jaxlm.reading.decode import config_error
-from jaxlm.reading.targets import ENTRYPOINTS, TARGETS, Resolved, Selection, entrypoint
-from jaxlm.reading.variables import VARS, overridden, substituted, unused, variables_of
+from jaxlm.reading.targets import (
+    ENTRYPOINTS,
+    TARGETS,
+    VARS,
+    Resolved,
+    Selection,
+    entrypoint,
+    overridden,
+    substituted,
+    unused,
+    variables_of,
+)
 from jaxlm.reading.yaml import ConfigSource
 
 _VERSION = "version"

@@ -31,7 +31,7 @@ from jaxlm.core.sharding import for_compute
 from jaxlm.models.base import Hidden, Inputs, LanguageModel, check_taps, vocab_axis
 from jaxlm.models.linear import DeclaresMatrices, MatrixAxes, matrix_sides
 from jaxlm.models.remat import RematPolicy, remat
-from jaxlm.reading.plugins import import_name
+from jaxlm.reading.choices import import_name
 
 AxisNames = tuple[str | None, ...]
 """The name of each dimension of a parameter; None for unnamed dimensions."""
