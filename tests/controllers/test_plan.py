@@ -6,9 +6,8 @@ from typing import Any
 
 import pytest
 
-from jaxlm.controllers.bad_streak import BadStreak
 from jaxlm.controllers.base import Controller, ControllerConfig, OptimizerFacts
-from jaxlm.controllers.early_stopping import EarlyStopping
+from jaxlm.controllers.early_stopping import BadStreak, EarlyStopping
 from jaxlm.controllers.orchestrate.orchestrator import NowcastTrials, OrchestratorConfig, PlannedSwitch
 from jaxlm.controllers.reduce_on_plateau import ReduceOnPlateauConfig
 from jaxlm.core.errors import ConfigError

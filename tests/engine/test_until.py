@@ -8,9 +8,8 @@ from typing import Any
 
 import pytest
 
-from jaxlm.controllers.bad_streak import BadStreak, SkippedStepsError
 from jaxlm.controllers.base import Controller, Rewind
-from jaxlm.controllers.early_stopping import BestEval, EarlyStopping, UntilConfig
+from jaxlm.controllers.early_stopping import BadStreak, BestEval, EarlyStopping, SkippedStepsError, UntilConfig
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.field_types import check_fields
 from jaxlm.core.guards import RewindRule

@@ -1,7 +1,12 @@
-"""Ends a phase early: an evaluation's metric is good enough, or no longer improves.
+"""Ends a phase early: a metric is good enough or no longer improves, updates are skipped, or nothing is left to train.
 
 Source: Prechelt 1998, Early Stopping - But When?, in Neural Networks: Tricks of the Trade (criterion UP, with the best
 weights kept).
+
+Counts the updates that were skipped in a row. If there are too many, the run goes back or ends.
+
+Source: the remedy for loss spikes in Chowdhery et al. 2022, PaLM (arXiv:2204.02311), section 5.1: continue from an earlier
+checkpoint and skip the batches that were read since.
 """
 
 import math
@@ -9,10 +14,10 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import ClassVar, Literal
 
-from jaxlm.controllers.base import Controller, Decision, DoneStep, Json, Keep, Next
+from jaxlm.controllers.base import Controller, Decision, DoneStep, Hold, Json, Keep, Next, Rewind, StopRunError
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.field_types import NonNegativeFloat, PositiveInt
-from jaxlm.core.guards import EVAL_PREFIX
+from jaxlm.core.guards import EVAL_PREFIX, SKIPPED, RewindRule
 
 BEST = "best"
 """The purpose for which the checkpoint of the best evaluation is kept."""
@@ -135,3 +140,74 @@ class EarlyStopping(Controller):
         if is_best:
             return asdict(best), Keep(BEST)
         return asdict(best), Next("its last step is done", BEST) if step.is_last else None
+
+
+class SkippedStepsError(StopRunError):
+    """Too many updates in a row were skipped, and the run does not go back."""
+
+
+@dataclass(frozen=True)
+class BadStreak(Controller):
+    """Its state is the length of the current streak of skipped updates.
+
+    Attributes:
+        rule: None never goes back.
+        limit: length of a streak that ends the run; None never ends it.
+    """
+
+    rule: RewindRule | None
+    limit: int | None
+
+    name: ClassVar[str] = "bad_streak"
+    survives_rewind: ClassVar[bool] = True
+
+    @property
+    def metrics(self) -> Mapping[str, str]:
+        return {"trainer.crash_after_skipped": SKIPPED}
+
+    def controls(self) -> Mapping[str, float]:
+        return {}
+
+    def init(self) -> int:
+        return 0
+
+    def after(self, step: DoneStep, metrics: Mapping[str, float], state: int) -> tuple[int, Decision | None]:
+        """Raises: SkippedStepsError: the streak is as long as the limit."""
+        length = state + 1 if step.is_skipped else 0
+        if self.rule is not None and length >= self.rule.after:
+            first, last = step.number - length + 1, step.number
+            reason = f"the updates of steps {first} to {last} were skipped"
+            return 0, Rewind(first, last, reason, self.rule.max_rewinds, "optimizer.skip_bad_steps.max_rewinds")
+        if self.limit is not None and length >= self.limit:
+            raise SkippedStepsError(
+                f"step {step.number}: the updates of {length} steps in a row were skipped (trainer.crash_after_skipped:"
+                f" {self.limit}). The weights have not changed since. Look at the messages about these steps, lower"
+                " optimizer.learning_rate, or set optimizer.skip_bad_steps.rewind_after to skip the data of such steps"
+            )
+        return length, Hold() if length else None
+
+
+@dataclass(frozen=True)
+class Finished(Controller):
+    """It has no state.
+
+    Attributes:
+        metric: of training steps; 0 once nothing is left.
+    """
+
+    metric: str
+
+    name: ClassVar[str] = "finished"
+
+    @property
+    def metrics(self) -> Mapping[str, str]:
+        return {"objective": self.metric}
+
+    def controls(self) -> Mapping[str, float]:
+        return {}
+
+    def init(self) -> Json:
+        return None
+
+    def after(self, step: DoneStep, metrics: Mapping[str, float], state: Json) -> tuple[Json, Decision | None]:
+        return state, Next(f"{self.metric} is 0") if metrics[self.metric] == 0 else None

@@ -2,10 +2,8 @@
 
 from collections.abc import Sequence
 
-from jaxlm.controllers.bad_streak import BadStreak
 from jaxlm.controllers.base import Controller, OptimizerFacts
-from jaxlm.controllers.early_stopping import EarlyStopping, UntilConfig
-from jaxlm.controllers.finished import Finished
+from jaxlm.controllers.early_stopping import BadStreak, EarlyStopping, Finished, UntilConfig
 from jaxlm.core import guards
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.field_types import beyond
