@@ -18,8 +18,7 @@ with gc_paused():
     from jaxlm.core import tree
     from jaxlm.plan.load_config import read_config
     from jaxlm.plan.plan import make_plan
-    from jaxlm.session.compilation.cache import enable_compilation_cache
-    from jaxlm.session.compilation.options import step_options, tuned_options
+    from jaxlm.session.compilation.options import enable_compilation_cache, step_options, tuned_options
 
 CONFIG = Path(__file__).with_name("gpt2.yaml")
 TUNE = f"jaxlm bench --config_path {CONFIG.relative_to(Path(__file__).parents[2])} --tune --steps 40"

@@ -28,8 +28,7 @@ with gc_paused():
     from jaxlm.models.base import vocab_axis
     from jaxlm.plan.load_config import read_config
     from jaxlm.plan.plan import make_plan
-    from jaxlm.session.compilation.cache import enable_compilation_cache
-    from jaxlm.session.compilation.options import step_options
+    from jaxlm.session.compilation.options import enable_compilation_cache, step_options
     from jaxlm.session.inference_model import InferenceModel
 
 

@@ -29,8 +29,7 @@ with gc_paused():
     from jaxlm.plan.load_config import decode_run
     from jaxlm.plan.plan import make_plan
     from jaxlm.reading.yaml import ConfigSource
-    from jaxlm.session.compilation.cache import enable_compilation_cache
-    from jaxlm.session.compilation.options import step_options
+    from jaxlm.session.compilation.options import enable_compilation_cache, step_options
     from jaxlm.session.compilation.step import compile_step
 
 

@@ -44,8 +44,7 @@ from jaxlm.plan.load_config import given_distributed, load_config, run_id_of
 from jaxlm.plan.num_steps import check_num_steps, with_num_steps_of_data
 from jaxlm.plan.plan import Plan, make_plan
 from jaxlm.plan.run_config import RunConfig
-from jaxlm.session.compilation.cache import enable_compilation_cache
-from jaxlm.session.compilation.options import step_options
+from jaxlm.session.compilation.options import enable_compilation_cache, step_options
 from jaxlm.session.compilation.step import compile_steps
 from jaxlm.session.dry_run import assumed_vocabulary, dry_run
 from jaxlm.session.exit_codes import command
@@ -59,9 +58,7 @@ from jaxlm.session.init_from import (
     find_init_from,
 )
 from jaxlm.session.leaves_from_tokens import leaves_from_tokens
-from jaxlm.session.phase_data import PhaseData, open_phase_data
-from jaxlm.session.phase_hooks import check_gates_again, open_hooks, open_probe
-from jaxlm.session.phase_metrics import open_metrics
+from jaxlm.session.phase import PhaseData, check_gates_again, open_hooks, open_metrics, open_phase_data, open_probe
 from jaxlm.session.references import check_references, load_reference, load_references
 from jaxlm.session.resume_checks import (
     SavedRun,
@@ -75,8 +72,7 @@ from jaxlm.session.resume_checks import (
     read_again,
     with_past_references,
 )
-from jaxlm.session.run import Run, open_run
-from jaxlm.session.saving import settle
+from jaxlm.session.run import Run, open_run, settle
 from jaxlm.session.startup import (
     check_accelerator,
     check_exports_are_new,
@@ -87,7 +83,7 @@ from jaxlm.session.startup import (
     phase_rows,
 )
 from jaxlm.session.tables import check_run_tables, tables_after_training
-from jaxlm.session.verification.sanity import check_evaluation_references, check_sanity
+from jaxlm.session.verification import check_evaluation_references, check_sanity
 
 # The plan of a model that grows takes seconds for 32 phases and half a minute for 128: each traces all stacks so far.
 _MANY_PHASES = 16

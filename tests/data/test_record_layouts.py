@@ -24,7 +24,7 @@ from jaxlm.data.sources.named import NamedSource
 from jaxlm.data.tokenizer.chat_template import ChatTemplate
 from jaxlm.data.tokenizer.tokenizer import Tokenizer
 from jaxlm.data.tokens import TokensConfig
-from jaxlm.session import phase_hooks
+from jaxlm.session import phase
 from tests.data.chat_templates import DEEPSEEK, LLAMA, MARKED, MISTRAL, PHI, QWEN, SPECIAL_TOKENS
 from tests.data.helpers import find_files, open_data, small_tokenizer, write_records
 
@@ -393,11 +393,11 @@ def test_an_evaluation_writes_the_prompt_that_the_data_has(tokenizer, encoded):
         "chat_template_kwargs": {"thinks": True},
     }
     saved = tokenizer.with_chat_template(QWEN, {})
-    text, ids = phase_hooks._chat_prompt(saved, tokenizer, record, "chat", "here")
+    text, ids = phase._chat_prompt(saved, tokenizer, record, "chat", "here")
     assert [text] == [whole for whole, _ in encoded([record], PromptsFormat("chat", QWEN))]
     assert (tokenizer.decode(ids, special=True), "# Tools" in text, text.endswith("<think>\n")) == (text, True, True)
     with pytest.raises(ConfigError, match=r"here: no messages under 'chat': .* got 'hi'"):
-        phase_hooks._chat_prompt(saved, tokenizer, {"chat": "hi"}, "chat", "here")
+        phase._chat_prompt(saved, tokenizer, {"chat": "hi"}, "chat", "here")
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,7 @@ from jaxlm.plan.batches import BatchPlan
 from jaxlm.plan.load_config import decode_run
 from jaxlm.plan.plan import plan_phases
 from jaxlm.reading.yaml import ConfigSource
-from jaxlm.session.phase_data import open_data
+from jaxlm.session.phase import open_data
 from tests.data.helpers import CHATML, some_text
 
 PAIR = {"prompt": "Q: why?", "chosen": " because so", "rejected": " because not"}

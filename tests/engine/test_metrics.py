@@ -14,7 +14,7 @@ from jaxlm.engine.metrics import AsyncMetrics, Totals, Workload
 from jaxlm.engine.step import StepReport
 from jaxlm.observe.console import Console
 from jaxlm.observe.hooks import ProgressListener
-from jaxlm.session.run_records import totals_at
+from jaxlm.session.run import totals_at
 from tests.engine.helpers import TinyRun, arrays, batch, one_device
 
 

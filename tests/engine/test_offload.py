@@ -1,7 +1,7 @@
 """Steps whose activations, or whose optimizer state, are in the host's memory, against steps on the device: bit for bit.
 
 On CPUs both memories are the same, so this shows that the policy composes with sharding and accumulation, and not that XLA
-for GPUs copies the right layer; `jaxlm.session.compilation.offload` tests that on the device before the first step.
+for GPUs copies the right layer; `jaxlm.session.compilation.options` tests that on the device before the first step.
 """
 
 import re

@@ -24,8 +24,8 @@ from jaxlm.observe.console import Console
 from jaxlm.observe.hooks import EvalHook, Generated, ScheduledEval
 from jaxlm.observe.loop_state import LoopState
 from jaxlm.plan.plan import Plan
-from jaxlm.session.phase_hooks import open_evaluations
-from jaxlm.session.run_records import RunRecords
+from jaxlm.session.phase import open_evaluations
+from jaxlm.session.run import RunRecords
 from tests.data.helpers import cache_of
 from tests.fields.proofs import Outcome, outcome_of
 from tests.fields.trees import merged, tree

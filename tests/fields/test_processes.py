@@ -11,7 +11,7 @@ import pytest
 from jaxlm.core.distributed import DistributedConfig
 from jaxlm.core.errors import ConfigError
 from jaxlm.observe.profiler import ProfileHook, ProfilerConfig
-from jaxlm.session.compilation.cache import enable_compilation_cache
+from jaxlm.session.compilation.options import enable_compilation_cache
 from jaxlm.session.startup import check_performance
 from tests.fields.proofs import Outcome, outcome_of
 from tests.fields.trees import merged, tree

@@ -23,7 +23,7 @@ from jaxlm.observe.loop_state import LoopState
 from jaxlm.observe.page.page import render
 from jaxlm.observe.trackers import JsonlTracker, read_jsonl
 from jaxlm.session.final_report import decisions as report_row
-from jaxlm.session.run_records import RunRecords
+from jaxlm.session.run import RunRecords
 from tests.observe.page_reader import Page
 
 SWITCH = {"event": "switch", "reason": "spike", "from": "bold", "to": "safe", "effective": 12}

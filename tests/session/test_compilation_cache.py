@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import pytest
 from jax.experimental.compilation_cache import compilation_cache
 
-from jaxlm.session.compilation.cache import enable_compilation_cache
+from jaxlm.session.compilation.options import enable_compilation_cache
 
 MIN_SECONDS = "jax_persistent_cache_min_compile_time_secs"
 

@@ -26,7 +26,7 @@ from jaxlm.plan.load_config import decode_run
 from jaxlm.plan.plan import make_plan
 from jaxlm.plan.refs.base import SanityConfig
 from jaxlm.reading.yaml import ConfigSource
-from jaxlm.session.verification import gates
+from jaxlm.session import verification
 from tests.session.test_init_from import Trainings
 
 LOGGED = re.compile(r"refs\.teacher: loss (\d+\.\d+) nats on (\d+) batches, at most (\d+\.\d+) allowed")
@@ -285,7 +285,7 @@ def test_what_the_command_prints_is_json(capsys):
     """Numbers that JSON does not have are null, as in the files of a run."""
     metrics = {"fidelity/nll": math.nan, "fidelity/ppl_ratio": math.inf, "fidelity/reference_nll": 2.5}
     opened: Any = SimpleNamespace(location="here")
-    gates._print(opened, metrics, [FidelityEvalConfig()])
+    verification._print(opened, metrics, [FidelityEvalConfig()])
 
     def refuse(text):
         raise AssertionError(text)

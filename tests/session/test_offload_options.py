@@ -10,9 +10,8 @@ from jaxlm.core.errors import ConfigError
 from jaxlm.plan.load_config import decode_run
 from jaxlm.plan.plan import make_plan
 from jaxlm.reading.yaml import ConfigSource
-from jaxlm.session.compilation import offload
-from jaxlm.session.compilation.offload import check_offload, offload_options
-from jaxlm.session.compilation.options import step_options
+from jaxlm.session.compilation import options
+from jaxlm.session.compilation.options import check_offload, offload_options, step_options
 from jaxlm.session.compilation.step import CompiledStep
 
 SIZES = {"type": "llama", "seq_len": 64, "hidden_dim": 32, "intermediate_dim": 64, "num_layers": 2, "num_heads": 2}
@@ -51,9 +50,9 @@ def test_gradients_of_the_wrong_layers_are_refused(monkeypatch):
     """As on a device: the test runs, and a compiler that reverses the layers fails it."""
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     check_offload({})
-    right = offload._gradient
+    right = options._gradient
     monkeypatch.setattr(
-        offload, "_gradient", lambda policy, options: right(policy, options)[:: 1 if policy == "full" else -1]
+        options, "_gradient", lambda policy, options: right(policy, options)[:: 1 if policy == "full" else -1]
     )
     with pytest.raises(
         ConfigError, match=r"gradient_checkpointing\.offload: on this device, .* wrong gradients .* set .*: full"
@@ -64,7 +63,7 @@ def test_gradients_of_the_wrong_layers_are_refused(monkeypatch):
 
 
 def test_the_gradients_of_the_test_tell_layers_apart():
-    layers = offload._gradient("full", {})
+    layers = options._gradient("full", {})
     assert not np.allclose(layers, layers[::-1], rtol=0.1)
 
 

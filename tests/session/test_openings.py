@@ -18,7 +18,7 @@ from jaxlm.observe.console import Console
 from jaxlm.plan.plan import make_plan, plan_phases
 from jaxlm.plan.run_config import RunConfig
 from jaxlm.session import dry_run as dry_runs
-from jaxlm.session import phase_data
+from jaxlm.session import phase
 from jaxlm.session.init_from import expected_cursor
 from tests.answers import write_tokenizer
 from tests.environments.own import OpensNothingConfig
@@ -208,9 +208,9 @@ def test_batches_are_closed_if_the_step_does_not_compile(monkeypatch):
     closed: list[str] = []
     data = mock.MagicMock()
     data.batches.return_value = SimpleNamespace(close=lambda: closed.append("batches"))
-    monkeypatch.setattr(phase_data, "with_annotations", lambda *_: data)
-    monkeypatch.setattr(phase_data, "open_data", lambda *_: data)
-    monkeypatch.setattr(phase_data, "step_options", mock.MagicMock())
+    monkeypatch.setattr(phase, "with_annotations", lambda *_: data)
+    monkeypatch.setattr(phase, "open_data", lambda *_: data)
+    monkeypatch.setattr(phase, "step_options", mock.MagicMock())
     monkeypatch.setattr(train, "enter_phase", lambda *arguments, **named: None)
     monkeypatch.setattr(train, "compile_steps", mock.Mock(side_effect=ConfigError("too large")))
     conductor = mock.MagicMock(resumed=None)

@@ -24,7 +24,6 @@ import jax
 import jax.numpy as jnp
 
 from jaxlm.commands.forecast import forecast_all, simulate_devices
-from jaxlm.commands.row_imbalance import row_imbalance
 from jaxlm.core.devices import peak_flops, processor
 from jaxlm.core.errors import ConfigError, Parser
 from jaxlm.core.runtime import configure_jax
@@ -42,13 +41,13 @@ from jaxlm.observe.console import Console, table
 from jaxlm.plan.load_config import given_distributed, load_config, refuse_dry_run, run_id_of
 from jaxlm.plan.plan import Plan, make_plan
 from jaxlm.plan.run_config import RunConfig
-from jaxlm.session.compilation.cache import enable_compilation_cache
-from jaxlm.session.compilation.options import StepOptions, compiler_options, keep
+from jaxlm.session.compilation.options import StepOptions, compiler_options, enable_compilation_cache, keep
 from jaxlm.session.compilation.step import USABLE, CompiledStep, compile_step, gib, trace_step
 from jaxlm.session.compilation.tuning import MIN_ROUNDS, UnusableError, candidates_for, compare, tune
 from jaxlm.session.dry_run import assumed_vocabulary
 from jaxlm.session.exit_codes import command
 from jaxlm.session.references import annotated, flops_per_token, load_references
+from jaxlm.session.row_imbalance import row_imbalance
 from jaxlm.session.startup import check_performance, describe
 
 _STEPS, _WARMUP = 20, 3

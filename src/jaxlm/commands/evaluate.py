@@ -38,7 +38,7 @@ from jaxlm.plan.run_config import RunConfig
 from jaxlm.reading.decode import decode, drop_stale_keys, encode
 from jaxlm.reading.overrides import option_tree, override
 from jaxlm.reading.yaml import ConfigSource
-from jaxlm.session.compilation.cache import enable_compilation_cache
+from jaxlm.session.compilation.options import enable_compilation_cache
 from jaxlm.session.exit_codes import command
 from jaxlm.session.generation_options import add_quantize_option
 from jaxlm.session.harness_tasks import add_task_options, check_task_options, evaluate_tasks
@@ -50,7 +50,7 @@ from jaxlm.session.load_model import (
     parse_with_keys,
     to_stderr,
 )
-from jaxlm.session.verification.gates import add_gate_option, evaluate_gates
+from jaxlm.session.verification import add_gate_option, evaluate_gates
 
 _DATA = "data."
 _SEQ_LEN = "model.seq_len"

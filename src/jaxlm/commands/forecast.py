@@ -22,7 +22,6 @@ from typing import Any
 import jax
 
 from jaxlm.commands.forecast_sampling import SamplingForecast, forecast_sampling, moved
-from jaxlm.commands.row_imbalance import RowImbalance, row_imbalance
 from jaxlm.core import tree
 from jaxlm.core.errors import ConfigError, install_command
 from jaxlm.engine.phases import Phase
@@ -43,6 +42,7 @@ from jaxlm.plan.run_config import RunConfig
 from jaxlm.session.compilation.step import CompiledStep, compile_step, gib
 from jaxlm.session.dry_run import assumed_vocabulary
 from jaxlm.session.references import flops_per_token
+from jaxlm.session.row_imbalance import RowImbalance, row_imbalance
 
 # Fraction of a data sheet's peak that a large bf16 matrix product reaches; measured on one H200: 0.78 to 0.81.
 GEMM_SHARE = 0.8

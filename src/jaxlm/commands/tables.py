@@ -20,7 +20,7 @@ from jaxlm.optim.averaging import AS_TRAINED
 from jaxlm.plan.load_config import given_distributed, load_config, refuse_dry_run, run_id_of
 from jaxlm.plan.plan import Plan, make_plan
 from jaxlm.reading.overrides import parse_arguments
-from jaxlm.session.compilation.cache import enable_compilation_cache
+from jaxlm.session.compilation.options import enable_compilation_cache
 from jaxlm.session.dry_run import assumed_vocabulary
 from jaxlm.session.exit_codes import command
 from jaxlm.session.load_model import open_model, placing_keys

@@ -40,7 +40,7 @@ from jaxlm.plan.plan import Plan
 from jaxlm.reading.decode import encode
 from jaxlm.session.compilation.step import abstract_batch
 from jaxlm.session.references import abstract_annotations, load_reference, references_identity
-from jaxlm.session.verification.sanity import check_sanity
+from jaxlm.session.verification import check_sanity
 
 Log = Callable[[str], None]
 _BLOCK_EXAMPLES = 256  # at most about this much work is lost if the process is killed

@@ -38,7 +38,7 @@ from jaxlm.optim.schedules import Schedule
 from jaxlm.plan.plan import Plan, all_sources
 from jaxlm.plan.run_config import RunConfig
 from jaxlm.reading.decode import choice_name
-from jaxlm.session.compilation.cache import enable_compilation_cache
+from jaxlm.session.compilation.options import enable_compilation_cache
 from jaxlm.session.compilation.step import compile_steps, gib
 from jaxlm.session.init_from import check_init_from, import_notes
 from jaxlm.session.references import check_references

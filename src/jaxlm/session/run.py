@@ -1,28 +1,261 @@
-"""A run whose folders, checkpoint writer and records are open."""
+"""An open run: its folders, the checkpoints that it saves, and what it writes about itself."""
 
 import contextlib
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
-from jaxlm.core.runtime import is_main_process, main_only
+from jaxlm.core.runtime import from_main, is_main_process, main_only
 from jaxlm.core.stores import check_store_writable, is_url
+from jaxlm.core.values.logged import TOTAL_GFLOPS, TOTAL_TOKENS, Activity
 from jaxlm.data.tokenizer.chat_template import with_templates
 from jaxlm.data.tokenizer.tokenizer import Tokenizer
 from jaxlm.engine.activity import ActivityClock
 from jaxlm.engine.checkpoint.lease import StillHeld
-from jaxlm.engine.checkpoint.writer import CheckpointWriter
+from jaxlm.engine.checkpoint.manifest import History
+from jaxlm.engine.checkpoint.writer import CheckpointWriter, SaveHealth
+from jaxlm.engine.metrics import Totals, Workload
+from jaxlm.engine.peers import is_lost_peer
 from jaxlm.engine.preemption import StopRequest
+from jaxlm.engine.state import RunState
 from jaxlm.engine.sync import FlagSync
 from jaxlm.interop.hf.hub import check_upload
+from jaxlm.observe import records
+from jaxlm.observe.callbacks import CallbackContext, Callbacks, open_callbacks
+from jaxlm.observe.completions import CompletionLog
 from jaxlm.observe.console import Console
-from jaxlm.observe.log_file import LogStore
+from jaxlm.observe.decisions import DecisionLog
+from jaxlm.observe.ledger import Ledger
+from jaxlm.observe.log_file import LogFile, LogStore, describe_start
+from jaxlm.observe.loop_state import LoopState
+from jaxlm.observe.trackers import JsonlTracker, Tracker, TrackerConfig
+from jaxlm.observe.trackers.background import BackgroundTracker
+from jaxlm.plan.load_config import as_run_config
 from jaxlm.plan.plan import Plan
+from jaxlm.reading.decode import choice_name, dump
+from jaxlm.session.compilation.options import step_options
 from jaxlm.session.export import Exporter
-from jaxlm.session.init_from import InitFrom
-from jaxlm.session.run_records import Beginning, RunRecords, open_records
-from jaxlm.session.saving import open_writer, run_files
-from jaxlm.session.source import source_of_run
+from jaxlm.session.init_from import InitFrom, Log
+from jaxlm.session.references import references_identity
+from jaxlm.session.resume_checks import (
+    DATA_IDENTITY,
+    ENVIRONMENT,
+    EVALUATED,
+    REFERENCES_IDENTITY,
+    RENDERING,
+    computing_facts,
+    data_identity,
+    read_evaluated,
+    rendering,
+)
+from jaxlm.session.source import SOURCE, source_of_run
+from jaxlm.session.startup import run_info
+
+
+class Beginning:
+    """What is done once nothing can refuse the start any more. A start that is refused leaves the run's records alone."""
+
+    def __init__(self) -> None:
+        self._actions: list[Callable[[], object]] = []
+
+    def then(self, action: Callable[[], object]) -> None:
+        """Adds what is done next."""
+        self._actions.append(action)
+
+    def happen(self) -> None:
+        """Does what has been added since the last call. All processes must call this."""
+        while self._actions:
+            self._actions.pop(0)()
+
+
+@dataclass(frozen=True)
+class RunRecords:
+    """The open records of a run.
+
+    Attributes:
+        loop_state: metrics of the whole run.
+        previous: totals of earlier processes of this run.
+        callbacks: classes of the user's own; none on processes other than 0.
+        ledgers: the ledger of the run's time; empty on processes other than 0.
+        trackers: where metrics are logged; empty until the run begins, and on processes other than 0.
+        workloads: what a step of each phase that this process has begun amounts to, by its number.
+        decision_logs: the log of the controllers' decisions; empty like `trackers`.
+    """
+
+    plan: Plan
+    console: Console
+    loop_state: LoopState
+    previous: Totals
+    callbacks: Callbacks
+    ledgers: tuple[Ledger, ...] = ()
+    trackers: list[Tracker] = field(default_factory=list)
+    decision_logs: list[DecisionLog] = field(default_factory=list)
+    workloads: dict[int, Workload] = field(default_factory=dict)
+
+    def completions(self) -> CompletionLog:
+        return CompletionLog(self.plan.config.trainer.completions, self.trackers, self.console)
+
+    def flush(self) -> None:
+        """Hands everything to the files of trackers and decisions."""
+        for log in (*self.trackers, *self.decision_logs):
+            log.flush()
+
+    def decided(self, step: int, controller: str, note: Mapping[str, Any]) -> None:
+        """Logs a decision of a controller (`Noted`). Args: step: whose metrics led to it. note: JSON, with an `event`."""
+        for log in self.decision_logs:
+            log.write(step, controller, note)
+
+    def begin_attempt(self, history: History, step: int) -> None:
+        """Tells the trackers and the ledger that the run went back to `step`."""
+        for ledger in self.ledgers:
+            ledger.begin_attempt(step)
+        self.loop_state.go_back(step)
+        for tracker in self.trackers:
+            tracker.begin_attempt(history.attempt, step, history.abandoned_steps)
+        for log in self.decision_logs:
+            log.begin_attempt(history.attempt)
+
+    def write_ledgers(self) -> None:
+        for ledger in self.ledgers:
+            ledger.write()
+
+
+@contextlib.contextmanager
+def open_records(
+    plan: Plan, console: Console, init_from: InitFrom, clock: ActivityClock, beginning: Beginning, still_held: StillHeld
+) -> Iterator[RunRecords]:
+    """Opens a run's records as it begins, and closes them when the context exits, even after an error.
+
+    Raises:
+        ConfigError: a file of an earlier start, or the log folder, cannot be read and written.
+    """
+    main_only(lambda: records.check_rewritable(plan.log_folder))
+    begin, metrics = init_from.resume_step or 0, plan.log_folder / records.METRICS
+    loop_state = LoopState(records.read_metrics(metrics) if begin else (), begin)
+    ledgers = (Ledger(plan.log_folder, clock, begin, console.log),) if is_main_process() else ()
+    callbacks = main_only(lambda: _open_callbacks(plan, console, init_from)) or Callbacks({}, console.log)
+    opened = RunRecords(plan, console, loop_state, totals_at(metrics, begin), callbacks, ledgers)
+    with contextlib.ExitStack() as closing:
+        again = {"resume_step": begin, "attempt": init_from.history.attempt}
+
+        def write() -> None:
+            for tracker in _open_trackers(plan, console, init_from, {**again, "still_held": still_held}):
+                opened.trackers.append(tracker)
+                closing.callback(tracker.close)
+            file = LogFile(plan.log_folder / records.DECISIONS, console.log, still_held)
+            decisions = DecisionLog(file, opened.trackers, console, **again)
+            opened.decision_logs.append(decisions)
+            closing.callback(decisions.close)
+            describe_start(plan.log_folder, dump(as_run_config(plan.config)))
+            opened.write_ledgers()
+            closing.callback(opened.write_ledgers)
+
+        beginning.then(lambda: main_only(write))
+        with callbacks:
+            yield opened
+
+
+def totals_at(metrics: Path, step: int) -> Totals:
+    """A run's totals after `step`, from its metrics file; zeros if the file has no such record."""
+    for record in reversed(records.read_metrics(metrics) if step else []):
+        tokens, gflops = record.get(TOTAL_TOKENS), record.get(TOTAL_GFLOPS)
+        if record["step"] == step and tokens is not None and gflops is not None:
+            return Totals(step, tokens, gflops)
+    return Totals()
+
+
+def _open_trackers(plan: Plan, console: Console, init_from: InitFrom, again: dict[str, Any]) -> tuple[Tracker, ...]:
+    """The `metrics.jsonl` tracker, and the configured trackers, each in a background thread."""
+    path, trainer = plan.log_folder / records.METRICS, plan.config.trainer
+    jsonl = JsonlTracker(path, **again, warn=console.log, max_completions_bytes=trainer.completions.max_bytes)
+    if not trainer.trackers:
+        return (jsonl,)
+    info = run_info(plan, init_from)
+
+    def in_background(config: TrackerConfig) -> Tracker:
+        return BackgroundTracker(choice_name(type(config)), lambda: config.open(info), console.log)
+
+    return (jsonl, *map(in_background, trainer.trackers))
+
+
+def _open_callbacks(plan: Plan, console: Console, init_from: InitFrom) -> Callbacks | None:
+    configs = plan.config.trainer.callbacks
+    return open_callbacks(configs, CallbackContext(run_info(plan, init_from), console.log)) if configs else None
+
+
+@contextlib.contextmanager
+def open_writer(
+    plan: Plan,
+    files: dict[str, bytes],
+    init_from: InitFrom,
+    log: Log,
+    clock: ActivityClock,
+    still_held: StillHeld,
+    flush: Sequence[Callable[[], None]],
+) -> Iterator[CheckpointWriter]:
+    """Opens what writes the run's checkpoints, and waits for it when the context exits.
+
+    After an error, it only waits for the save in progress, which needs the trackers and the lease that are closed next. If
+    another process is gone, that save cannot end.
+
+    Args:
+        files: of `run_files`.
+        flush: called before a checkpoint becomes visible.
+    """
+    checkpoint = init_from.state
+    newest = checkpoint.checkpoint.name if checkpoint is not None and init_from.is_newest else None
+    health = SaveHealth(plan.config.trainer.checkpointer, newest, log)
+    if init_from.resume_step is not None and checkpoint is not None:
+        files[EVALUATED] = json.dumps(from_main(lambda: read_evaluated(checkpoint.checkpoint))).encode()
+    writer = CheckpointWriter(plan.checkpoints, files, health, log, still_held, flush, clock.progress)
+    try:
+        yield writer
+    except Exception as error:
+        if not is_lost_peer(error):
+            with clock.during(Activity.SAVE):
+                writer.join()
+        raise
+    with clock.during(Activity.SAVE):
+        writer.close()
+
+
+def settle(plan: Plan, writer: CheckpointWriter, init_from: InitFrom, state: RunState, log: Log) -> None:
+    """Makes the checkpoint from which the run goes on its newest one, and blocks until that is written.
+
+    A checkpoint of another run, or one that this run goes back to, is saved once more. Checkpoints that it abandons are
+    set aside afterwards, or by the next start.
+    """
+    checkpoint, history = init_from.state, init_from.history
+    assert checkpoint is not None
+    if not init_from.is_newest:
+        complete = checkpoint.cursor.step == plan.num_steps
+        cursor = replace(checkpoint.cursor, temporary=not complete, history=history)
+        writer.save(state, cursor, checkpoint.position())
+
+    def abandon() -> None:
+        folder = plan.checkpoints
+        for name in sorted(set(history.abandoned) & set(folder.names())):
+            log(f"checkpoint {name} was set aside as {folder.abandon(name)}")
+
+    if history.abandoned:
+        main_only(abandon)
+
+
+def run_files(plan: Plan, of_data: Tokenizer, tokenizer: Tokenizer, source: Mapping[str, Any]) -> dict[str, bytes]:
+    """The files in the folder `run/` of every checkpoint. Args: as of `Run`; of_data: its `tokenizer`."""
+    texts = {
+        "config.yaml": dump(as_run_config(plan.config)),
+        DATA_IDENTITY: json.dumps(data_identity(plan)),
+        RENDERING: json.dumps(rendering(plan, of_data)),
+        ENVIRONMENT: json.dumps(computing_facts(plan.config, step_options(plan)), indent=1),
+        SOURCE: json.dumps(source),
+    }
+    if plan.refs:
+        texts[REFERENCES_IDENTITY] = json.dumps(references_identity(plan))
+    files = {name: text.encode() for name, text in texts.items()}
+    return files | {f"tokenizer/{name}": content for name, content in tokenizer.files().items()}
 
 
 @dataclass(frozen=True)

@@ -1,32 +1,161 @@
-"""What the training step is traced and compiled with besides its configuration: XLA options and block sizes.
+"""What the training step is compiled with: the persistent cache, XLA options, offloading, block sizes.
 
 XLA options are a table by platform, and block sizes follow from the processor's caches. `jaxlm bench --tune` finds better
 ones on a machine.
 """
 
+import builtins
 import contextlib
+import glob
 import hashlib
 import json
 import os
+import re
+import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import jaxlib.version
+import numpy as np
+from jax.ad_checkpoint import checkpoint_name
+from jax.experimental.compilation_cache import compilation_cache
 
 from jaxlm.core.devices import caches, processor
-from jaxlm.core.runtime import same_on_all_processes
+from jaxlm.core.errors import ConfigError
+from jaxlm.core.runtime import is_main_process, same_on_all_processes
 from jaxlm.core.safe_io import SMALL, atomic_file, read_bytes
 from jaxlm.core.stores import is_url
 from jaxlm.core.tracing import BlockSizes
 from jaxlm.models.attention.backends.blockwise import default_attention_block
 from jaxlm.models.chunked_loss import default_chunk_tokens
+from jaxlm.models.remat import FULL, RESIDUAL, RematOffload, RematPolicy, offloads, parse_remat, remat
 from jaxlm.plan.plan import Plan
 from jaxlm.reading.decode import choice_name, encode
-from jaxlm.session.compilation.offload import offload_options
 from jaxlm.surgery.base import SurgeryConfig
+
+
+def enable_compilation_cache(folder: str | None) -> None:
+    """Makes JAX cache compiled programs and GPU autotuning results in `folder` for the next start; None disables it.
+
+    An unusable folder only causes a warning. A program that cannot be read is deleted with a warning, because JAX would
+    neither replace it nor stop failing on it.
+    """
+    if folder is not None and not is_url(folder):
+        folder = str(Path(folder).absolute())  # JAX opens it later, perhaps from another working directory
+    if folder != jax.config.values["jax_compilation_cache_dir"]:
+        compilation_cache.reset_cache()  # otherwise JAX goes on with the folder of this process's first run
+        jax.config.update("jax_compilation_cache_dir", folder)
+    if folder is None:
+        return
+    handler = warnings.showwarning
+    if not isinstance(handler, _CacheWarnings):
+        handler = warnings.showwarning = _CacheWarnings(handler)
+    handler.folder = Path(folder)
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
+    # Not "all": XLA's kernel cache drops what TMA kernels need, so a program that reuses one ends with
+    # CUDA_ERROR_ILLEGAL_INSTRUCTION on Hopper GPUs (openxla/xla#35951).
+    jax.config.update("jax_persistent_cache_enable_xla_caches", "xla_gpu_per_fusion_autotune_cache_dir")
+    jax.config.update("jax_raise_persistent_cache_errors", False)
+
+
+class _CacheWarnings:
+    """Rewrites JAX's warnings about its compilation cache for the user, and deletes programs that cannot be read."""
+
+    _FAILED = re.compile(
+        r"Error (?P<doing>reading|writing) persistent compilation cache entry for '(?P<name>[^']+)':"
+        r" (?P<error>\w+)(?P<why>.*)"
+    )
+
+    def __init__(self, otherwise: Callable[..., None]):
+        self._otherwise = otherwise
+        self.folder = Path()
+
+    def __call__(self, message, category, filename, lineno, file=None, line=None) -> None:
+        """Replaces `warnings.showwarning`."""
+        failed = self._FAILED.match(str(message))
+        if failed is None:
+            self._otherwise(message, category, filename, lineno, file, line)
+        elif is_main_process():  # only process 0 writes to the cache
+            reading = failed["doing"] == "reading"
+            is_os_error = issubclass(getattr(builtins, failed["error"], Exception), OSError)
+            outcome = "The program is compiled without the cache. Check the folder, or choose another"
+            if reading and not is_os_error and self._delete(failed["name"]):
+                outcome = "The cached program was deleted and is compiled again"
+            print(
+                f"warning: trainer.compilation_cache_dir: cannot {'read' if reading else 'write'} {failed['name']} in"
+                f" {self.folder} ({failed['error']}{failed['why'][:200]}). {outcome}",
+                file=sys.stderr,
+                flush=True,
+            )
+
+    def _delete(self, name: str) -> bool:
+        """Deletes all cached programs of a name, since JAX does not say which one failed. False if one is left, or none."""
+        programs = list(self.folder.glob(f"{glob.escape(name)}-*"))
+        for path in programs:
+            with contextlib.suppress(OSError):
+                path.unlink()
+        return bool(programs) and not any(path.exists() for path in programs)
+
+
+# Before this version, XLA for GPUs copies what a loop has offloaded back in the order of the forward pass, and all gradients
+# are wrong without an error (openxla/xla#46231, #46308). Shown in compiled programs of jaxlib 0.10.2; those of 0.11.1, 0.11.2
+# and 0.12.0.1 have the reverse order.
+_ORDER_FIXED_IN = (0, 11, 1)
+_DISABLED = "xla_disable_hlo_passes"
+_WRONG_PASS = "dynamic-slice-annotator"
+_LAYERS, _ROWS, _WIDTH = 3, 64, 256
+_TOLERANCE = 1e-3  # a wrong order is wrong in the first digit
+
+
+def offload_options(plan: Plan) -> dict[str, str]:
+    """The XLA options that keep old compilers from reading offloaded activations in the wrong order."""
+    offloading = any(offloads(parse_remat(phase.model.gradient_checkpointing)) for phase in plan.phases)
+    if plan.layout.platform != "gpu" or not offloading or jaxlib.version.__version_info__ >= _ORDER_FIXED_IN:
+        return {}
+    flags = (flag.lstrip("-").partition("=") for flag in os.environ.get("XLA_FLAGS", "").split())
+    disabled = [passes for name, _, passes in flags if name == _DISABLED]
+    return {_DISABLED: ",".join([*disabled, _WRONG_PASS])}
+
+
+def check_offload(options: Mapping[str, Any]) -> None:
+    """Compares the gradients of a few layers with and without offloading their inputs.
+
+    Args:
+        options: XLA options of the training step.
+
+    Raises:
+        ConfigError: they differ on this device.
+    """
+    if jax.default_backend() == "cpu":
+        return  # has one memory, and stands in for a device that is not attached
+    expected, offloaded = (_gradient(policy, options) for policy in (FULL, RematOffload((), (RESIDUAL,))))
+    if not np.allclose(offloaded, expected, rtol=_TOLERANCE, atol=_TOLERANCE):
+        raise ConfigError(
+            "model.gradient_checkpointing.offload: on this device, layers that offload have wrong gradients with jaxlib"
+            f" {jaxlib.version.__version__} and XLA_FLAGS='{os.environ.get('XLA_FLAGS', '')}'. Remove what is in XLA_FLAGS,"
+            " or use another version of jax, or set model.gradient_checkpointing: full"
+        )
+
+
+def _gradient(policy: RematPolicy, options: Mapping[str, Any]) -> np.ndarray:
+    def layer(x: jax.Array, scale: jax.Array) -> tuple[jax.Array, None]:
+        x = checkpoint_name(x, RESIDUAL)
+        return x + jnp.sin(scale * x), None
+
+    def loss(scales: jax.Array, x: jax.Array) -> jax.Array:
+        return jnp.sum(jax.lax.scan(remat(policy, layer, scan=True), x, scales)[0] ** 2)
+
+    scales = jnp.linspace(0.1, 1.0, _LAYERS * _WIDTH, dtype=jnp.float32).reshape(_LAYERS, _WIDTH)
+    x = jnp.linspace(-1.0, 1.0, _ROWS * _WIDTH, dtype=jnp.float32).reshape(_ROWS, _WIDTH)
+    compiled = jax.jit(jax.grad(loss)).lower(scales, x).compile(dict(options))
+    return np.asarray(compiled(scales, x)) / _ROWS
+
 
 Options = dict[str, bool | int | str]
 

@@ -25,8 +25,7 @@ from jaxlm.hardware.hlo import bytes_per_device, has_compiler_remat, host_bytes,
 from jaxlm.models.remat import AUTO, CANDIDATES, CHEAP, FULL, NONE, RematPolicy, offloads, parse_remat, remat_name
 from jaxlm.plan.plan import Plan
 from jaxlm.plan.trainer_config import TrainerConfig
-from jaxlm.session.compilation.offload import check_offload
-from jaxlm.session.compilation.options import step_options
+from jaxlm.session.compilation.options import check_offload, step_options
 from jaxlm.session.references import abstract_annotations, abstract_references
 
 USABLE = 0.92

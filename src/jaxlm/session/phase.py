@@ -1,26 +1,34 @@
-"""What runs between the steps of a phase: its evaluations, its exports and the profiler."""
+"""An open phase around the loop: its data, who receives its metrics, and what runs between its steps."""
 
 import contextlib
 import functools
 import itertools
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
 import numpy as np
 
+from jaxlm.core.devices import peak_flops
 from jaxlm.core.errors import ConfigError
-from jaxlm.core.runtime import from_main
+from jaxlm.core.runtime import from_main, main_first
 from jaxlm.core.stores import location_of
 from jaxlm.core.values.logged import Activity
 from jaxlm.core.values.sums import Sum
+from jaxlm.data.base import Batches
 from jaxlm.data.data import Data, ValidationData
+from jaxlm.data.examples import check_signals
 from jaxlm.data.formats.chat import for_template, given_messages, template_variables
+from jaxlm.data.loader import RunServices
 from jaxlm.data.sources.record_files import Record
 from jaxlm.data.tokenizer.chat_template import ChatTemplate
 from jaxlm.data.tokenizer.tokenizer import Tokenizer
+from jaxlm.engine.checkpoint.manifest import History
+from jaxlm.engine.checkpoint.restore import VerifiedCheckpoint
+from jaxlm.engine.control import Control
 from jaxlm.engine.hooks import Hooks
+from jaxlm.engine.metrics import AsyncMetrics, CrashListener, Workload
 from jaxlm.engine.open_phase import Probe, no_probe
 from jaxlm.engine.phases import Phase
 from jaxlm.engine.state import RunState
@@ -30,15 +38,142 @@ from jaxlm.interop.hf.folder import parse_dtype
 from jaxlm.models.base import LanguageModel
 from jaxlm.objectives.base import Metrics, ObjectiveConfig
 from jaxlm.objectives.next_token import score_batch
-from jaxlm.observe.hooks import AtEarlyEnd, EvalHook, Generated, ScheduledEval
+from jaxlm.observe.callbacks import CallbackListener
+from jaxlm.observe.hooks import AtEarlyEnd, EvalHook, Generated, ProgressListener, ScheduledEval, TrackerListener
 from jaxlm.observe.profiler import ProfileHook
-from jaxlm.plan.plan import upload_repository
-from jaxlm.session.annotate import Log
+from jaxlm.plan.num_steps import epoch_of, small_sources
+from jaxlm.plan.plan import Plan, upload_repository
+from jaxlm.session.annotate import Log, with_annotations
+from jaxlm.session.compilation.options import step_options
 from jaxlm.session.compilation.step import StepPrograms
 from jaxlm.session.export import ExportHook
-from jaxlm.session.phase_data import PhaseData, open_data
-from jaxlm.session.references import load_reference
+from jaxlm.session.references import flops_per_token, load_reference
 from jaxlm.session.run import Run
+from jaxlm.surgery.base import export_form
+
+
+@dataclass(frozen=True)
+class PhaseData:
+    """The open data of a phase.
+
+    Attributes:
+        first_step: the step from which the phase is entered or goes on.
+        batches: those that the steps train on.
+        order: arguments of `Data.batches` that open the same batches once more.
+        plain: the data without annotations.
+    """
+
+    data: Data
+    first_step: int
+    batches: Batches
+    order: dict[str, Any]
+    plain: Data
+
+    def reopened(self) -> Batches:
+        """The same batches once more, without annotations, which cannot ask the model."""
+        return self.plain.batches(**self.order)
+
+
+@contextlib.contextmanager
+def open_phase_data(run: Run, phase: Phase, resumed: VerifiedCheckpoint | None) -> Iterator[PhaseData]:
+    """Opens the phase's data, with annotations if its objective reads some, and closes its batches at the end.
+
+    Args:
+        resumed: the checkpoint that the phase goes on from; None if it is entered.
+    """
+    plan, log = run.plan, run.console.log
+    opened = open_data(plan, run.tokenizer, phase, log)
+    first_step = phase.start if resumed is None else resumed.cursor.step
+    order: dict[str, Any] = {
+        "schedule": plan.batches.of(phase),
+        "layout": plan.layout,
+        "start": phase.start,
+        "first_step": first_step,
+        "seed": plan.config.order_seed,
+    }
+    position = {"examples": 0} if resumed is None else resumed.position()
+    reopen = lambda: opened.batches(**order)  # noqa: E731
+    data = with_annotations(plan, phase, opened, log, reopen, first_step, position, run.clock, run.flag_sync.check_stop)
+    with contextlib.closing(data.batches(**order, services=_services(run, phase))) as batches:
+        if resumed is not None:
+            batches.restore(position)
+        yield PhaseData(data, first_step, batches, order, opened)
+
+
+def open_data(plan: Plan, tokenizer: Tokenizer, phase: Phase, log: Log) -> Data:
+    """Opens the phase's token caches, and builds them first if they do not exist."""
+    section = plan.data[phase.index]
+    opened = main_first(lambda: section.open(tokenizer, phase.model.seq_len, log=log))
+    if phase.objective.sequences_axis is not None:
+        check_signals(opened.train)
+    for line in (*small_sources(opened, plan.batches.of(phase).at(phase.start).size), *opened.slow_sources()):
+        log(f"warning: {line}")
+    return opened
+
+
+def _services(run: Run, phase: Phase) -> RunServices:
+    """What batches that ask the model may use."""
+    plan, tokenizer = run.plan, run.saved_tokenizer
+    exporter, surgeries = run.exporter(plan.precision.params), plan.state_builder.surgeries_until(phase)
+    export = lambda model, folder: exporter.write(folder, export_form(model, surgeries), phase.model)  # noqa: E731
+    shared = (plan.precision, run.console.log, tokenizer.stop_ids, run.clock.progress)
+    options = step_options(plan)
+    return RunServices(*shared, run.records.completions().log, export, tuple(options.xla.items()), options.sizes)
+
+
+def open_metrics(
+    run: Run, phase: Phase, data: PhaseData, control: Control, history: History, skipped: int
+) -> AsyncMetrics:
+    """The queue of the phase's steps. Args: skipped: number of updates skipped in the run so far."""
+    trainer, records = run.plan.config.trainer, run.records
+    whole_run = [
+        run.writer.health.metrics,
+        *(ledger.metrics for ledger in records.ledgers),
+        records.loop_state.metrics,
+    ]
+    follow = CallbackListener(
+        records.callbacks,
+        whole_run,
+        epoch_of=epoch_of(phase, data.data, run.plan.batches.of(phase)),
+        last_step=phase.end,
+        skipped=skipped,
+    )
+    progress = ProgressListener(
+        run.console,
+        phase,
+        data.batches.records,
+        skipped=skipped,
+        guards=phase.guards(run.plan.precision),
+        can_show_batches=not history.attempt and data.data.has_examples_per_step,
+        tells_end=len(run.plan.phases) > 1,
+    )
+    listeners = (
+        *records.ledgers,
+        records.loop_state,
+        TrackerListener(records.trackers, whole_run),
+        *([follow] if records.callbacks else []),
+        progress,
+        CrashListener(on_nan=trainer.crash_on_nan, on_inf=trainer.crash_on_inf),
+    )
+    return AsyncMetrics(phase.name, _workload(run, phase), listeners, trainer.watch, control.after_step)
+
+
+def _workload(run: Run, phase: Phase) -> Workload:
+    """What a step of a phase amounts to, for throughput and MFU."""
+    plan, devices = run.plan, jax.devices()
+    peak = peak_flops(devices[0].device_kind)
+    tokens = plan.tokens_per_example(phase)
+    earlier = [workload for number, workload in run.records.workloads.items() if number < phase.index]
+    workload = Workload(
+        batches=plan.batches.of(phase),
+        tokens=tokens,
+        flops=flops_per_token(plan, phase).causal * tokens,
+        peak_flops=None if peak is None else peak * len(devices),
+        num_steps=plan.num_steps,
+        previous=earlier[-1].totals(phase.start) if earlier else run.records.previous,
+    )
+    run.records.workloads[phase.index] = workload
+    return workload
 
 
 @contextlib.contextmanager
