@@ -260,7 +260,7 @@ MUTATIONS = (
         "tests/objectives",
     ),
     Mutation(
-        "surgery/lora_init.py",
+        "surgery/lora_layers.py",
         "products / count - jnp.outer(mean, mean)",
         "products / count",
         "tests/surgery/test_initialisation.py tests/surgery",

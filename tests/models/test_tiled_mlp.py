@@ -27,8 +27,7 @@ from jaxlm.models.families.qwen2_moe import Qwen2MoeConfig
 from jaxlm.models.layers import GatedMlp, Mlp, TiledMlp, tiled_mlps
 from jaxlm.models.linear import Linear
 from jaxlm.models.remat import RematConfig
-from jaxlm.surgery.lora_linear import LoraLinear
-from jaxlm.surgery.low_rank import AdapterSize
+from jaxlm.surgery.lora_layers import AdapterSize, LoraLinear
 from tests.engine.helpers import MODEL, TinyRun, arrays, one_device, phase
 from tests.engine.helpers import layout as layout_of
 

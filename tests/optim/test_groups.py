@@ -25,8 +25,7 @@ from jaxlm.plan.run_config import RunConfig
 from jaxlm.reading.decode import decode, dump
 from jaxlm.reading.yaml import ConfigSource, parse_value
 from jaxlm.surgery.lora import LoraConfig
-from jaxlm.surgery.lora_linear import LoraLinear
-from jaxlm.surgery.low_rank import AdapterSize
+from jaxlm.surgery.lora_layers import AdapterSize, LoraLinear
 from tests.engine.helpers import TinyRun, layout, one_device, phase
 from tests.engine.helpers import arrays as tokens
 from tests.fields.trees import MODELS

@@ -23,8 +23,7 @@ from jaxlm.models.linear import Linear
 from jaxlm.session.load_model import open_model
 from jaxlm.surgery.input_moments import input_moments
 from jaxlm.surgery.lora import LoraConfig, save_peft
-from jaxlm.surgery.lora_init import principal_components
-from jaxlm.surgery.lora_linear import LoraLinear
+from jaxlm.surgery.lora_layers import LoraLinear, principal_components
 from tests.answers import write_model
 from tests.engine.helpers import MODEL, VOCAB, arrays, batch, layout, one_device, phase
 from tests.surgery.test_peft import logits_of

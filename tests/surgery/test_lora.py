@@ -23,8 +23,7 @@ from jaxlm.optim.base import OptimizerConfig
 from jaxlm.optim.groups import build_optimizer, parameter_groups
 from jaxlm.surgery.base import merge_surgeries
 from jaxlm.surgery.lora import LoraConfig
-from jaxlm.surgery.lora_linear import LoraLinear
-from jaxlm.surgery.low_rank import AdapterSize
+from jaxlm.surgery.lora_layers import AdapterSize, LoraLinear
 from tests.engine.helpers import MESHES, TinyRun, arrays, layout, one_device, phase
 from tests.engine.helpers import MODEL as TINY
 

@@ -16,7 +16,7 @@ from jaxlm.interop.hf.safetensors_file import SafetensorsFile
 from jaxlm.models.base import Inputs
 from jaxlm.session.load_model import open_model
 from jaxlm.surgery.lora import save_peft, saved_modules
-from jaxlm.surgery.lora_linear import LoraLinear
+from jaxlm.surgery.lora_layers import LoraLinear
 from tests.answers import LLAMA, write_tokenizer
 from tests.surgery.test_peft import logits_of
 

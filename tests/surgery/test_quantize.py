@@ -23,7 +23,7 @@ from jaxlm.models.families.mixtral import MixtralConfig
 from jaxlm.plan.mesh import check_phase
 from jaxlm.surgery.base import merge_surgeries
 from jaxlm.surgery.lora import LoraConfig
-from jaxlm.surgery.lora_linear import LoraLinear
+from jaxlm.surgery.lora_layers import LoraLinear
 from jaxlm.surgery.quantize import QuantizeConfig, describe_stored
 from jaxlm.surgery.split_at import SplitAtConfig
 from tests.engine.helpers import F32, VOCAB, TinyRun, arrays, batch, layout, one_device, phase

@@ -47,8 +47,7 @@ from jaxlm.surgery.bottleneck import (
     second_root,
     zero_padded,
 )
-from jaxlm.surgery.input_moments import InputMoments, input_moments, moment_of_layers
-from jaxlm.surgery.layer_matrices import by_layer, heads_of_layers
+from jaxlm.surgery.input_moments import InputMoments, by_layer, heads_of_layers, input_moments, moment_of_layers
 from jaxlm.surgery.shared_keys import in_shared_keys, of_shared_keys
 
 Method = Literal["svd_joint", "whitened", "transmla", "exact", "svd_independent", "random", "fresh"]

@@ -1,4 +1,6 @@
-"""First and second moments of the inputs of linear layers, summed over tokens, without a change of the models.
+"""Named parameters as matrices of plain arrays, layer by layer, for decompositions.
+
+First and second moments of the inputs of linear layers, summed over tokens, without a change of the models.
 
 Each layer is wrapped. The wrapper returns the layer's output and has a parameter that it never reads. The cotangent of that
 parameter is *defined* as the moments of the inputs, so that one backward pass returns the sums of all layers: a loop over
@@ -9,6 +11,7 @@ layers stacks them, remat recomputes what they need, and a sharded batch is summ
 
 import functools
 from collections.abc import Callable, Collection, Mapping
+from typing import Any
 
 import equinox as eqx
 import haliax as hax
@@ -17,13 +20,39 @@ import jax.numpy as jnp
 from haliax import AxisSpec, NamedArray
 
 from jaxlm.core import tree
-from jaxlm.core.axes import EMBED, LAYERS, VOCAB, axes_of
+from jaxlm.core.axes import EMBED, HEAD_SIZE, LAYERS, VOCAB, axes_of
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.products.stored_weights import Weight
+from jaxlm.core.sharding import replicated
 from jaxlm.core.tracing import CustomVjp
 from jaxlm.models.base import Inputs, LanguageModel
 from jaxlm.models.linear import Linear
-from jaxlm.surgery.layer_matrices import flat
+
+
+def by_layer(compute: Callable[..., Any], *arrays: jax.Array) -> Any:
+    """Runs on one layer after the other, whole on every device: decompositions are not sharded."""
+    return jax.lax.map(lambda layer: compute(*replicated(layer)), arrays)
+
+
+def flat(array: NamedArray, *groups: tuple[hax.Axis, ...]) -> jax.Array:
+    """The float32 array with one dimension for each group of axes."""
+    ordered = array.rearrange(tuple(axis for group in groups for axis in group)).array.astype(jnp.float32)
+    return ordered.reshape([hax.axis_size(group) for group in groups])
+
+
+def heads_of_layers(layer: Linear, heads: str) -> jax.Array:
+    """Reads a float32 weight [layers, heads, D, I]. With a bias, the last input is 1. Args: heads: their axis."""
+    groups = [(layer.weight.resolve_axis(name),) for name in (LAYERS, heads, HEAD_SIZE, EMBED)]
+    weight = flat(layer.weight, *groups)  # pyright: ignore[reportArgumentType]
+    return (
+        weight if layer.bias is None else jnp.concatenate([weight, flat(layer.bias, *groups[:3])[..., None]], axis=-1)
+    )
+
+
+def named(array: jax.Array, like: NamedArray) -> NamedArray:
+    """The array with the axes of another one. Args: array: in any shape of as many elements."""
+    return NamedArray(array.reshape(like.array.shape), like.axes)
+
 
 _OTHER = "other_"  # the second of two input axes
 

@@ -42,10 +42,20 @@ from jaxlm.models.stacks import Body
 from jaxlm.reading.choices import choice
 from jaxlm.surgery.base import SurgeryConfig
 from jaxlm.surgery.input_moments import InputMoments, input_moments
-from jaxlm.surgery.lora_embedding import LoraEmbedding, UntiedEmbedding, head_of, names_of, table_names, tied_table
-from jaxlm.surgery.lora_init import SPLITS_WEIGHT, Init, eva
-from jaxlm.surgery.lora_linear import LoraLinear
-from jaxlm.surgery.low_rank import AdapterSize, LowRank
+from jaxlm.surgery.lora_layers import (
+    SPLITS_WEIGHT,
+    AdapterSize,
+    Init,
+    LoraEmbedding,
+    LoraLinear,
+    LowRank,
+    UntiedEmbedding,
+    eva,
+    head_of,
+    names_of,
+    table_names,
+    tied_table,
+)
 
 _CALIBRATION_BATCHES = 8
 _ADAPTER_LEAVES = ("a", "b", "magnitude", "layer", "initial_a", "initial_b")

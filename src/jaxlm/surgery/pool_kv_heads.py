@@ -32,8 +32,7 @@ from jaxlm.reading.choices import choice
 from jaxlm.surgery.base import SurgeryConfig
 from jaxlm.surgery.bottleneck import HeadFeatures
 from jaxlm.surgery.head_alignment import aligned, any_rotation, loss_of_mean, rotation_of_pairs
-from jaxlm.surgery.input_moments import InputMoments, input_moments, moment_of_layers
-from jaxlm.surgery.layer_matrices import by_layer, heads_of_layers
+from jaxlm.surgery.input_moments import InputMoments, by_layer, heads_of_layers, input_moments, moment_of_layers
 
 _CALIBRATION_BATCHES = 8
 _MEMBERS, _TURNED = "members", "turned_head_size"
