@@ -19,7 +19,8 @@ from jaxlm.engine.checkpoint.policy import KeepRule
 from jaxlm.models.families.gpt2 import Gpt2Config
 from jaxlm.models.families.llama import LlamaConfig
 from jaxlm.models.families.mpt import MptConfig
-from jaxlm.observe.trackers import RunInfo, environment
+from jaxlm.observe import environment
+from jaxlm.observe.trackers import RunInfo
 from jaxlm.observe.trackers.tensorboard import TensorboardConfig
 from jaxlm.observe.trackers.wandb import WandbConfig
 from jaxlm.optim.elementwise import AdamConfig

@@ -7,7 +7,8 @@ from unittest import mock
 
 import pytest
 
-from jaxlm.observe.trackers import RunInfo, TrackerConfig, environment
+from jaxlm.observe import environment
+from jaxlm.observe.trackers import RunInfo, TrackerConfig
 
 # Field -> (another value, text that the recorded calls must then contain, or with a leading "no ", must not contain).
 FIELDS: dict[str, dict[str, tuple[Any, str]]] = {

@@ -17,10 +17,11 @@ import pytest
 
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.values.logged import Histogram, Sample
+from jaxlm.observe import environment
 from jaxlm.observe.logged_run import LoggedRun, series_of
 from jaxlm.observe.plots import loss_curve
 from jaxlm.observe.records import parse_jsonl, read_metrics
-from jaxlm.observe.trackers import JsonlTracker, RunInfo, TrackerConfig, check_trackers, environment, read_jsonl
+from jaxlm.observe.trackers import JsonlTracker, RunInfo, TrackerConfig, check_trackers, read_jsonl
 from jaxlm.observe.trackers.background import BackgroundTracker, TrackerTimeouts
 from jaxlm.observe.trackers.mlflow import MlflowConfig, MlflowTracker
 from jaxlm.observe.trackers.tensorboard import TensorboardConfig

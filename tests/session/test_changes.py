@@ -13,7 +13,7 @@ from jaxlm.core.tracing import BlockSizes
 from jaxlm.data.config import DataConfig
 from jaxlm.data.mixture import Mixture
 from jaxlm.models.base import ModelConfig
-from jaxlm.observe.trackers import environment
+from jaxlm.observe import environment
 from jaxlm.plan.load_config import decode_run
 from jaxlm.plan.run_config import RunConfig
 from jaxlm.reading.effects import OWN, effect_of, stated_effects

@@ -23,7 +23,8 @@ class BlockSizes:
         loss_chunk_tokens: tokens per chunk of the loss on one device (`jaxlm.models.chunked_loss`).
         attention_block: queries per block of blockwise attention; more in long sequences
             (`jaxlm.models.attention.backends.blockwise`).
-        head_gradient_parts: parts of a chunk's tokens that the gradient of the head is a sum over (`jaxlm.models.chunked_loss`).
+        head_gradient_parts: parts of a chunk's tokens that the gradient of the head is a sum over
+            (`jaxlm.models.chunked_loss`).
     """
 
     loss_chunk_tokens: int | None = None

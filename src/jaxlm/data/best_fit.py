@@ -11,8 +11,8 @@ rows      16 | 11 5 | 9 7 | ...     rows of 16 tokens: 15 inputs, and one more f
 A document begins with BOS, so every row does, and BOS is the target that ends the document before it. The rest of a cut
 document is lost, unless it waits for a later row (`fill: split`).
 
-The rows follow from the lengths of the documents. They are computed once (`data/cache/derived_arrays.py`), so a row is read by
-its number, like any other example.
+The rows follow from the lengths of the documents. They are computed once (`data/cache/derived_arrays.py`), so a row is read
+by its number, like any other example.
 """
 
 import heapq

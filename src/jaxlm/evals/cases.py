@@ -30,7 +30,7 @@ from jaxlm.reading.choices import choice
 from jaxlm.reading.decode import decode
 from jaxlm.reading.yaml import ConfigSource
 
-_CASES_KEY = "evals: type cases"
+_CASES = "evals: type cases"
 _INT, _TEXT, _CHOICE = "int_greedy", "text_greedy", "choice_logprob"
 _INTEGER = re.compile(r"-?\d+(?:,\d{3})*")
 _BATCH = 16  # rows that are generated or scored at once
@@ -58,7 +58,7 @@ class Case:
 
     def check(self) -> None:
         """Raises `ConfigError` if the keys do not fit together."""
-        key, answer = f"{_CASES_KEY}: case '{self.id}'", self.answer
+        key, answer = f"{_CASES}: case '{self.id}'", self.answer
         if self.kind != _CHOICE and self.choices is not None:
             raise ConfigError(f"{key}: choices given with kind: {self.kind}. Remove them, or set kind: {_CHOICE}")
         if self.kind == _CHOICE and (not self.choices or answer not in self.choices or not all(self.choices)):
@@ -124,11 +124,11 @@ class CasesEvalConfig(GateConfig):
     def check(self) -> None:
         if not self.cases and self.file is None:
             raise ConfigError(
-                f"{_CASES_KEY}: neither cases nor file given. Give at least one case, as {{id: ..., prompt: ..., answer: ...}}"
+                f"{_CASES}: neither cases nor file given. Give at least one case, as {{id: ..., prompt: ..., answer: ...}}"
             )
         if self.reference is None and self.max_accuracy_drop is not None:
             raise ConfigError(
-                f"{_CASES_KEY}: max_accuracy_drop: {self.max_accuracy_drop} given with reference: null, with which there is"
+                f"{_CASES}: max_accuracy_drop: {self.max_accuracy_drop} given with reference: null, with which there is"
                 " nothing to drop from. Remove it, or set reference"
             )
         for case in self.cases:
@@ -140,22 +140,22 @@ class CasesEvalConfig(GateConfig):
     def open(self, ctx: EvalContext) -> Eval:
         self.check()
         records = from_main(self._records)  # the file of another process may differ
-        note(f"{_CASES_KEY}: {self.title}: file", json.dumps([record for _, record in records]), evaluates=True)
+        note(f"{_CASES}: {self.title}: file", json.dumps([record for _, record in records]), evaluates=True)
         cases = self._all_cases(records)
         self._check_lengths(ctx.tokenizer, cases, ctx.enforce_bos, ctx.seq_len)
         return CasesEval(self, cases, ctx)
 
     def _records(self) -> list[tuple[str, dict[str, Any]]]:
-        return [] if self.file is None else list(read_json_lines(self.file, _CASES_KEY))
+        return [] if self.file is None else list(read_json_lines(self.file, _CASES))
 
     def _all_cases(self, records: Sequence[tuple[str, dict[str, Any]]]) -> list[Case]:
         """Those in the configuration, then those of the records. Raises `ConfigError` if two have the same id."""
         cases = [*self.cases, *(_decoded(*one) for one in records)]
         if not cases:
-            raise ConfigError(f"{_CASES_KEY}: {self.file} has no case")
+            raise ConfigError(f"{_CASES}: {self.file} has no case")
         ids = [case.id for case in cases]
         if equal := [one for one in ids if ids.count(one) > 1]:
-            raise ConfigError(f"{_CASES_KEY}: {ids.count(equal[0])} cases have the id '{equal[0]}'. Give each its own")
+            raise ConfigError(f"{_CASES}: {ids.count(equal[0])} cases have the id '{equal[0]}'. Give each its own")
         return cases
 
     def _check_lengths(self, tokenizer: Any, cases: Sequence[Case], bos: bool | None, seq_len: int) -> None:
@@ -165,7 +165,7 @@ class CasesEvalConfig(GateConfig):
             new = self.max_new_tokens if case.choices is None else 0
             if longest + new > seq_len:
                 raise ConfigError(
-                    f"{_CASES_KEY}: case '{case.id}' has {longest} tokens"
+                    f"{_CASES}: case '{case.id}' has {longest} tokens"
                     f"{f' and max_new_tokens is {new}' if new else ''}, but model.seq_len is {seq_len}. Shorten the prompt"
                     f"{', or lower max_new_tokens' if new and longest < seq_len else ''}"
                 )
@@ -231,11 +231,11 @@ def _decoded(place: str, record: Mapping[str, Any]) -> Case:
         case = decode(Case, ConfigSource(dict(record)))
         case.check()
     except ConfigError as error:
-        raise ConfigError(f"{_CASES_KEY}: {place}: {error}") from error
+        raise ConfigError(f"{_CASES}: {place}: {error}") from error
     return case
 
 
-_CONTINUATIONS_KEY = "evals: type continuations"
+_TEXTS = "evals: type continuations"
 
 
 @choice(EvalConfig, "continuations")
@@ -286,7 +286,7 @@ class ContinuationsEvalConfig(GateConfig):
     def check_opens(self, tokenizer: Callable[[], Any], seq_len: int, *, dry: bool) -> None:
         if self.prompt_tokens + self.max_new_tokens > seq_len:
             raise ConfigError(
-                f"{_CONTINUATIONS_KEY}: prompt_tokens: {self.prompt_tokens} and max_new_tokens: {self.max_new_tokens} together"
+                f"{_TEXTS}: prompt_tokens: {self.prompt_tokens} and max_new_tokens: {self.max_new_tokens} together"
                 f" exceed model.seq_len: {seq_len}. Lower one of them"
             )
 

@@ -14,8 +14,8 @@ from jaxlm.core.redaction import write_text
 from jaxlm.core.safe_io import atomic_file
 from jaxlm.core.stores import check_store_writable, open_store, put_file, storage_errors
 from jaxlm.engine.checkpoint.lease import StillHeld, locked_file
+from jaxlm.observe import environment
 from jaxlm.observe.records import CONFIG, ENVIRONMENT
-from jaxlm.observe.trackers import environment
 
 _BUFFER_BYTES = 1 << 13
 

@@ -21,7 +21,7 @@ from jaxlm.engine.checkpoint.manifest import Cursor, DamagedError
 from jaxlm.engine.checkpoint.store import Checkpoint
 from jaxlm.engine.phases import Phase
 from jaxlm.models.base import ModelConfig
-from jaxlm.observe.trackers.environment import computing
+from jaxlm.observe.environment import computing
 from jaxlm.plan.load_config import as_run_config, read_config
 from jaxlm.plan.plan import Plan, initial_model, plan_phases
 from jaxlm.plan.run_config import RunConfig

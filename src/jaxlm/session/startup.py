@@ -43,9 +43,9 @@ from jaxlm.models.remat import (
 from jaxlm.models.scan import runs_as_scan
 from jaxlm.models.stacks import HeterogeneousBody, Stack
 from jaxlm.observe.console import duration
+from jaxlm.observe.environment import JAX_OPTIONS, flags, source_of, source_of_jaxlm, variables
 from jaxlm.observe.events import HIDDEN_ROW, LAYERS_ROW, STEPS_ROW, TRAINS_ROW
 from jaxlm.observe.trackers import RunInfo
-from jaxlm.observe.trackers.environment import JAX_OPTIONS, flags, source_of, source_of_jaxlm, variables
 from jaxlm.optim.base import OptimizerConfig, ParameterGroup
 from jaxlm.optim.schedules import lr_shape_name
 from jaxlm.optim.stored_state import describe_state

@@ -1,4 +1,4 @@
-"""Layers with low-rank adapters: the change W + scale * B A, how it starts, and DoRA's magnitudes.
+r"""Layers with low-rank adapters: the change W + scale * B A, how it starts, and DoRA's magnitudes.
 
 A low-rank change of a weight, W + scale * B A, and DoRA's magnitudes.
 

@@ -12,7 +12,7 @@ from typing import Any
 from jaxlm.core.errors import ConfigError, install_command
 from jaxlm.core.redaction import redacted
 from jaxlm.core.values.logged import Completion, Sample
-from jaxlm.observe.trackers import environment
+from jaxlm.observe import environment
 from jaxlm.observe.trackers.base import ForwardLog, MissingLibraryError, RunInfo, Tracker, TrackerConfig
 from jaxlm.reading.choices import choice
 from jaxlm.reading.decode import flattened

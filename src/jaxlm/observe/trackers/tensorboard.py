@@ -10,7 +10,7 @@ from jaxlm.core.errors import ConfigError
 from jaxlm.core.field_types import NonNegativeInt, PositiveInt
 from jaxlm.core.stores import is_url
 from jaxlm.core.values.logged import Completion, Histogram, Sample
-from jaxlm.observe.trackers import environment
+from jaxlm.observe import environment
 from jaxlm.observe.trackers.base import RunInfo, Tracker, TrackerConfig
 from jaxlm.reading.choices import choice
 

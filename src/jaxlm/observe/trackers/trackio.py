@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from jaxlm.core.errors import ConfigError, install_command
-from jaxlm.observe.trackers import environment
+from jaxlm.observe import environment
 from jaxlm.observe.trackers.base import ForwardLog, MissingLibraryError, RunInfo, Tracker, TrackerConfig
 from jaxlm.reading.choices import choice
 

@@ -15,7 +15,7 @@ from jaxlm.core.errors import ConfigError
 from jaxlm.core.redaction import redacted, redacted_bytes
 from jaxlm.core.safe_io import read_bytes
 from jaxlm.core.values.logged import Completion, Histogram, Sample
-from jaxlm.observe.trackers import environment
+from jaxlm.observe import environment
 from jaxlm.observe.trackers.base import FilesError, ForwardLog, RunInfo, Tracker, TrackerConfig
 from jaxlm.reading.choices import choice
 
