@@ -9,7 +9,6 @@ import importlib
 import itertools
 import json
 import os
-import pkgutil
 import re
 import shlex
 import subprocess
@@ -22,14 +21,12 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-import draccus
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 import yaml
 
-import jaxlm
 import jaxlm.__main__ as command_line
 from jaxlm.controllers.base import Controller, ControllerConfig
 from jaxlm.evals.base import Eval, EvalConfig
@@ -39,6 +36,7 @@ from jaxlm.objectives.next_token import NextToken
 from jaxlm.observe.callbacks import Callback, CallbackConfig
 from jaxlm.observe.trackers import Tracker, TrackerConfig, read_jsonl
 from jaxlm.plan.load_config import decode_run
+from jaxlm.reading.choices import Registry, sources
 from jaxlm.reading.overrides import override, parse_arguments
 from jaxlm.reading.yaml import ConfigSource
 from jaxlm.session.load_model import check_effective
@@ -360,15 +358,10 @@ def test_the_table_of_base_classes_has_every_one_and_what_it_requires():
     for kind, product in returned.items():
         inside = re.findall(r"`(\w+)`", re.findall(r"\((.*?)\)", listed[kind])[0])
         assert (inside[0], set(inside[1:])) == (product.__name__, set(getattr(product, "__abstractmethods__", ())))
-    for module in pkgutil.walk_packages(jaxlm.__path__, "jaxlm."):
-        if module.name.endswith("base") or module.name.rpartition(".")[2] in (
-            "config",
-            "corpus",
-            "sampler",
-            "curriculum",
-        ):
-            importlib.import_module(module.name)
-    known = {kind for kind in draccus.PluginRegistry.__subclasses__() if kind.__module__.startswith("jaxlm.")}
+    for name, text in sources().items():
+        if re.search(r"^class \w+\(.*\bRegistry\b", text, re.M):
+            importlib.import_module(name)
+    known = {kind for kind in Registry.__subclasses__() if kind.__module__.startswith("jaxlm.")}
     assert known == set(listed)
 
 

@@ -11,8 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Protocol
 
-import draccus
-
+from jaxlm.reading.choices import Registry
 from jaxlm.reading.effects import Effect, follows
 
 Json = Any
@@ -271,7 +270,7 @@ class OptimizerFacts:
 
 
 @dataclass(frozen=True)
-class ControllerConfig(draccus.PluginRegistry, abc.ABC, discover_packages_path="jaxlm.controllers"):
+class ControllerConfig(Registry, abc.ABC):
     """Decides between steps, from metrics, what happens next in the run."""
 
     keys_effect: ClassVar[Effect] = follows("the controller decides by the new value from here")

@@ -6,8 +6,6 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, ClassVar
 
-import draccus
-
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.field_types import PositiveFloat, PositiveInt
 from jaxlm.core.runtime import is_main_process
@@ -35,12 +33,13 @@ from jaxlm.data.tokenizer.train_bpe import (
     bpe_config,
     load_or_train_tokenizer,
 )
+from jaxlm.reading.choices import Registry
 from jaxlm.reading.decode import choice_name, encode
 from jaxlm.reading.effects import Content, Harmless, Mixture
 
 
 @dataclass(frozen=True)
-class DataConfig(SourceConfig, draccus.PluginRegistry, abc.ABC, discover_packages_path="jaxlm.data"):
+class DataConfig(SourceConfig, Registry, abc.ABC):
     """The training data: one source, or several under `configs`; the tokenizer; and the token caches. `type` says what an
     example is.
 

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import draccus
+from jaxlm.reading.choices import Registry
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ class Environment(abc.ABC):
 
 
 @dataclass(frozen=True)
-class EnvironmentConfig(draccus.PluginRegistry, abc.ABC, discover_packages_path="jaxlm.environments"):
+class EnvironmentConfig(Registry, abc.ABC):
     """An environment. The policy writes until an end-of-sequence token or one of `turn_ends`; then the environment speaks."""
 
     @property

@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
-import draccus
 import jax
 import numpy as np
 
@@ -16,6 +15,7 @@ from jaxlm.core.precision import Precision
 from jaxlm.core.sharding import Layout
 from jaxlm.core.values.sums import DummyPrefix, Largest, Sum, TokenScores
 from jaxlm.models.base import LanguageModel, ModelConfig
+from jaxlm.reading.choices import Registry
 from jaxlm.rewards.base import ScoredRows
 
 
@@ -154,7 +154,7 @@ class EvalContext:
 
 
 @dataclass(frozen=True)
-class EvalConfig(draccus.PluginRegistry, abc.ABC, discover_packages_path="jaxlm.evals"):
+class EvalConfig(Registry, abc.ABC):
     """An evaluation. It runs every `trainer.steps_per_eval` steps and after the last step of each phase.
 
     Attributes:

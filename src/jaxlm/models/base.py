@@ -5,7 +5,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any, Literal
 
-import draccus
 import equinox as eqx
 import jax
 import numpy as np
@@ -23,6 +22,7 @@ from jaxlm.models.diffusion.denoisers import Denoiser
 from jaxlm.models.flops import FlopsPerToken
 from jaxlm.models.remat import AUTO, MLP, RematConfig, offloads, parse_remat, saves
 from jaxlm.models.rope import RotaryConfig
+from jaxlm.reading.choices import Registry
 from jaxlm.reading.effects import Rounding
 
 
@@ -321,7 +321,7 @@ _FORMER_BACKENDS = {"blocks": "blockwise", "plain": "reference"}
 
 
 @dataclass(frozen=True)
-class ModelConfig(draccus.PluginRegistry, abc.ABC, discover_packages_path="jaxlm.models.families"):
+class ModelConfig(Registry, abc.ABC):
     """Keys that all model families share. `type:` selects the family.
 
     Attributes:

@@ -5,7 +5,6 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-import draccus
 import jax
 import jax.numpy as jnp
 
@@ -16,6 +15,7 @@ from jaxlm.core.values.sums import Largest, Sum
 from jaxlm.models.base import AuxLoss, Inputs, LanguageModel, ModelConfig
 from jaxlm.models.flops import FlopsPerToken
 from jaxlm.models.step_flops import ModelInStep
+from jaxlm.reading.choices import Registry
 from jaxlm.reading.decode import choice_name
 
 Metrics = dict[str, Sum | Largest]
@@ -43,7 +43,7 @@ def auxiliary_terms(aux: Mapping[str, AuxLoss]) -> tuple[dict[str, Sum], Metrics
 
 
 @dataclass(frozen=True)
-class ObjectiveConfig(draccus.PluginRegistry, abc.ABC, discover_packages_path="jaxlm.objectives"):
+class ObjectiveConfig(Registry, abc.ABC):
     """A loss as weighted sums.
 
     The engine divides each term by its weight over the *global* batch, so the gradient does not depend on how the batch is

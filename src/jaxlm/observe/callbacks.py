@@ -9,15 +9,13 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Protocol, Self
 
-import draccus
-
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.field_types import PositiveInt
 from jaxlm.core.guards import SKIPPED
 from jaxlm.core.tree import compile_pattern
 from jaxlm.core.values.logged import StepInfo
 from jaxlm.observe.trackers import RunInfo
-from jaxlm.reading.choices import choice
+from jaxlm.reading.choices import Registry, choice
 from jaxlm.reading.decode import choice_name
 
 
@@ -74,7 +72,7 @@ class CallbackContext:
 
 
 @dataclass(frozen=True)
-class CallbackConfig(draccus.PluginRegistry, abc.ABC, discover_packages_path="jaxlm.observe.callbacks"):
+class CallbackConfig(Registry, abc.ABC):
     """A class that follows a run; `type:` selects it."""
 
     @abc.abstractmethod

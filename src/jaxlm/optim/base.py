@@ -5,7 +5,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
-import draccus
 import jax
 import optax
 
@@ -24,6 +23,7 @@ from jaxlm.optim.clipping import AdaGc
 from jaxlm.optim.schedules import LrShape, Schedule, ScheduleSpec, make_schedule
 from jaxlm.optim.stored_state import Full, StateFormat
 from jaxlm.optim.telemetry.guard import Telemetry, telemetry_guards
+from jaxlm.reading.choices import Registry
 from jaxlm.reading.decode import INHERITS
 
 
@@ -47,7 +47,7 @@ class ParameterGroup:
 
 
 @dataclass(frozen=True)
-class OptimizerConfig(draccus.PluginRegistry, abc.ABC, discover_packages_path="jaxlm.optim"):
+class OptimizerConfig(Registry, abc.ABC):
     """Options shared by all optimizers. `type:` in YAML selects the optimizer.
 
     Lengths are steps or fractions. An integer is a number of steps, so `1` is one step. A number with a decimal point is a

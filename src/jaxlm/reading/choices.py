@@ -9,7 +9,8 @@ import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any, TypeVar, dataclass_transform
+from pathlib import Path
+from typing import Any, ClassVar, TypeVar, dataclass_transform
 
 import draccus
 
@@ -22,6 +23,59 @@ T = TypeVar("T", bound=type)
 def choice(section: Any, name: str) -> Callable[[T], T]:
     """Makes a class a frozen dataclass, which `type: name` selects. Args: section: the registry that it extends."""
     return lambda kind: section.register_subclass(name)(dataclass(frozen=True)(kind))
+
+
+@functools.cache
+def sources() -> Mapping[str, str]:
+    """Module -> source code, of all modules of jaxlm. So they are searched without being imported."""
+    package = Path(__file__).parents[1]
+    files = {file.relative_to(package.parent): file for file in sorted(package.rglob("*.py"))}
+    return {".".join(name.with_suffix("").parts): file.read_text(encoding="utf-8") for name, file in files.items()}
+
+
+_REGISTRATION = re.compile(r'^(?:@choice\((\w+), |(\w+)\.register_subclass\()"([^"]+)"', re.M)
+
+
+@functools.cache
+def _registrations() -> Mapping[str, Mapping[str, str]]:
+    """Registry -> name of a type -> the module that registers it."""
+    found: dict[str, dict[str, str]] = {}
+    for module, text in sources().items():
+        for decorated, called, name in _REGISTRATION.findall(text):
+            found.setdefault(decorated or called, {})[name] = module
+    return found
+
+
+class Registry(draccus.ChoiceRegistry):
+    """A section whose `type:` selects a class. The module that registers it is imported when its name is first asked for."""
+
+    def __init_subclass__(cls, **kwargs: Any):
+        super().__init_subclass__(**kwargs)
+        if Registry in cls.__bases__:
+            cls._choice_registry = {}
+            cls._registrations = _registrations().get(cls.__name__, {})
+
+    _registrations: ClassVar[Mapping[str, str]]
+
+    @classmethod
+    def get_choice_class(cls, name: str) -> Any:
+        if name not in cls._choice_registry and name in cls._registrations:
+            importlib.import_module(cls._registrations[name])
+        return super().get_choice_class(name)
+
+    @classmethod
+    def get_known_choices(cls) -> dict[str, Any]:
+        for module in cls._registrations.values():
+            importlib.import_module(module)
+        return super().get_known_choices()
+
+
+def registered_class(registry: Any, name: str | None) -> type | None:
+    """The class that a registry has under a name, if it has one."""
+    try:
+        return registry.get_choice_class(name)
+    except KeyError:
+        return None
 
 
 class NamedChoice(draccus.ChoiceRegistry):

@@ -23,7 +23,7 @@ from draccus.choice_types import CHOICE_TYPE_KEY, ChoiceType
 from jaxlm.core.errors import ConfigError, did_you_mean, shortened
 from jaxlm.core.field_types import LARGEST_FLOAT, bounds_of, describe_type, hints_of, in_range
 from jaxlm.core.redaction import without_secrets
-from jaxlm.reading.choices import NamedChoice, import_choice, is_import_path, signature_problems
+from jaxlm.reading.choices import NamedChoice, import_choice, is_import_path, registered_class, signature_problems
 from jaxlm.reading.outline import ROOT, meant
 from jaxlm.reading.yaml import ConfigSource, KeyPath, without_quotes
 
@@ -141,7 +141,7 @@ def choice_name(kind: Any) -> str:
 
     A class that was selected by import path keeps that path as its type: its registered name is only known after import.
     """
-    names = [name for name, member in kind.get_known_choices().items() if member is kind]
+    names = [name for name, member in kind._choice_registry.items() if member is kind]
     return max(names, key=is_import_path)
 
 
@@ -153,7 +153,7 @@ def chosen_class(kind: Any, tree: Mapping[str, Any], default: Any = None) -> typ
     if name is None and is_choice(type(default)):
         return type(default)
     name = name or kind.default_choice_name()
-    known = kind.get_known_choices().get(name)
+    known = registered_class(kind, name)
     return import_choice(kind, name) if known is None and is_import_path(name) else known
 
 
@@ -210,7 +210,7 @@ class _Decoder:
             tree = {CHOICE_TYPE_KEY: tree}
         if not isinstance(tree, Mapping):
             keys = ["type", "..."] if is_choice(kind) else [f.name for f in dataclasses.fields(kind)]
-            hint = f". Write {{type: {tree}}}" if is_choice(kind) and str(tree) in kind.get_known_choices() else ""
+            hint = f". Write {{type: {tree}}}" if is_choice(kind) and registered_class(kind, str(tree)) else ""
             raise self._error(
                 path, f"{_format_value(tree)} given, a section with keys expected ({', '.join(keys)}){hint}"
             )

@@ -6,13 +6,12 @@ A section may have the keys of its class and of all that extend it, so what is r
 import functools
 import re
 from collections.abc import Collection, Iterator, Mapping
-from pathlib import Path
 from typing import Any
 
 from jaxlm.core.errors import nearest_spelling
+from jaxlm.reading.choices import sources
 from jaxlm.reading.yaml import KeyPath
 
-_PACKAGE = Path(__file__).parents[1]
 ROOT = "RunConfig"
 _CLASS = re.compile(r"^class (\w+)(?:\[.*?\])?(?:\((.*?)\))?:\n((?:(?: .*)?\n)*)", re.M)
 _FIELD = re.compile(r"^    (\w+): (.*)$", re.M)
@@ -49,9 +48,8 @@ BY_OTHERS = {name: key for key, names in _BY_OTHERS.items() for name in names.sp
 def _sources() -> tuple[dict[str, tuple[set[str], dict[str, str]]], set[str]]:
     """Class -> its bases, and its fields with their annotations; and texts, among them all keys that are no fields."""
     classes, translated = {}, {"type"}
-    for file in sorted(_PACKAGE.rglob("*.py")):
-        text = file.read_text(encoding="utf-8")
-        if "levanter" in file.parts:
+    for module, text in sources().items():
+        if ".levanter." in module:
             translated.update(key for quoted in re.findall(r'"([\w.]+)"', text) for key in quoted.split("."))
         for head, bases, body in _CLASS.findall(text):  # classes of one name count as one
             of_name = classes.setdefault(head, (set(), {}))

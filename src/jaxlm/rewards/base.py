@@ -9,10 +9,10 @@ from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-import draccus
 import numpy as np
 
 from jaxlm.core.errors import ConfigError
+from jaxlm.reading.choices import Registry
 from jaxlm.reading.decode import choice_name
 from jaxlm.rewards.worker import RewardWorker
 
@@ -91,7 +91,7 @@ class Reward(abc.ABC):
 
 
 @dataclass(frozen=True)
-class RewardConfig(draccus.PluginRegistry, abc.ABC, discover_packages_path="jaxlm.rewards"):
+class RewardConfig(Registry, abc.ABC):
     """A reward. A completion's total reward is the weighted sum of the rewards that apply to it.
 
     Attributes:

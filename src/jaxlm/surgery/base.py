@@ -5,7 +5,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import draccus
 import jax
 import numpy as np
 from haliax import NamedArray
@@ -14,10 +13,11 @@ from jaxlm.core.values.batch_types import TokenBatch
 from jaxlm.models.base import LanguageModel, ModelConfig
 from jaxlm.models.diffusion.denoisers import check_is_whole
 from jaxlm.models.growth import whole
+from jaxlm.reading.choices import Registry
 
 
 @dataclass(frozen=True)
-class SurgeryConfig(draccus.PluginRegistry, abc.ABC, discover_packages_path="jaxlm.surgery"):
+class SurgeryConfig(Registry, abc.ABC):
     """A change of the model at the start of a phase: `apply`, then `fill`, then `initial_leaves`."""
 
     @abc.abstractmethod

@@ -5,12 +5,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any, ClassVar, Literal, NamedTuple
 
-import draccus
 import numpy as np
 
 from jaxlm.data.sources.document_files import has_records
 from jaxlm.data.sources.record_files import TextFile
 from jaxlm.data.tokenizer.tokenizer import Tokenizer
+from jaxlm.reading.choices import Registry
 from jaxlm.reading.decode import encode
 
 Truncation = Literal["keep_start", "keep_end", "drop_overlength"]
@@ -99,7 +99,7 @@ class Encoder(abc.ABC):
 
 
 @dataclass(frozen=True)
-class FormatConfig(draccus.PluginRegistry, abc.ABC, discover_packages_path="jaxlm.data.formats"):
+class FormatConfig(Registry, abc.ABC):
     """Turns the records of a source into tokens. The fields named `..._field` and `..._key` hold the keys that it reads."""
 
     makes: ClassVar[str] = "documents"

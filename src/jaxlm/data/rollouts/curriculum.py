@@ -5,11 +5,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-import draccus
 import numpy as np
 
 from jaxlm.core.errors import ConfigError
 from jaxlm.data.mixture import Mixture
+from jaxlm.reading.choices import Registry
 
 _LOOKED_AT = 64  # prompts at a time
 _MOST_EPOCHS = 200  # without an accepted prompt; far more than the smallest share that a member allows makes likely
@@ -72,7 +72,7 @@ class Curriculum(abc.ABC):
 
 
 @dataclass(frozen=True)
-class CurriculumConfig(draccus.PluginRegistry, abc.ABC, discover_packages_path="jaxlm.data.rollouts"):
+class CurriculumConfig(Registry, abc.ABC):
     """Which prompts are sampled for, and when."""
 
     @property

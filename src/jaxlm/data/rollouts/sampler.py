@@ -6,8 +6,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import draccus
-
 from jaxlm.core.field_types import LARGEST_INT
 from jaxlm.core.precision import Precision
 from jaxlm.core.sharding import Layout
@@ -16,6 +14,7 @@ from jaxlm.data.base import Log
 from jaxlm.data.tokenizer.tokenizer import Tokenizer
 from jaxlm.models.inference.responses import XlaOptions
 from jaxlm.models.inference.sampling import Sampling
+from jaxlm.reading.choices import Registry
 
 
 @dataclass(frozen=True)
@@ -106,7 +105,7 @@ class Sampler(abc.ABC):
 
 
 @dataclass(frozen=True)
-class SamplerConfig(draccus.PluginRegistry, abc.ABC, discover_packages_path="jaxlm.data.rollouts"):
+class SamplerConfig(Registry, abc.ABC):
     """What samples the responses."""
 
     @classmethod

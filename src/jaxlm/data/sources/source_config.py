@@ -14,8 +14,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
-import draccus
-
 from jaxlm.core.errors import ConfigError, counted
 from jaxlm.core.field_types import PositiveInt
 from jaxlm.core.safe_io import atomic_file, remove_leftovers
@@ -26,6 +24,7 @@ from jaxlm.data.formats.documents import TextFormat
 from jaxlm.data.sources.files import LocalFile, sources_of
 from jaxlm.data.sources.hugging_face import HubDataset, is_saved_dataset, saved_files, saved_split, saved_splits
 from jaxlm.data.sources.mirror import MirroredSource, copy_folder_name
+from jaxlm.reading.choices import Registry
 from jaxlm.reading.decode import encode
 from jaxlm.reading.effects import OWN, Content, Effect, Evaluations, Harmless
 
@@ -68,7 +67,7 @@ def _check_split(dataset_id: str, split: str, available: Sequence[str], named: s
 
 
 @dataclass(frozen=True)
-class CorpusConfig(draccus.PluginRegistry, abc.ABC, discover_packages_path="jaxlm.data.sources.tasks"):
+class CorpusConfig(Registry, abc.ABC):
     """A class that generates records: `type: arithmetic`, `type: my_package.my_module:MyCorpus`, or a name registered by a
     plugin."""
 

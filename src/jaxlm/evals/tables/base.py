@@ -6,13 +6,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-import draccus
-
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.precision import Precision
 from jaxlm.core.sharding import Layout
 from jaxlm.evals.base import Score, ValidationSet
 from jaxlm.models.base import LanguageModel
+from jaxlm.reading.choices import Registry
 from jaxlm.reading.decode import choice_name
 
 Row = dict[str, Any]
@@ -97,7 +96,7 @@ class Subject:
 
 
 @dataclass(frozen=True)
-class TableConfig(draccus.PluginRegistry, abc.ABC, discover_packages_path="jaxlm.evals.tables"):
+class TableConfig(Registry, abc.ABC):
     """A table of the run's model and of each model in `refs`. `jaxlm train` writes all tables after the last phase, and
     `jaxlm tables` at any time.
 

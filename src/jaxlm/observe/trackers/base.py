@@ -5,10 +5,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-import draccus
-
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.values.logged import Completion, Histogram, Sample
+from jaxlm.reading.choices import Registry
 from jaxlm.reading.decode import choice_name
 
 
@@ -93,7 +92,7 @@ class RunInfo:
 
 
 @dataclass(frozen=True)
-class TrackerConfig(draccus.PluginRegistry, abc.ABC, discover_packages_path="jaxlm.observe.trackers"):
+class TrackerConfig(Registry, abc.ABC):
     """Where to send metrics in addition to `metrics.jsonl`; `type:` selects the tracker."""
 
     @classmethod

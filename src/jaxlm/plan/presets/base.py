@@ -9,8 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-import draccus
-
+from jaxlm.reading.choices import Registry
 from jaxlm.reading.decode import choice_name, decode
 from jaxlm.reading.yaml import ConfigSource, KeyPath, merge
 
@@ -82,7 +81,7 @@ class Derivation:
 
 
 @dataclass(frozen=True)
-class PresetConfig(draccus.PluginRegistry, abc.ABC, discover_packages_path="jaxlm.plan.presets"):
+class PresetConfig(Registry, abc.ABC):
     """Fills in keys of other sections. `type:` selects the preset."""
 
     phase_keys: ClassVar[tuple[str, ...]] = ()

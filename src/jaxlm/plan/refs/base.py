@@ -6,7 +6,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
-import draccus
 import jax.numpy as jnp
 from haliax import Axis
 
@@ -16,6 +15,7 @@ from jaxlm.core.sharding import Layout
 from jaxlm.data.tokenizer.tokenizer import Tokenizer
 from jaxlm.interop.hf.folder import parse_dtype
 from jaxlm.models.base import LanguageModel, ModelConfig
+from jaxlm.reading.choices import Registry
 
 Log = Callable[[str], None]
 
@@ -94,7 +94,7 @@ class SanityConfig:
 
 
 @dataclass(frozen=True)
-class RefConfig(draccus.PluginRegistry, abc.ABC, discover_packages_path="jaxlm.plan.refs"):
+class RefConfig(Registry, abc.ABC):
     """A model that the objective queries, such as a teacher. It is loaded once, sharded like parameters, and never changes.
 
     Attributes:

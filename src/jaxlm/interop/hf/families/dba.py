@@ -4,7 +4,8 @@ from collections.abc import Iterator
 
 from jaxlm.interop.hf.family import Family, FixedKey, JsonKey, KeyGroup
 from jaxlm.interop.hf.shared_keys import usual_keys
-from jaxlm.interop.hf.weights import BLOCK, Tensor, embeddings_and_head, gated_mlp, pre_norms, single
+from jaxlm.interop.hf.weights import BLOCK, Tensor, embeddings_and_head, pre_norms, single
+from jaxlm.interop.hf.weights import gated_mlp as gated_mlp_tensors
 from jaxlm.models.families.dba import DbaConfig
 
 
@@ -34,7 +35,7 @@ def _tensors(config: DbaConfig) -> Iterator[Tensor]:
     if config.null_slot:
         yield single(f"{theirs}null_key", f"{ours}null_slot.keys", f"{keys} | head_size")
         yield single(f"{theirs}null_value", f"{ours}null_slot.values", "kv_heads | head_size")
-    yield from gated_mlp(use_bias=config.mlp_bias)
+    yield from gated_mlp_tensors(use_bias=config.mlp_bias)
 
 
 FAMILY = Family(
