@@ -33,11 +33,10 @@ from jaxlm.engine.step import make_train_step
 from jaxlm.engine.sync import FlagSync
 from jaxlm.models.base import vocab_axis
 from jaxlm.models.families.llama import LlamaConfig
-from jaxlm.objectives.block_progress import Convergence
-from jaxlm.objectives.blockwise import Blockwise
 from jaxlm.objectives.distill import Distill
 from jaxlm.optim.elementwise import AdamConfig
-from jaxlm.surgery.decouple import DecoupleConfig
+from jaxlm.systems.upcycle.blockwise import Blockwise, Convergence
+from jaxlm.systems.upcycle.decouple import DecoupleConfig
 
 ROWS, VOCAB = 8, 4096
 SURGERY = DecoupleConfig(sem_dim=64, geo_dim=64, method="random")

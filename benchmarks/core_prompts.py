@@ -24,8 +24,8 @@ from typing import Any
 import numpy as np
 
 from jaxlm.data.tokenizer.tokenizer import load_tokenizer
-from jaxlm.evals.core import prompts, scored_tokens
-from jaxlm.evals.core_bundle import CORE_TASKS, CoreTask, read_bundle
+from jaxlm.systems.nanochat.core_bundle import CORE_TASKS, CoreTask, read_bundle
+from jaxlm.systems.nanochat.core_eval import prompts, scored_tokens
 
 _GPT2_BOS, _NANOCHAT_BOS = "<|endoftext|>", "<|bos|>"
 # As tiktoken's gpt2 splits texts.

@@ -49,10 +49,9 @@ from nanochat_parity import (
 from peer_report import report
 from processes import PeerFailedError
 
-from jaxlm.models.families.nano.model import NanoConfig
 from jaxlm.plan.load_config import read_config
-from jaxlm.plan.presets.nanochat import RECIPES
-from jaxlm.plan.presets.rates import REFERENCE_BATCH
+from jaxlm.systems.nanochat.model import NanoConfig
+from jaxlm.systems.nanochat.rates import RECIPES, REFERENCE_BATCH
 
 _FILES = ("nanochat/gpt.py", "nanochat/optim.py", "nanochat/checkpoint_manager.py", "scripts/base_train.py")
 _REVISIONS = {

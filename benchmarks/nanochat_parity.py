@@ -18,7 +18,7 @@ import yaml
 from processes import PeerFailedError, shortened
 
 from jaxlm.data.tokenizer.train_bpe import BpeConfig, train_bpe
-from jaxlm.evals.core_bundle import CORE_TASKS
+from jaxlm.systems.nanochat.core_bundle import CORE_TASKS
 
 PEERS = Path(__file__).resolve().parent / "peers"
 STEPS, WARMUP = 20, 5

@@ -30,10 +30,10 @@ from jaxlm.core.imports import gc_paused  # noqa: F401  # before haliax
 import jax
 import yaml
 
-from jaxlm.optim.portfolio.strategies import GUIDE
 from jaxlm.plan.load_config import decode_run, load_config
 from jaxlm.reading.decode import dump
 from jaxlm.reading.yaml import ConfigSource
+from jaxlm.systems.orchestrate.strategies import GUIDE
 from jaxlm.train import train
 
 RATES = {"small": (3e-3, 1e-2, 3e-2), "cpu_d4": (3e-4, 1e-3, 3e-3, 1e-2)}

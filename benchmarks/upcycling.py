@@ -44,7 +44,7 @@ from jaxlm.data.tokenizer.tokenizer import Tokenizer, load_tokenizer
 from jaxlm.interop.hf.folder import load_model, open_folder
 from jaxlm.models.base import Inputs, LanguageModel, vocab_axis
 from jaxlm.models.loss import token_losses
-from jaxlm.surgery.decouple import DecoupleConfig
+from jaxlm.systems.upcycle.decouple import DecoupleConfig
 
 ROOT = Path(__file__).resolve().parents[1]
 SEQ_LEN, ROWS, TEACHER_STEPS = 256, 8, 1200

@@ -21,7 +21,7 @@ from jaxlm.plan.run_config import RunConfig
 from jaxlm.reading.choices import is_import_path
 from jaxlm.reading.schema import ConfigSection, sections
 from jaxlm.reading.yaml import ConfigSource, load_yaml, merge, parse_value
-from jaxlm.session.scaling.members import plan_study
+from jaxlm.systems.nanochat.scaling_members import plan_study
 from tests.fields.proofs import assert_test_exists
 
 ROOT = Path(__file__).parents[1]

@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 import yaml
 
-from jaxlm.evals.core_bundle import read_bundle
 from jaxlm.plan.load_config import decode_run, read_config
 from jaxlm.reading.yaml import ConfigSource
+from jaxlm.systems.nanochat.core_bundle import read_bundle
 
 ROOT = Path(__file__).parents[1]
 sys.path += [str(ROOT / "benchmarks"), str(ROOT / "benchmarks" / "peers")]  # at the end, so they shadow nothing

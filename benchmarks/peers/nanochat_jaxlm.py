@@ -23,13 +23,13 @@ with gc_paused():
     import jaxlm
     from jaxlm.commands.evaluate import evaluate as evaluate_loss
     from jaxlm.data.batch_schedule import BatchSchedule, BatchStage
-    from jaxlm.evals.core import CoreEvalConfig, open_core
     from jaxlm.interop.pretrained import load_pretrained, open_pretrained
     from jaxlm.models.base import vocab_axis
     from jaxlm.plan.load_config import read_config
     from jaxlm.plan.plan import make_plan
     from jaxlm.session.compilation.options import enable_compilation_cache, step_options
     from jaxlm.session.inference_model import InferenceModel
+    from jaxlm.systems.nanochat.core_eval import CoreEvalConfig, open_core
 
 
 def imported(folder, changes, layout):

@@ -11,11 +11,11 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import jaxlm
+from jaxlm.compat.caramba.from_caramba import check_version, is_caramba
+from jaxlm.compat.stackwise.from_stackwise import is_stackwise
 from jaxlm.core.distributed import detect_launcher
 from jaxlm.core.errors import EXIT_CONFIG, ConfigError, did_you_mean, end_at_interrupt, end_of_output
 from jaxlm.core.redaction import command_line
-from jaxlm.interop.caramba.from_caramba import check_version, is_caramba
-from jaxlm.interop.stackwise.from_stackwise import is_stackwise
 from jaxlm.reading.choices import ENTRY_POINTS
 from jaxlm.reading.decode import unknown_key
 from jaxlm.reading.outline import unknown_keys

@@ -13,20 +13,19 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from jaxlm.compat.stackwise.progressive_api import STORED_AS, PlannedStack, ProgressiveRackBuilder, StackWiseConfig
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.field_types import NumStacks, check_simple
 from jaxlm.core.values.logged import TRAINING_TIME
-from jaxlm.interop.stackwise.config import StackWiseConfig
-from jaxlm.interop.stackwise.rack import STORED_AS, PlannedStack, ProgressiveRackBuilder
 from jaxlm.observe.events import phase_history
 from jaxlm.observe.logged_run import read_run
 from jaxlm.plan.load_config import decode_run
 from jaxlm.plan.presets.base import given_at
-from jaxlm.plan.presets.progressive import ProgressiveConfig
 from jaxlm.plan.run_config import RunConfig
 from jaxlm.reading.decode import decode
 from jaxlm.reading.overrides import option_tree, override
 from jaxlm.reading.yaml import ConfigSource, merge
+from jaxlm.systems.progressive.preset import ProgressiveConfig
 from jaxlm.train import train
 
 __all__ = ["ProgressiveRackBuilder", "ProgressiveTrainer", "StackWiseConfig"]

@@ -7,7 +7,7 @@ import math
 import numpy as np
 import pytest
 
-from jaxlm.controllers.orchestrate.bandit import Bandit, PseudoRewards, favoring, reward
+from jaxlm.systems.orchestrate.bandit import Bandit, PseudoRewards, favoring, reward
 
 NAMES = ("safe", "bold", "slow")
 UCB1 = Bandit(NAMES, exploration=math.sqrt(2), discount=1.0)

@@ -5,13 +5,13 @@ import math
 import pytest
 
 from jaxlm.controllers.base import DoneStep, OptimizerFacts, StopRunError
-from jaxlm.controllers.handover import HandoverConfig
 from jaxlm.core.errors import ConfigError
 from jaxlm.objectives.distill import Distill
 from jaxlm.objectives.next_token import NextToken
 from jaxlm.plan.plan import plan_phases
 from jaxlm.plan.run_config import PhaseConfig, RunConfig
 from jaxlm.plan.trainer_config import TrainerConfig
+from jaxlm.systems.upcycle.handover import HandoverConfig
 
 FIRST = DoneStep(7, is_last=False, is_skipped=False, progress=0.5, effective=11)
 

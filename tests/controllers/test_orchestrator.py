@@ -19,7 +19,9 @@ from jaxlm.controllers.base import (
     Rewind,
     SetControls,
 )
-from jaxlm.controllers.orchestrate.orchestrator import (
+from jaxlm.core.errors import ConfigError
+from jaxlm.core.values import logged
+from jaxlm.systems.orchestrate.orchestrator import (
     NowcastTrials,
     Orchestrator,
     OrchestratorConfig,
@@ -27,8 +29,6 @@ from jaxlm.controllers.orchestrate.orchestrator import (
     RollbacksError,
     Safety,
 )
-from jaxlm.core.errors import ConfigError
-from jaxlm.core.values import logged
 
 STRATEGIES = {
     "plain": {"strategy": 0.0, "lr_scale": 1.0},

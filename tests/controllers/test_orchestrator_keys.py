@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 from jaxlm.controllers.base import Branch, Rewind
-from jaxlm.controllers.orchestrate.orchestrator import (
+from jaxlm.engine.metrics import MAX_IN_FLIGHT
+from jaxlm.systems.orchestrate.orchestrator import (
     _DELAY,
     NowcastTrials,
     OrchestratorConfig,
@@ -16,7 +17,6 @@ from jaxlm.controllers.orchestrate.orchestrator import (
     RollbacksError,
     Safety,
 )
-from jaxlm.engine.metrics import MAX_IN_FLIGHT
 from tests.controllers.test_orchestrator import DELAY, Driven, branches, driven
 
 LOSSES = {"plain": 3.0, "fast": 2.95, "spike_resistant": 3.1}

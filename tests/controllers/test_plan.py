@@ -8,19 +8,17 @@ import pytest
 
 from jaxlm.controllers.base import Controller, ControllerConfig, OptimizerFacts
 from jaxlm.controllers.early_stopping import BadStreak, EarlyStopping
-from jaxlm.controllers.orchestrate.orchestrator import NowcastTrials, OrchestratorConfig, PlannedSwitch
 from jaxlm.controllers.reduce_on_plateau import ReduceOnPlateauConfig
 from jaxlm.core.errors import ConfigError
-from jaxlm.objectives.block_progress import Autotune, Convergence
-from jaxlm.objectives.blockwise import Blockwise
 from jaxlm.objectives.dpo import Dpo
-from jaxlm.optim.portfolio.nowcast import Nowcast
-from jaxlm.optim.portfolio.portfolio import PortfolioConfig
 from jaxlm.plan.controllers import controller_notes, objective_notes
 from jaxlm.plan.load_config import load_config
 from jaxlm.plan.plan import make_plan, plan_phases
 from jaxlm.plan.run_config import PhaseConfig, RunConfig
 from jaxlm.plan.trainer_config import TrainerConfig
+from jaxlm.systems.orchestrate.orchestrator import NowcastTrials, OrchestratorConfig, PlannedSwitch
+from jaxlm.systems.orchestrate.portfolio import Nowcast, PortfolioConfig
+from jaxlm.systems.upcycle.blockwise import Autotune, Blockwise, Convergence
 
 PLATEAU = ReduceOnPlateauConfig("train/loss")
 

@@ -45,7 +45,7 @@ TRUSTED = {
     *("reading/recipes.py", "reading/outline.py", "engine/preemption.py", "engine/activity.py"),
     *("engine/checkpoint/lease.py", "core/devices.py", "data/sources/stdlib.py", "data/annotations.py"),
     "data/sources/tasks/pass_keys.py",
-    *("session/run.py", "core/safe_io.py", "rewards/supervisor.py"),
+    *("session/run.py", "core/safe_io.py", "systems/rl/rewards/supervisor.py"),
 }
 
 

@@ -11,11 +11,11 @@ from jaxlm.data.formats.chat import ChatFormat
 from jaxlm.data.formats.completions import PairsFormat, SupervisedFormat
 from jaxlm.data.formats.documents import TextFormat
 from jaxlm.data.formats.prompts import PromptsFormat
-from jaxlm.data.rollouts.rollouts_config import RolloutsConfig
 from jaxlm.data.several_completions import PairsConfig
 from jaxlm.data.tokens import TokensConfig
 from jaxlm.evals.samples import prompt_ids
-from jaxlm.rewards.function import FunctionRewardConfig
+from jaxlm.systems.rl.rewards.function import FunctionRewardConfig
+from jaxlm.systems.rl.rollouts import RolloutsConfig
 from tests.answers import write_tokenizer
 
 RECORD = {

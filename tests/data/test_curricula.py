@@ -11,9 +11,14 @@ import pytest
 
 from jaxlm.core.errors import ConfigError
 from jaxlm.data.batch_schedule import BatchSchedule, BatchSize
-from jaxlm.data.rollouts.curriculum import CurriculumConfig, CurriculumContext, PromptNumbers, PromptOrder
-from jaxlm.data.rollouts.difficulty import DifficultyConfig
-from jaxlm.data.rollouts.success import SuccessConfig
+from jaxlm.systems.rl.curricula import (
+    CurriculumConfig,
+    CurriculumContext,
+    DifficultyConfig,
+    PromptNumbers,
+    PromptOrder,
+    SuccessConfig,
+)
 from tests.data.test_rollouts import GROUP, RECORDS, assert_same, opened, seen, trained_on  # noqa: F401 (fixtures)
 
 GROWING = DifficultyConfig("n", first_share=0.25, full_after=4)

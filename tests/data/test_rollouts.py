@@ -13,17 +13,15 @@ from jaxlm.data.batch_schedule import BatchSchedule, BatchSize
 from jaxlm.data.config import DataConfig
 from jaxlm.data.formats.prompts import PromptsFormat
 from jaxlm.data.loader import RunServices
-from jaxlm.data.rollouts import rollouts_config as config_of_rollouts
-from jaxlm.data.rollouts.local import LocalSamplerConfig
-from jaxlm.data.rollouts.rollouts_config import RolloutsConfig
-from jaxlm.data.rollouts.sampler import Sample, Sampler, SamplerConfig
-from jaxlm.environments.base import Environment, EnvironmentConfig, Observation
-from jaxlm.environments.tool import ToolEnvironmentConfig
 from jaxlm.models.inference.sampling import Sampling
 from jaxlm.reading.decode import decode
 from jaxlm.reading.yaml import ConfigSource
-from jaxlm.rewards.base import Rewards
-from jaxlm.rewards.function import FunctionRewardConfig
+from jaxlm.systems.rl import rollouts as config_of_rollouts
+from jaxlm.systems.rl.environments import Environment, EnvironmentConfig, Observation, ToolEnvironmentConfig
+from jaxlm.systems.rl.rewards.base import Rewards
+from jaxlm.systems.rl.rewards.function import FunctionRewardConfig
+from jaxlm.systems.rl.rollouts import RolloutsConfig
+from jaxlm.systems.rl.samplers import LocalSamplerConfig, Sample, Sampler, SamplerConfig
 from tests.data.helpers import some_text, write_records
 from tests.data.test_loader import layout_of
 from tests.data.test_pairs import CHATML

@@ -12,12 +12,12 @@ import numpy as np
 import pytest
 
 from jaxlm.core.errors import ConfigError
-from jaxlm.data.rollouts.sampler import SamplerConfig, SamplingRequest
-from jaxlm.data.rollouts.server import _SAMPLE_TEXT, ServerSampler, seed_of
-from jaxlm.interop.json_server import JsonServer, ServerConfig
 from jaxlm.models.inference.sampling import Sampling
 from jaxlm.reading.decode import decode
 from jaxlm.reading.yaml import ConfigSource
+from jaxlm.systems.rl.json_server import JsonServer, ServerConfig
+from jaxlm.systems.rl.samplers import SamplerConfig, SamplingRequest
+from jaxlm.systems.rl.server import _SAMPLE_TEXT, ServerSampler, seed_of
 from tests.http_server import serving
 
 EOS = 2
@@ -394,7 +394,7 @@ def test_an_api_key_that_no_header_can_have_is_one_message_without_it(server, mo
 
 
 def test_an_answer_that_does_not_end_is_refused(server, monkeypatch):
-    monkeypatch.setattr("jaxlm.interop.json_server.largest", lambda: 1000)
+    monkeypatch.setattr("jaxlm.systems.rl.json_server.largest", lambda: 1000)
     server.answers["/x"] = lambda body: ["much"] * 1000
     with pytest.raises(ConfigError, match=r"/x has more than 1,000 bytes"):
         JsonServer(ServerConfig(server.url)).post("/x", {})

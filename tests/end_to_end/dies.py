@@ -6,11 +6,11 @@ import sys
 
 from jaxlm import train
 from jaxlm.data.annotations import AnnotationFolder
-from jaxlm.data.rollouts.maker import RolloutMaker
 from jaxlm.engine import metrics as reports
 from jaxlm.engine.checkpoint.local import LocalFolder
 from jaxlm.engine.checkpoint.manager import Saver
 from jaxlm.session import annotate
+from jaxlm.systems.rl.maker import RolloutMaker
 
 
 def die(*_args, **_kwargs):

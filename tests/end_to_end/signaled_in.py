@@ -11,9 +11,9 @@ from pathlib import Path
 
 from jaxlm import train
 from jaxlm.core import stores
-from jaxlm.data.rollouts.maker import RolloutMaker
 from jaxlm.engine.checkpoint.local import LocalFolder
 from jaxlm.observe.hooks import EvalHook
+from jaxlm.systems.rl.maker import RolloutMaker
 
 PLACE, NUMBER, CALL, DELAY, GAP = os.environ["JAXLM_TEST_SIGNALS"].split(":")
 LASTS_S = 2.0

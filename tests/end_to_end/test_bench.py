@@ -8,7 +8,7 @@ import pytest
 
 from jaxlm.commands.bench import main
 from jaxlm.core.devices import peak_flops
-from jaxlm.hardware.aot_devices import CUDA_PLUGINS, is_installed
+from jaxlm.systems.forecast.aot import CUDA_PLUGINS, is_installed
 from tests.end_to_end.test_rollouts import start as start_rollouts
 
 TEACHER = Path(__file__).parent.parent / "fields/teacher"

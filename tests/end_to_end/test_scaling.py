@@ -40,12 +40,12 @@ def test_a_killed_study_continues_with_the_same_results(workplace):
     place, undisturbed = workplace(), workplace()
     for each in (place, undisturbed):
         write(each)
-    process = place.start("--config_path", "study.yaml", module="jaxlm.commands.scaling")
+    process = place.start("--config_path", "study.yaml", module="jaxlm.systems.nanochat.commands.scaling")
     wait_for(place.folder / "checkpoints" / KILLED / "step-20", process)
     process.send_signal(signal.SIGKILL)
     process.communicate(timeout=300)
     assert not (place.folder / "scaling" / "members" / f"{KILLED}.json").exists()
-    again = place.finish("--config_path", "study.yaml", module="jaxlm.commands.scaling")
+    again = place.finish("--config_path", "study.yaml", module="jaxlm.systems.nanochat.commands.scaling")
     finished = [line for line in again.out.splitlines() if line.endswith("| finished |")]
     assert [line.split()[1] for line in finished] == ["study-1.5e10-d1"]
     log = (place.folder / "logs" / KILLED / "train.log").read_text()
@@ -71,7 +71,7 @@ def test_a_killed_study_continues_with_the_same_results(workplace):
 def test_a_signal_saves_the_member_and_ends_the_study(workplace):
     place = workplace()
     write(place)
-    process = place.start("--config_path", "study.yaml", module="jaxlm.commands.scaling")
+    process = place.start("--config_path", "study.yaml", module="jaxlm.systems.nanochat.commands.scaling")
     wait_for(place.folder / "checkpoints" / "study-1.5e10-d1" / "step-20", process)
     process.send_signal(signal.SIGTERM)
     out, err = process.communicate(timeout=400)
@@ -85,7 +85,7 @@ def test_members_train_on_a_ray_cluster(workplace):
     place = workplace()
     write(place)
     command = ("--config_path", "study.yaml", "--scaling.depths", "[2, 3]", "--scaling.ray", "{cpus: 1}")
-    place.finish(*command, module="jaxlm.commands.scaling", RAY_AUTH_MODE="disabled")
+    place.finish(*command, module="jaxlm.systems.nanochat.commands.scaling", RAY_AUTH_MODE="disabled")
     saved = json.loads((place.folder / "scaling" / "scaling.json").read_text())
     assert sorted(member["depth"] for member in saved["members"]) == [2, 3]
     assert (place.folder / "checkpoints" / KILLED).is_dir()

@@ -7,7 +7,7 @@ import shutil
 import numpy as np
 import pytest
 
-from jaxlm.commands.tables import main
+from jaxlm.systems.upcycle.commands.tables import main
 from jaxlm.train import main as train
 from tests.end_to_end.commands import Workplace
 
@@ -76,7 +76,7 @@ def test_training_writes_the_tables_of_both_models(written):
 @pytest.mark.slow
 def test_the_command_measures_the_same_model(written):
     options = ("--checkpoint", "checkpoints/run/step-24", "--output_dir", "paper")
-    result = written.finish("--config_path", "run.yaml", *options, module="jaxlm.commands.tables")
+    result = written.finish("--config_path", "run.yaml", *options, module="jaxlm.systems.upcycle.commands.tables")
     assert result.out.splitlines()[-1] == "tables: paper"
     for name in ("perplexity", "memory"):
         assert rows(written, name, "paper") == rows(written, name)

@@ -21,7 +21,6 @@ from jaxlm.controllers.base import (
     Rewind,
     SetControls,
 )
-from jaxlm.controllers.orchestrate.orchestrator import NowcastTrials, OrchestratorConfig
 from jaxlm.core import tree
 from jaxlm.core.sharding import Layout
 from jaxlm.core.values.logged import Activity, StepInfo
@@ -30,9 +29,9 @@ from jaxlm.engine.loop import TrainingLoop
 from jaxlm.engine.preemption import StopRequest
 from jaxlm.engine.sync import Done, FlagSync, Interrupted, Outcome
 from jaxlm.optim.elementwise import AdamConfig
-from jaxlm.optim.portfolio.nowcast import Nowcast
-from jaxlm.optim.portfolio.portfolio import PortfolioConfig
-from jaxlm.optim.portfolio.strategies import AdamW
+from jaxlm.systems.orchestrate.orchestrator import NowcastTrials, OrchestratorConfig
+from jaxlm.systems.orchestrate.portfolio import Nowcast, PortfolioConfig
+from jaxlm.systems.orchestrate.strategies import AdamW
 from tests.engine.helpers import Ready, Saver, TinyRun, arrays, batch, layout, one_device, open_phase, phase
 from tests.engine.test_step import assert_identical
 

@@ -23,26 +23,26 @@ from jaxlm.evals.cases import token_columns as columns_of_prompts
 from jaxlm.evals.loss import LossMeter
 from jaxlm.models.base import Inputs, LanguageModel, ModelConfig, vocab_axis
 from jaxlm.models.distillation.layerwise import layer_streams
-from jaxlm.models.families.dba import DbaConfig
 from jaxlm.models.families.gpt2 import Gpt2Config
 from jaxlm.models.families.llama import LlamaConfig
 from jaxlm.models.families.mixtral import MixtralConfig
-from jaxlm.models.families.nano import NanoConfig
-from jaxlm.models.families.nano.lookup import LookupConfig
 from jaxlm.models.rope import DynamicRotary
 from jaxlm.objectives.base import ObjectiveConfig
-from jaxlm.objectives.blockwise import Blockwise
 from jaxlm.objectives.custom import CustomTargets
-from jaxlm.objectives.diffusion import Diffusion
 from jaxlm.objectives.distill import Distill
 from jaxlm.objectives.dpo import Dpo
-from jaxlm.objectives.grpo import Grpo
 from jaxlm.objectives.kto import Kto
 from jaxlm.objectives.next_token import NextToken, score_batch
 from jaxlm.objectives.reward import RewardObjective
 from jaxlm.surgery.fp8 import Fp8Config
 from jaxlm.surgery.lora import LoraConfig
 from jaxlm.surgery.reward_head import RewardHeadConfig
+from jaxlm.systems.nanochat.lookup import LookupConfig
+from jaxlm.systems.nanochat.model import NanoConfig
+from jaxlm.systems.progressive.losses import Diffusion
+from jaxlm.systems.rl.grpo import Grpo
+from jaxlm.systems.upcycle.blockwise import Blockwise
+from jaxlm.systems.upcycle.dba import DbaConfig
 from tests.engine.helpers import F32, one_device
 
 LENGTH, ROWS, VOCAB = 64, 2, 32

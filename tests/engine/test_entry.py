@@ -28,7 +28,7 @@ from jaxlm.plan.plan import make_plan
 from jaxlm.reading.yaml import ConfigSource
 from jaxlm.surgery.interpolate import InterpolateConfig
 from jaxlm.surgery.lora import LoraConfig
-from jaxlm.surgery.split_at import SplitAtConfig
+from jaxlm.systems.progressive.surgery import SplitAtConfig
 from tests.engine.helpers import F32, MODEL, VOCAB, TinyRun, arrays, batch, layout, one_device, phase
 
 ADAM = AdamConfig(learning_rate=1e-2, warmup=3, lr_schedule="cosine")

@@ -7,9 +7,8 @@ import pytest
 
 from jaxlm.core.values.batch_types import GroupBatch, PairBatch
 from jaxlm.objectives.dpo import Dpo
-from jaxlm.objectives.grpo import Grpo
-from jaxlm.objectives.other_policies import KlInLoss
-from jaxlm.objectives.policy_losses import SeqMeanTokenMean
+from jaxlm.systems.rl.grpo import Grpo
+from jaxlm.systems.rl.policy_losses import KlInLoss, SeqMeanTokenMean
 from tests.engine.helpers import MODEL, TinyRun, arrays, layout, one_device, phase
 
 MESHES = {"fsdp 8": (layout, 1), "two microbatches": (one_device, 2)}

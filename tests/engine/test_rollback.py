@@ -13,7 +13,7 @@ from jaxlm.engine.checkpoint.writer import CheckpointWriter, SaveHealth
 from jaxlm.engine.phase_runner import Conductor
 from jaxlm.models.families.gpt2 import Gpt2Config
 from jaxlm.optim.averaging import Ema
-from jaxlm.optim.portfolio.portfolio import PortfolioConfig
+from jaxlm.systems.orchestrate.portfolio import PortfolioConfig
 from tests.engine.helpers import Ready, TinyRun, arrays, layout, one_device, open_phase, phase
 from tests.engine.test_step import assert_identical, host
 

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from jaxlm.environments.base import Environment, EnvironmentConfig, Observation
+from jaxlm.systems.rl.environments import Environment, EnvironmentConfig, Observation
 
 
 class Dice(Environment):

@@ -13,14 +13,21 @@ from haliax import Axis
 
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.values.batch_types import GroupBatch, TokenBatch
-from jaxlm.environments.base import Environment, EnvironmentConfig, Observation
-from jaxlm.environments.converse import ConversationLimits, Dialect, Prompt, converse
 from jaxlm.models.inference.tools.calls import TOOL_TOKENS
-from jaxlm.objectives.grpo import Grpo
 from jaxlm.objectives.next_token import NextToken
-from jaxlm.objectives.other_policies import OfModel
 from jaxlm.reading.decode import decode
 from jaxlm.reading.yaml import ConfigSource
+from jaxlm.systems.rl.environments import (
+    ConversationLimits,
+    Dialect,
+    Environment,
+    EnvironmentConfig,
+    Observation,
+    Prompt,
+    converse,
+)
+from jaxlm.systems.rl.grpo import Grpo
+from jaxlm.systems.rl.policy_losses import OfModel
 from tests.objectives.test_dpo import VOCAB, random_model, target_logps
 from tests.processes import together
 

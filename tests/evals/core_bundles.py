@@ -12,7 +12,7 @@ import jinja2
 import numpy as np
 import yaml
 
-from jaxlm.evals.core_bundle import CORE_TASKS
+from jaxlm.systems.nanochat.core_bundle import CORE_TASKS
 
 SCHEMAS = ("winograd", "winogrande")
 CONTINUATIONS = (

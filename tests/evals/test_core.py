@@ -22,7 +22,13 @@ from jaxlm.core.errors import ConfigError
 from jaxlm.core.precision import parse_precision
 from jaxlm.data.tokenizer.tokenizer import load_tokenizer
 from jaxlm.evals.base import EvalContext
-from jaxlm.evals.core import (
+from jaxlm.evals.scoring import Scored
+from jaxlm.models.base import Inputs, vocab_axis
+from jaxlm.models.families.gpt2 import Gpt2Config
+from jaxlm.models.families.llama import LlamaConfig
+from jaxlm.objectives.next_token import score_batch
+from jaxlm.systems.nanochat.core_bundle import CORE_TASKS, CoreTask, asked_lines, fetch_bundle, read_bundle
+from jaxlm.systems.nanochat.core_eval import (
     CoreEvalConfig,
     CoreResult,
     core_metrics,
@@ -32,12 +38,6 @@ from jaxlm.evals.core import (
     prompts,
     scored_tokens,
 )
-from jaxlm.evals.core_bundle import CORE_TASKS, CoreTask, asked_lines, fetch_bundle, read_bundle
-from jaxlm.evals.scoring import Scored
-from jaxlm.models.base import Inputs, vocab_axis
-from jaxlm.models.families.gpt2 import Gpt2Config
-from jaxlm.models.families.llama import LlamaConfig
-from jaxlm.objectives.next_token import score_batch
 from tests.answers import write_model
 from tests.data.helpers import small_tokenizer
 from tests.engine.helpers import layout, one_device
@@ -225,7 +225,7 @@ def test_fields(bundle, tokenizer, monkeypatch):
         calls.append((batch_size, len(pairs)))
         return [Scored(-1.0, False) for _ in pairs]
 
-    monkeypatch.setattr("jaxlm.evals.core.score", fake)
+    monkeypatch.setattr("jaxlm.systems.nanochat.core_eval.score", fake)
     usual = open_core(CoreEvalConfig(bundle=str(bundle), tasks=["winograd"]), tokenizer).run(model_of(LLAMA))
     assert (list(usual), calls) == (["winograd"], [(16, 24)])
     options = {"tasks": ["copa", "jeopardy"], "max_per_task": 7, "batch_size": 5}
@@ -335,7 +335,7 @@ def test_the_bundle_is_fetched_whole_or_not_at_all(bundle, tmp_path, monkeypatch
             fetch_bundle(str(tmp_path / "b"), lines.append, (tmp_path / f"{file}.zip").as_uri())
     assert not (tmp_path / "b").exists()
     assert not list(tmp_path.glob(".b-*"))
-    monkeypatch.setattr("jaxlm.evals.core_bundle._download", no_network)
+    monkeypatch.setattr("jaxlm.systems.nanochat.core_bundle._download", no_network)
     monkeypatch.chdir(tmp_path)
     assert prepare.main(["--core_bundle", "c"]) == 2
     err = capsys.readouterr().err

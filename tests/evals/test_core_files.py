@@ -8,8 +8,7 @@ import pytest
 
 from jaxlm.commands import prepare
 from jaxlm.core.errors import ConfigError
-from jaxlm.evals.core_bundle import CORE_TASKS, read_bundle
-from jaxlm.evals.core_files import _BLOBS, _blob, build_bundle
+from jaxlm.systems.nanochat.core_bundle import _BLOBS, CORE_TASKS, _blob, build_bundle, read_bundle
 from tests.evals.core_bundles import random_questions
 
 TASKS = json.loads((Path(__file__).parents[1] / "vectors" / "core_settings.json").read_text())["tasks"]

@@ -23,11 +23,11 @@ from jaxlm.models.base import EMBEDDING, Hidden, Inputs, LanguageModel, layer_ta
 from jaxlm.models.distillation.layerwise import layer_streams
 from jaxlm.models.families.gpt2 import Gpt2Config
 from jaxlm.models.families.llama import LlamaConfig
-from jaxlm.models.families.nano.model import NanoConfig
 from jaxlm.objectives.next_token import score_batch
 from jaxlm.observe.hooks import EvalHook, Generated, ScheduledEval
 from jaxlm.reading.decode import decode
 from jaxlm.reading.yaml import ConfigSource
+from jaxlm.systems.nanochat.model import NanoConfig
 from tests.engine.helpers import F32, MODEL, VOCAB, arrays, layout, one_device
 from tests.engine.helpers import batch as training_batch
 

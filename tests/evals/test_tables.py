@@ -16,18 +16,16 @@ from haliax import Axis
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.values.batch_types import TokenBatch
 from jaxlm.evals.base import ValidationSet
-from jaxlm.evals.tables import latency, memory
-from jaxlm.evals.tables.base import Row, Subject, Table, TableConfig, check_tables, file_name
-from jaxlm.evals.tables.latency import LatencyTableConfig
-from jaxlm.evals.tables.memory import MemoryTableConfig
-from jaxlm.evals.tables.perplexity import PerplexityTableConfig
+from jaxlm.evals.tables import Row, Subject, Table, TableConfig, check_tables, file_name
 from jaxlm.models.base import Inputs, LanguageModel, ModelConfig, vocab_axis
-from jaxlm.models.families.dba import DbaConfig
 from jaxlm.models.families.gemma3 import Gemma3Config
 from jaxlm.models.families.llama import LlamaConfig
 from jaxlm.models.inference import generate as decode
 from jaxlm.objectives.next_token import score_batch
-from jaxlm.observe.table_files import latex, write_table
+from jaxlm.session.tables import latex, write_table
+from jaxlm.systems.upcycle import measurements
+from jaxlm.systems.upcycle.dba import DbaConfig
+from jaxlm.systems.upcycle.measurements import LatencyTableConfig, MemoryTableConfig, PerplexityTableConfig
 from tests.engine.helpers import F32, layout, one_device
 
 SIZES: dict[str, Any] = {"hidden_dim": 64, "intermediate_dim": 48, "num_layers": 3, "num_heads": 4, "num_kv_heads": 2}
@@ -142,7 +140,7 @@ def test_context_lengths_default_to_the_longest():
 def test_the_first_call_is_not_a_sample(monkeypatch):
     """Compilation takes place in the runs before those that are timed, and every timed run runs the compiled programs."""
     calls = []
-    timed = latency.timed_generation
+    timed = measurements.timed_generation
 
     def spied(generator, prompts, config):
         before = decode.num_programs()
@@ -150,7 +148,7 @@ def test_the_first_call_is_not_a_sample(monkeypatch):
         calls.append((decode.num_programs() - before, len(prompts[0]), config.max_new_tokens, seconds))
         return seconds
 
-    monkeypatch.setattr(latency, "timed_generation", spied)
+    monkeypatch.setattr(measurements, "timed_generation", spied)
     table = LatencyTableConfig(prompt_tokens=[20, 100], new_tokens=[4], warmup=2, runs=3, repeats=2)
     of = dataclasses.replace(LLAMA, seq_len=255)  # no other test has compiled its programs
     measured = rows(table, subject(of))
@@ -173,7 +171,7 @@ def test_the_first_call_is_not_a_sample(monkeypatch):
 @pytest.mark.slow
 def test_a_program_that_is_compiled_while_it_is_timed_is_an_error(monkeypatch):
     numbers = iter(range(10))
-    monkeypatch.setattr(latency, "num_programs", lambda: next(numbers))
+    monkeypatch.setattr(measurements, "num_programs", lambda: next(numbers))
     with pytest.raises(AssertionError, match="compiled while it was timed"):
         rows(LatencyTableConfig(prompt_tokens=[20], new_tokens=[4], warmup=1, runs=1), subject())
 
@@ -185,7 +183,7 @@ def test_all_texts_of_a_batch_count_and_each_cache_dtype_is_measured(monkeypatch
         seen.append((len(prompts), config.cache_dtype))
         return 0.5, 2.0
 
-    monkeypatch.setattr(latency, "timed_generation", fake)
+    monkeypatch.setattr(measurements, "timed_generation", fake)
     table = LatencyTableConfig(
         prompt_tokens=[20], new_tokens=[5], cache_dtypes=["bfloat16", "int8"], batch_size=3, warmup=1, runs=1
     )
@@ -215,7 +213,7 @@ def values_per_token(config: Any) -> tuple[int, int]:
 @pytest.mark.slow
 @pytest.mark.parametrize("config", [LLAMA, DBA, SHARED, SLIDING], ids=["llama", "dba", "one key", "sliding window"])
 def test_the_cache_has_as_many_bytes_as_the_formula_says(config, monkeypatch):
-    monkeypatch.setattr(memory, "compile_generation", lambda *_: ())  # other tests compile
+    monkeypatch.setattr(measurements, "compile_generation", lambda *_: ())  # other tests compile
     table = MemoryTableConfig(contexts=[64, 200], cache_dtypes=["float32", "bfloat16", "int8"], batch_size=2)
     measured = rows(table, subject(config))
     values, vectors = values_per_token(config)
@@ -269,9 +267,11 @@ def test_peak_memory_grows_with_the_cache_and_contains_the_weights():
 def test_the_peak_of_a_device_counts_where_it_was_raised(monkeypatch):
     """The device reports its peak since the process started."""
     peaks = iter([5000, 6000, 6000, 6000])  # before and after each row, the smallest cache first
-    monkeypatch.setattr(memory, "peak_bytes_in_use", lambda: next(peaks))
+    monkeypatch.setattr(measurements, "peak_bytes_in_use", lambda: next(peaks))
     ran = []
-    monkeypatch.setattr(memory, "generate_tokens", lambda generator, prompts, config: ran.append(config.cache_dtype))
+    monkeypatch.setattr(
+        measurements, "generate_tokens", lambda generator, prompts, config: ran.append(config.cache_dtype)
+    )
     measured = rows(MemoryTableConfig(contexts=[64], cache_dtypes=["float32", "int8"]), subject())
     assert ran == ["int8", "float32"]
     assert [row["peak_source"] for row in measured] == ["compiler", "device"]

@@ -6,9 +6,6 @@ from pathlib import Path
 from typing import Any
 
 from jaxlm.controllers.early_stopping import UntilConfig
-from jaxlm.controllers.handover import HandoverConfig
-from jaxlm.controllers.orchestrate.orchestrator import NowcastTrials, OrchestratorConfig, PlannedSwitch
-from jaxlm.controllers.orchestrate.safety import Safety
 from jaxlm.controllers.reduce_on_plateau import ReduceOnPlateauConfig
 from jaxlm.core.mesh import MeshConfig
 from jaxlm.core.precision import PrecisionConfig, PrecisionRuleConfig
@@ -17,31 +14,32 @@ from jaxlm.engine.checkpoint.policy import CheckpointerConfig, KeepRule
 from jaxlm.engine.watch import WatchConfig
 from jaxlm.models.base import ModelConfig
 from jaxlm.models.decoder import DecoderConfig
-from jaxlm.models.diffusion.time_embedding import TimeEmbeddingConfig
-from jaxlm.models.families.nano.lookup import LookupConfig
-from jaxlm.models.families.topology.nodes import Node
+from jaxlm.models.diffusion import TimeEmbeddingConfig
 from jaxlm.models.remat import RematConfig
 from jaxlm.models.rope import RotaryConfig
-from jaxlm.objectives.advantages import Advantage, Overlong
 from jaxlm.objectives.base import ObjectiveConfig
-from jaxlm.objectives.block_progress import Autotune, Convergence
-from jaxlm.objectives.entropy_control import AdaptiveEntropy, Entropy
-from jaxlm.objectives.other_policies import ImportanceSampling, Kl, OfModel
-from jaxlm.objectives.policy_losses import LossAgg, PolicyLoss
 from jaxlm.observe.completions import CompletionsConfig
 from jaxlm.optim.base import OptimizerConfig
 from jaxlm.optim.clipping import AdaGc
-from jaxlm.optim.portfolio.nowcast import Nowcast
 from jaxlm.optim.stored_state import EightBit
-from jaxlm.optim.telemetry.guard import Telemetry
+from jaxlm.optim.telemetry import Telemetry
 from jaxlm.plan.context.config import ContextConfig
 from jaxlm.plan.presets.base import PresetConfig
-from jaxlm.plan.presets.depth_times import DepthTimes
-from jaxlm.plan.presets.progressive import StackAdapters
 from jaxlm.plan.refs.base import RefConfig, SanityConfig
 from jaxlm.plan.run_config import PhaseConfig, RunConfig
 from jaxlm.plan.trainer_config import TrainerConfig
 from jaxlm.surgery.base import SurgeryConfig
+from jaxlm.systems.nanochat.lookup import LookupConfig
+from jaxlm.systems.orchestrate.bandit import Safety
+from jaxlm.systems.orchestrate.orchestrator import NowcastTrials, OrchestratorConfig, PlannedSwitch
+from jaxlm.systems.orchestrate.portfolio import Nowcast
+from jaxlm.systems.progressive.depth_times import DepthTimes
+from jaxlm.systems.progressive.preset import StackAdapters
+from jaxlm.systems.rl.advantages import AdaptiveEntropy, Advantage, Entropy, Overlong
+from jaxlm.systems.rl.policy_losses import ImportanceSampling, Kl, LossAgg, OfModel, PolicyLoss
+from jaxlm.systems.topology.layers import Node
+from jaxlm.systems.upcycle.blockwise import Autotune, Convergence
+from jaxlm.systems.upcycle.handover import HandoverConfig
 
 Tree = dict[str, Any]
 

@@ -6,9 +6,9 @@ import pytest
 from jax.sharding import PartitionSpec
 
 from jaxlm.core.mesh import MeshShape
-from jaxlm.hardware.estimate import collective_seconds, communication_seconds
 from jaxlm.hardware.hlo import Collective, Group, Program, group_of, transfers
 from jaxlm.hardware.topologies import parse_topology
+from jaxlm.systems.forecast.roofline import collective_seconds, communication_seconds
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ from jaxlm.hardware.hlo import (
     turns_scope,
     with_trip_count,
 )
-from jaxlm.hardware.roofline import executed_flops
+from jaxlm.systems.forecast.roofline import executed_flops
 from tests.hardware.helpers import collectives
 
 

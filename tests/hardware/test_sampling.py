@@ -1,9 +1,9 @@
 """What a forecast takes the model to sample for a rollout."""
 
-from jaxlm.data.rollouts.local import LocalSamplerConfig
-from jaxlm.data.rollouts.rollouts_config import RolloutsConfig
-from jaxlm.data.rollouts.server import ServerSamplerConfig
-from jaxlm.interop.json_server import ServerConfig
+from jaxlm.systems.rl.json_server import ServerConfig
+from jaxlm.systems.rl.rollouts import RolloutsConfig
+from jaxlm.systems.rl.samplers import LocalSamplerConfig
+from jaxlm.systems.rl.server import ServerSamplerConfig
 
 
 def test_responses_that_are_sampled_at_once():

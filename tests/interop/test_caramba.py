@@ -13,16 +13,16 @@ import pytest
 import yaml
 
 from jaxlm.__main__ import main
+from jaxlm.compat.caramba.from_caramba import from_caramba
 from jaxlm.core.errors import EXIT_CONFIG, ConfigError
-from jaxlm.interop.caramba.from_caramba import from_caramba
 from jaxlm.optim.clipping import AdaGc
-from jaxlm.optim.portfolio import PortfolioConfig
 from jaxlm.plan.load_config import load_config
 from jaxlm.plan.plan import make_plan
 from jaxlm.plan.run_config import RunConfig
 from jaxlm.reading.decode import decode
 from jaxlm.reading.targets import Selection
 from jaxlm.reading.yaml import ConfigSource, load_yaml
+from jaxlm.systems.orchestrate.portfolio import PortfolioConfig
 
 PAGE = Path(__file__).parents[2] / "docs/howto/caramba.md"
 NORM = {"type": "RMSNormLayer", "d_model": 64}

@@ -6,9 +6,9 @@ from typing import Any
 import pytest
 import yaml
 
+from jaxlm.compat.levanter import from_levanter as levanter
+from jaxlm.compat.levanter.from_levanter import from_levanter
 from jaxlm.core.errors import ConfigError
-from jaxlm.interop.levanter import from_levanter as levanter
-from jaxlm.interop.levanter.from_levanter import from_levanter
 from jaxlm.plan.load_config import decode_run
 from jaxlm.plan.run_config import RunConfig
 from jaxlm.reading.yaml import ConfigSource

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
+from jaxlm.compat.levanter.from_levanter import from_levanter
 from jaxlm.core.errors import ConfigError
-from jaxlm.interop.levanter.from_levanter import from_levanter
 from jaxlm.plan.load_config import decode_run, run_id_of
 from jaxlm.plan.plan import make_plan
 from jaxlm.reading.yaml import ConfigSource, load_yaml

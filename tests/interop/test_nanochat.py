@@ -11,14 +11,14 @@ import pytest
 from jaxlm.core import tree
 from jaxlm.core.errors import ConfigError
 from jaxlm.interop.pretrained import load_pretrained, open_pretrained, with_hf_model
-from jaxlm.interop.torch.nanochat import save_nanochat
 from jaxlm.models.base import vocab_axis
 from jaxlm.models.families.llama import LlamaConfig
-from jaxlm.models.families.nano.lookup import LookupConfig
-from jaxlm.models.families.nano.model import NanoConfig
 from jaxlm.plan.load_config import decode_run
 from jaxlm.reading.yaml import ConfigSource
 from jaxlm.session.dry_run import assumed_vocabulary
+from jaxlm.systems.nanochat.lookup import LookupConfig
+from jaxlm.systems.nanochat.model import NanoConfig
+from jaxlm.systems.nanochat.torch_checkpoint import save_nanochat
 from tests.engine.helpers import layout, one_device
 from tests.interop.cases import inputs_of, logits_of
 

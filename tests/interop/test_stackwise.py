@@ -15,15 +15,15 @@ import yaml
 from haliax import Axis
 
 from jaxlm.commands.convert import main as convert
+from jaxlm.compat.stackwise.from_stackwise import from_stackwise
 from jaxlm.core.errors import ConfigError
-from jaxlm.core.values.mask_schedule import SteppedSchedule
+from jaxlm.data.masking import SteppedSchedule
 from jaxlm.data.tokens import TokensConfig
-from jaxlm.interop.stackwise.from_stackwise import from_stackwise
-from jaxlm.models.diffusion.time_embedding import TimeEmbedding
+from jaxlm.models.diffusion import TimeEmbedding
 from jaxlm.models.families.llama import LlamaConfig
 from jaxlm.plan.load_config import load_config, run_id_of
-from jaxlm.plan.presets.progressive import StackAdapters
 from jaxlm.reading.yaml import load_yaml
+from jaxlm.systems.progressive.preset import StackAdapters
 
 PAGE = Path(__file__).parents[2] / "docs/howto/stackwise.md"
 MODEL = {"d_model": 64, "d_ff": 128, "n_heads": 4, "vocab_size": 300, "architecture": {"blocks_per_stack": 2}}

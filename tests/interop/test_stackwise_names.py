@@ -12,11 +12,11 @@ import yaml
 from jaxlm import stackwise
 from jaxlm.core.errors import ConfigError
 from jaxlm.engine.sync import Done
-from jaxlm.objectives.cached_trunk import CachedTrunk
 from jaxlm.plan.load_config import load_config, run_id_of
 from jaxlm.plan.run_config import RunConfig
 from jaxlm.reading.yaml import ConfigSource
 from jaxlm.stackwise import ProgressiveRackBuilder, ProgressiveTrainer, StackWiseConfig
+from jaxlm.systems.progressive.cached_trunk import CachedTrunk
 from jaxlm.train import TrainResult
 from tests.interop.test_stackwise import CLM, QLORA, VARIABLE, config
 

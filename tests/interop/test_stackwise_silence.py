@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
+from jaxlm.compat.stackwise.from_stackwise import from_stackwise
 from jaxlm.core.errors import ConfigError
-from jaxlm.interop.stackwise.from_stackwise import from_stackwise
 from jaxlm.reading.yaml import ConfigSource
 from tests.interop.test_stackwise import CLM, INPUT, LEARNED, QLORA, config, qlora
 

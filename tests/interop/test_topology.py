@@ -12,7 +12,7 @@ from jaxlm.core.errors import ConfigError
 from jaxlm.interop.hf.family import family_of_config
 from jaxlm.interop.hf.folder import load_model, save_folder
 from jaxlm.interop.hf.verify import verify_folder
-from jaxlm.models.families.topology import TopologyConfig
+from jaxlm.systems.topology.model import TopologyConfig
 from tests.engine.helpers import one_device
 from tests.models.test_topology import ALTERNATING, FAMILIES, LLAMA, VOCAB, built, spelled, topology
 

@@ -7,9 +7,9 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from jaxlm.models.families.nano.lookup import LookupConfig
-from jaxlm.models.families.nano.model import NanoConfig
 from jaxlm.models.rope import DefaultRotary
+from jaxlm.systems.nanochat.lookup import LookupConfig
+from jaxlm.systems.nanochat.model import NanoConfig
 
 
 @dataclass(frozen=True)

@@ -18,10 +18,10 @@ from jaxlm.core.values.batch_types import TokenBatch
 from jaxlm.models.base import Inputs, vocab_axis
 from jaxlm.models.families.gpt2 import Gpt2Config
 from jaxlm.models.families.llama import LlamaConfig
-from jaxlm.models.families.nano.model import NanoConfig
 from jaxlm.models.inference.generate import generate
 from jaxlm.models.loss import token_losses
 from jaxlm.objectives.next_token import NextToken
+from jaxlm.systems.nanochat.model import NanoConfig
 
 VOCAB, ROWS, LENGTH = 64, 16, 16
 SIZES = {"seq_len": LENGTH, "hidden_dim": 32, "num_layers": 3, "num_heads": 4, "initializer_range": 0.1}

@@ -3,8 +3,8 @@
 import jax.numpy as jnp
 from jax._src.cudnn import fused_attention_stablehlo as fused
 
-from jaxlm.models.attention.aot_cuda import compiling_for_cuda
 from jaxlm.models.attention.choose import AttentionTask, choose_attention
+from jaxlm.systems.forecast.aot import compiling_for_cuda
 
 HOPPER = AttentionTask("gpu", jnp.dtype(jnp.bfloat16), 1024, head_size=128, capability=(9, 0))
 

@@ -11,9 +11,9 @@ from haliax import Axis
 from jaxlm.core import tree
 from jaxlm.models.base import Inputs, vocab_axis
 from jaxlm.models.families.gpt2 import Gpt2Config
-from jaxlm.models.families.nano.model import NanoConfig
 from jaxlm.models.families.qwen2 import Qwen2Config
 from jaxlm.models.loss import next_token_sums
+from jaxlm.systems.nanochat.model import NanoConfig
 
 VOCAB, LENGTH, ROWS = 64, 256, 32
 SIZES = {"seq_len": LENGTH, "hidden_dim": 32, "num_layers": 2, "num_heads": 2}

@@ -9,13 +9,12 @@ import numpy as np
 import pytest
 
 from jaxlm.core.errors import ConfigError
-from jaxlm.models.diffusion.denoisers import Denoiser, needed
+from jaxlm.models.diffusion import Denoiser, needed
 from jaxlm.models.flops import matrix_operations
 from jaxlm.models.inference.denoise import DenoisingConfig, denoise_tokens
 from jaxlm.models.inference.sampling import Sampling
 from jaxlm.surgery.base import export_form, merge_surgeries
-from jaxlm.surgery.denoisers import DenoisersConfig
-from jaxlm.surgery.grow import GrowConfig
+from jaxlm.systems.progressive.surgery import DenoisersConfig, GrowConfig
 from tests.engine.helpers import layout
 
 MASK, GREEDY, DEPTH = 39, Sampling(temperature=0.0), DenoisingConfig(schedule="depth")

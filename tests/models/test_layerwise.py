@@ -16,12 +16,12 @@ from jaxlm.models.attention.api import AttentionMask
 from jaxlm.models.base import EMBEDDING, Inputs, layer_tap, vocab_axis
 from jaxlm.models.distillation.layerwise import layer_errors as eager_errors
 from jaxlm.models.distillation.layerwise import layer_streams as eager_streams
-from jaxlm.models.families.dba import DbaConfig
 from jaxlm.models.families.gpt2 import Gpt2Config
 from jaxlm.models.families.llama import LlamaConfig
-from jaxlm.models.families.nano.model import NanoConfig
 from jaxlm.models.families.qwen2_moe import Qwen2MoeConfig
 from jaxlm.models.stacks import layer_contexts
+from jaxlm.systems.nanochat.model import NanoConfig
+from jaxlm.systems.upcycle.dba import DbaConfig
 from tests.objectives.test_next_token import a_batch
 
 SIZES: dict[str, Any] = {"seq_len": 12, "hidden_dim": 16, "num_layers": 3, "num_heads": 4}

@@ -18,16 +18,13 @@ from jaxlm.core import tree
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.tracing import tracing
 from jaxlm.models.base import vocab_axis
-from jaxlm.models.families.nano.allocation import allocate, codeword_ends
-from jaxlm.models.families.nano.counts import nanochat_flops_per_token, num_lookup_entries, parameter_counts
-from jaxlm.models.families.nano.lookup import LookupConfig
-from jaxlm.models.families.nano.lookup_kernel import Scores, attend_to_entries
-from jaxlm.models.families.nano.model import NanoConfig
 from jaxlm.models.inference.unstacked import unstack
 from jaxlm.observe.console import Console
 from jaxlm.plan.load_config import read_config
 from jaxlm.plan.plan import make_plan
 from jaxlm.session.leaves_from_tokens import leaves_from_tokens
+from jaxlm.systems.nanochat.lookup import LookupConfig, Scores, allocate, attend_to_entries, codeword_ends
+from jaxlm.systems.nanochat.model import NanoConfig, nanochat_flops_per_token, num_lookup_entries, parameter_counts
 from tests.data.helpers import write_corpus
 from tests.engine import helpers
 from tests.models.test_nano import (

@@ -17,10 +17,7 @@ from jaxlm.core.errors import ConfigError
 from jaxlm.core.mesh import AxisMappings, make_layout, mesh_shape
 from jaxlm.interop.hf.load import load_weights
 from jaxlm.interop.hf.safetensors_file import TensorInfo
-from jaxlm.interop.torch.nanochat import weight_table
 from jaxlm.models.base import ModelConfig, vocab_axis
-from jaxlm.models.families.nano.counts import nanochat_flops_per_token, parameter_counts
-from jaxlm.models.families.nano.model import NanoConfig
 from jaxlm.models.inference.generate import GenerationConfig, generate, stream_tokens
 from jaxlm.models.inference.prefix_cache import PrefixCache
 from jaxlm.models.inference.unstacked import Generator, unstack
@@ -28,6 +25,8 @@ from jaxlm.models.loss import next_token_sums
 from jaxlm.models.rope import DefaultRotary
 from jaxlm.optim.elementwise import AdamConfig
 from jaxlm.surgery.lora import LoraConfig
+from jaxlm.systems.nanochat.model import NanoConfig, nanochat_flops_per_token, parameter_counts
+from jaxlm.systems.nanochat.torch_checkpoint import weight_table
 from tests.engine import helpers
 
 COUNTS = json.loads((Path(__file__).parents[1] / "vectors" / "nanochat_counts.json").read_text())

@@ -12,9 +12,9 @@ from jax.extend.core import jaxprs_in_params
 
 from jaxlm.core.errors import ConfigError
 from jaxlm.models.families.gpt2 import Gpt2Config
-from jaxlm.models.families.nano.model import NanoConfig
 from jaxlm.models.remat import RematConfig, RematOffload
 from jaxlm.models.scan import runs_as_scan
+from jaxlm.systems.nanochat.model import NanoConfig
 
 ROWS, TOKENS, LAYERS = 4, 16, 2
 NANO = NanoConfig(seq_len=16, hidden_dim=32, num_layers=8, num_heads=4, num_kv_heads=2, smear_channels=24)

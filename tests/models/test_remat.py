@@ -10,13 +10,13 @@ from jax.extend.core import jaxprs_in_params
 
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.tracing import tracing
-from jaxlm.models.attention.aot_cuda import compiling_for_cuda
 from jaxlm.models.attention.backends.cudnn import cudnn_attention
 from jaxlm.models.attention.backends.splash import splash_attention
 from jaxlm.models.families.gpt2 import Gpt2Config
-from jaxlm.models.families.nano.model import NanoConfig
 from jaxlm.models.flops import matrix_operations
 from jaxlm.models.remat import CANDIDATES, RematConfig, RematModules, RematOffload, parse_remat, remat
+from jaxlm.systems.forecast.aot import compiling_for_cuda
+from jaxlm.systems.nanochat.model import NanoConfig
 
 
 @pytest.mark.parametrize(

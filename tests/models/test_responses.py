@@ -15,9 +15,6 @@ from jaxlm.core.errors import ConfigError
 from jaxlm.core.precision import FLOAT32, PrecisionConfig, PrecisionRuleConfig, parse_precision
 from jaxlm.core.tracing import BlockSizes, trace_options
 from jaxlm.core.values.batch_types import TokenBatch
-from jaxlm.data.rollouts import local
-from jaxlm.data.rollouts.local import LocalSamplerConfig
-from jaxlm.data.rollouts.sampler import SamplerContext, SamplingRequest
 from jaxlm.models.base import vocab_axis
 from jaxlm.models.families.gpt2 import Gpt2Config
 from jaxlm.models.families.llama import LlamaConfig
@@ -31,6 +28,8 @@ from jaxlm.models.layers import activation_dtype
 from jaxlm.objectives.completions import token_logps
 from jaxlm.surgery.fp8 import Fp8Config
 from jaxlm.surgery.lora import LoraConfig
+from jaxlm.systems.rl import samplers
+from jaxlm.systems.rl.samplers import LocalSamplerConfig, SamplerContext, SamplingRequest
 from tests.engine.helpers import layout
 
 VECTORS = json.loads((Path(__file__).parents[1] / "vectors" / "rollouts.json").read_text())["sampler"]
@@ -153,7 +152,7 @@ def test_programs_are_compiled_with_the_options_and_sizes_of_the_step(llama, mon
         sampled(llama, xla_options=(("xla_no_such_option", True),))
     seen = []
     monkeypatch.setattr(
-        local, "sample_responses", lambda *args, **keys: seen.append((trace_options(), keys)) or NOTHING
+        samplers, "sample_responses", lambda *args, **keys: seen.append((trace_options(), keys)) or NOTHING
     )
     context = SamplerContext(layout(), FLOAT32, print, xla_options=(("a", 1),), block_sizes=BlockSizes(8))
     request = SamplingRequest(0, 0, range(1), MOST, Sampling(TEMPERATURE), STOPS)

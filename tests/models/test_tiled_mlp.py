@@ -22,12 +22,12 @@ from jaxlm.hardware.hlo import collectives_by_kind
 from jaxlm.models.families.gpt2 import Gpt2Config
 from jaxlm.models.families.llama import LlamaConfig
 from jaxlm.models.families.mixtral import MixtralConfig
-from jaxlm.models.families.nano.model import NanoConfig
 from jaxlm.models.families.qwen2_moe import Qwen2MoeConfig
 from jaxlm.models.layers import GatedMlp, Mlp, TiledMlp, tiled_mlps
 from jaxlm.models.linear import Linear
 from jaxlm.models.remat import RematConfig
 from jaxlm.surgery.lora_layers import AdapterSize, LoraLinear
+from jaxlm.systems.nanochat.model import NanoConfig
 from tests.engine.helpers import MODEL, TinyRun, arrays, one_device, phase
 from tests.engine.helpers import layout as layout_of
 

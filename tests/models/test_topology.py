@@ -16,15 +16,15 @@ from jaxlm.core import tree
 from jaxlm.core.errors import ConfigError
 from jaxlm.models.base import Inputs, ModelConfig, layer_tap, vocab_axis
 from jaxlm.models.decoder import DecoderBlock
-from jaxlm.models.families.dba import DbaConfig
 from jaxlm.models.families.llama import LlamaConfig
 from jaxlm.models.families.mixtral import MixtralConfig
-from jaxlm.models.families.topology import TopologyConfig
 from jaxlm.models.inference.generate import generate
 from jaxlm.reading.decode import decode, encode
 from jaxlm.reading.yaml import ConfigSource
 from jaxlm.surgery.lora import LoraConfig
-from jaxlm.surgery.split_at import SplitAtConfig
+from jaxlm.systems.progressive.surgery import SplitAtConfig
+from jaxlm.systems.topology.model import TopologyConfig
+from jaxlm.systems.upcycle.dba import DbaConfig
 from tests.engine.helpers import MESHES, TinyRun, arrays, layout, one_device, phase
 
 VOCAB = vocab_axis(50)

@@ -13,12 +13,13 @@ import pytest
 from haliax import Axis
 
 from jaxlm.models.loss import next_token_sums
-from jaxlm.objectives import dpo, grpo
+from jaxlm.objectives import dpo
 from jaxlm.objectives.completions import ReferenceLogps
 from jaxlm.plan.load_config import decode_run
 from jaxlm.plan.run_config import RunConfig
 from jaxlm.reading.schema import sections
 from jaxlm.reading.yaml import ConfigSource, load_yaml
+from jaxlm.systems.rl import grpo
 from tests.objectives.test_dpo import NUM_PAIRS, columns_of, pair_batch
 from tests.objectives.test_grpo import a_batch
 

@@ -17,14 +17,13 @@ from jaxlm.core.errors import ConfigError
 from jaxlm.core.guards import Pace
 from jaxlm.models.base import vocab_axis
 from jaxlm.models.distillation.layerwise import Int8Array
-from jaxlm.objectives.block_progress import Autotune, BlockProgress, Convergence
-from jaxlm.objectives.blockwise import Blockwise
 from jaxlm.objectives.next_token import NextToken
 from jaxlm.optim.base import OptimizerConfig
 from jaxlm.optim.curvature import Curvature
 from jaxlm.optim.elementwise import AdamConfig
 from jaxlm.plan.plan import plan_phases
 from jaxlm.plan.run_config import PhaseConfig, RunConfig
+from jaxlm.systems.upcycle.blockwise import Autotune, BlockProgress, Blockwise, Convergence
 from tests.engine.helpers import MODEL, TinyRun, arrays, layout, one_device, phase
 from tests.fields.proofs import outcome_of
 from tests.fields.trees import BASES, merged

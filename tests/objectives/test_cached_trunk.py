@@ -12,13 +12,13 @@ from jaxlm.core.hashing import array_digest
 from jaxlm.core.sharding import Layout
 from jaxlm.models.flops import matrix_operations
 from jaxlm.objectives.base import ITSELF
-from jaxlm.objectives.cached_trunk import CachedTrunk
 from jaxlm.objectives.next_token import NextToken
 from jaxlm.plan.load_config import decode_run
 from jaxlm.plan.plan import make_plan
 from jaxlm.reading.yaml import ConfigSource
 from jaxlm.session.references import annotations_of, flops_per_token
-from jaxlm.surgery.grow import GrowConfig
+from jaxlm.systems.progressive.cached_trunk import CachedTrunk
+from jaxlm.systems.progressive.surgery import GrowConfig
 from tests.engine.helpers import TinyRun, arrays, batch, layout, one_device, phase
 
 GROWN = {

@@ -16,16 +16,15 @@ from jaxlm.core.values.batch_types import MaskedBatch
 from jaxlm.models.flops import matrix_operations
 from jaxlm.models.moe import num_multiplied
 from jaxlm.models.step_flops import ModelInStep
-from jaxlm.objectives.cached_trunk import CachedTrunk
-from jaxlm.objectives.diffusion import Diffusion
-from jaxlm.objectives.diffusion_blocks import DiffusionBlocks
 from jaxlm.objectives.next_token import score_batch
 from jaxlm.plan.load_config import decode_run
 from jaxlm.plan.plan import make_plan
 from jaxlm.reading.yaml import ConfigSource
 from jaxlm.session.export import model_card
 from jaxlm.session.startup import describe
-from jaxlm.surgery.denoisers import DenoisersConfig
+from jaxlm.systems.progressive.cached_trunk import CachedTrunk
+from jaxlm.systems.progressive.losses import Diffusion, DiffusionBlocks
+from jaxlm.systems.progressive.surgery import DenoisersConfig
 from tests.engine.helpers import MODEL, TinyRun, layout, one_device, phase
 from tests.objectives.test_hidden_tokens import (
     BOTH,

@@ -19,15 +19,22 @@ from jaxlm.core.errors import ConfigError
 from jaxlm.core.field_types import check_fields
 from jaxlm.core.values.batch_types import GroupBatch
 from jaxlm.core.values.sums import Largest, Sum
-from jaxlm.objectives.advantages import NormalizeThenSum, OfGroup, Overlong, Unscaled
 from jaxlm.objectives.completions import ReferenceLogps
-from jaxlm.objectives.grpo import Grpo
-from jaxlm.objectives.other_policies import KL_ESTIMATORS, ImportanceSampling, KlInLoss, OfModel, OfRollout
-from jaxlm.objectives.policy_losses import (
+from jaxlm.plan.run_config import RunConfig
+from jaxlm.reading.decode import decode
+from jaxlm.reading.yaml import ConfigSource
+from jaxlm.systems.rl.advantages import NormalizeThenSum, OfGroup, Overlong, ResponseTokens, Unscaled
+from jaxlm.systems.rl.grpo import Grpo
+from jaxlm.systems.rl.policy_losses import (
+    KL_ESTIMATORS,
     Cispo,
     Clip,
     ClippedLoss,
     DrGrpo,
+    ImportanceSampling,
+    KlInLoss,
+    OfModel,
+    OfRollout,
     Sapo,
     SeqMeanTokenMean,
     SeqMeanTokenSum,
@@ -35,10 +42,6 @@ from jaxlm.objectives.policy_losses import (
     Vespo,
     log_ratios,
 )
-from jaxlm.objectives.response_tokens import ResponseTokens
-from jaxlm.plan.run_config import RunConfig
-from jaxlm.reading.decode import decode
-from jaxlm.reading.yaml import ConfigSource
 from tests.objectives.test_dpo import VOCAB, logits_of_one, random_model, target_logps
 
 VECTORS = json.loads((Path(__file__).parents[1] / "vectors" / "post_training.json").read_text())

@@ -12,15 +12,13 @@ from haliax import Axis
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.values.batch_types import MaskedBatch
 from jaxlm.data.batch import random_tokens
-from jaxlm.data.masking.masking_config import Masker, MaskingConfig
-from jaxlm.data.masking.uniform_numbers import stratified
+from jaxlm.data.masking import Masker, MaskingConfig, stratified
 from jaxlm.models.base import Inputs, vocab_axis
-from jaxlm.models.diffusion.time_embedding import TimeEmbeddingConfig
+from jaxlm.models.diffusion import TimeEmbeddingConfig
 from jaxlm.models.families.llama import LlamaConfig
 from jaxlm.objectives.base import ObjectiveConfig
-from jaxlm.objectives.diffusion import Diffusion
-from jaxlm.objectives.mlm import MaskedLanguageModeling
 from jaxlm.objectives.next_token import NextToken, score_batch
+from jaxlm.systems.progressive.losses import Diffusion, MaskedLanguageModeling
 from tests.engine.helpers import MODEL, TinyRun, layout, one_device, phase
 
 VOCAB, MASK_ID, LENGTH = 23, 22, 16

@@ -14,9 +14,9 @@ from jaxlm.core.values.batch_types import PairBatch, TokenBatch
 from jaxlm.models.base import EmbeddingNoise, Inputs, vocab_axis
 from jaxlm.models.families.gpt2 import Gpt2Config
 from jaxlm.models.families.llama import LlamaConfig
-from jaxlm.models.families.nano import NanoConfig
 from jaxlm.models.layers import Embedding, token_embeddings
 from jaxlm.objectives.next_token import NextToken
+from jaxlm.systems.nanochat.model import NanoConfig
 from tests.engine.helpers import TinyRun, arrays, layout, one_device, phase
 
 ALPHA = 5.0

@@ -9,9 +9,9 @@ import pytest
 
 from jaxlm.objectives.dpo import Dpo
 from jaxlm.objectives.kto import Kto
-from jaxlm.objectives.policy_losses import Cispo, Clip
 from jaxlm.objectives.reward import RewardObjective
 from jaxlm.surgery.reward_head import RewardHeadConfig
+from jaxlm.systems.rl.policy_losses import Cispo, Clip
 from tests.objectives.test_dpo import columns_of, logps_of, measured, pair_batch, random_model, target_logps
 from tests.objectives.test_grpo import a_batch, entropies, grpo
 from tests.objectives.test_kto import LABELS, ROWS, unpaired_batch

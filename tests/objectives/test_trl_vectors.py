@@ -16,10 +16,11 @@ from haliax import Axis
 
 from jaxlm.core.tree import is_named
 from jaxlm.core.values.batch_types import GroupBatch, PairBatch
-from jaxlm.objectives import dpo, grpo
+from jaxlm.objectives import dpo
 from jaxlm.objectives.completions import ReferenceLogps
 from jaxlm.objectives.dpo import Dpo
 from jaxlm.objectives.pair_losses import BATCH_LOSSES, OF_MARGIN, PAIR_LOSSES
+from jaxlm.systems.rl import grpo
 from tests.objectives.test_grpo import grpo as grpo_of
 
 VECTORS = json.loads((Path(__file__).parents[1] / "vectors" / "trl_losses.json").read_text())

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from jaxlm.core.errors import ConfigError
+from jaxlm.core.values.logged import ScoredRows
 from jaxlm.evals.base import Eval
 from jaxlm.observe.completions import CompletionLog, CompletionsConfig
 from jaxlm.observe.console import Console
@@ -21,7 +22,6 @@ from jaxlm.observe.trackers import JsonlTracker
 from jaxlm.observe.trackers.wandb import WandbTracker
 from jaxlm.reading.decode import decode
 from jaxlm.reading.yaml import ConfigSource
-from jaxlm.rewards.base import ScoredRows
 
 SCORES = {
     "right": np.array([1.0, 0.0, np.nan]),

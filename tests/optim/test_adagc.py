@@ -20,8 +20,7 @@ from jaxlm.plan.run_config import RunConfig
 from jaxlm.reading.decode import decode
 from jaxlm.reading.yaml import ConfigSource
 from jaxlm.surgery.drop_layers import DropLayersConfig
-from jaxlm.surgery.grow import GrowConfig
-from jaxlm.surgery.split_at import SplitAtConfig
+from jaxlm.systems.progressive.surgery import GrowConfig, SplitAtConfig
 from tests.engine.helpers import MODEL, VOCAB, layout
 from tests.optim.helpers import AXES, WITHIN, Arrays, Updates, as_model, flat, numbers
 

@@ -17,11 +17,10 @@ from jaxlm.optim.clipping import AdaGc
 from jaxlm.optim.elementwise import AdamConfig
 from jaxlm.optim.groups import build_optimizer, parameter_groups
 from jaxlm.optim.muon import MuonConfig
-from jaxlm.optim.portfolio.nowcast import Nowcast
-from jaxlm.optim.portfolio.portfolio import PortfolioConfig
-from jaxlm.optim.portfolio.strategies import AdamW, Lion, Muon, Sgd, Strategy
-from jaxlm.optim.portfolio.superset import PortfolioState
 from jaxlm.optim.stored_state import EightBit, QuantizedMoment
+from jaxlm.systems.orchestrate.portfolio import Nowcast, PortfolioConfig
+from jaxlm.systems.orchestrate.strategies import AdamW, Lion, Muon, Sgd, Strategy
+from jaxlm.systems.orchestrate.superset import PortfolioState
 from tests.engine.helpers import layout
 from tests.optim import test_adagc
 from tests.optim.helpers import AXES, Arrays, Updates, as_model, flat, numbers

@@ -7,7 +7,7 @@ import numpy as np
 import optax
 import pytest
 
-from jaxlm.optim.swats import SwatsConfig, SwatsState
+from jaxlm.systems.orchestrate.swats import SwatsConfig, SwatsState
 from tests.engine.helpers import layout
 from tests.optim.helpers import AXES, WITHIN, Arrays, Updates, as_model, flat, numbers
 

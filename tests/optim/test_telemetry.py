@@ -16,9 +16,7 @@ from jaxlm.core.guards import GRADIENT_NORM, UPDATE_NORM, StepStats
 from jaxlm.core.values import logged
 from jaxlm.optim.bad_steps import RollingWindow, RunningMean
 from jaxlm.optim.elementwise import AdamConfig
-from jaxlm.optim.telemetry.guard import Telemetry
-from jaxlm.optim.telemetry.layer_norms import layer_norms, layer_ratio, norm
-from jaxlm.optim.telemetry.trend import Trend, slope
+from jaxlm.optim.telemetry import Telemetry, Trend, layer_norms, layer_ratio, norm, slope
 from jaxlm.reading.decode import decode
 from jaxlm.reading.yaml import ConfigSource
 from tests.engine.helpers import TinyRun, arrays, layout, one_device, phase

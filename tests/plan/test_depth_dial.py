@@ -20,12 +20,12 @@ from jaxlm.plan.batches import plan_batches
 from jaxlm.plan.load_config import decode_run, load_config
 from jaxlm.plan.plan import make_plan
 from jaxlm.plan.presets.base import Derivation, preset_rows
-from jaxlm.plan.presets.nanochat import RECIPES
 from jaxlm.plan.run_config import RunConfig
 from jaxlm.plan.trainer_config import TrainerConfig
 from jaxlm.reading.decode import encode
 from jaxlm.reading.yaml import ConfigSource, merge
 from jaxlm.session.startup import describe
+from jaxlm.systems.nanochat.rates import RECIPES
 
 VECTORS = json.loads((Path(__file__).parents[1] / "vectors" / "nanochat_depth_dial.json").read_text())
 CASES = [(recipe, depth) for recipe in ("seed", "head") for depth in VECTORS[recipe]]

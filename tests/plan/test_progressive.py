@@ -10,15 +10,15 @@ from jaxlm.core.errors import ConfigError
 from jaxlm.core.field_types import LARGEST_INT
 from jaxlm.core.products.stored_weights import StoredWeight
 from jaxlm.evals.samples import SamplesEvalConfig
-from jaxlm.models.diffusion.denoisers import needed
+from jaxlm.models.diffusion import needed
 from jaxlm.models.inference.denoise import DenoisingConfig
 from jaxlm.plan.load_config import decode_run
 from jaxlm.plan.plan import make_plan
 from jaxlm.plan.presets.base import preset_rows
-from jaxlm.plan.presets.progressive import StackAdapters, StackRank
 from jaxlm.reading.decode import encode
 from jaxlm.reading.yaml import ConfigSource
-from jaxlm.surgery.grow import GrowConfig
+from jaxlm.systems.progressive.preset import StackAdapters, StackRank
+from jaxlm.systems.progressive.surgery import GrowConfig
 
 MODEL = {"type": "llama", "seq_len": 16, "hidden_dim": 32, "intermediate_dim": 48, "num_layers": 2, "num_heads": 4}
 

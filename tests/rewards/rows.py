@@ -1,6 +1,7 @@
 """Completions to score."""
 
-from jaxlm.rewards.base import RewardContext, ScoredRows
+from jaxlm.core.values.logged import ScoredRows
+from jaxlm.systems.rl.rewards.base import RewardContext
 
 CONTEXT = RewardContext(decode=str, max_new_tokens=20, eos_ids=(0,))
 

@@ -8,7 +8,7 @@ import pytest
 from jaxlm.core.errors import ConfigError
 from jaxlm.reading.decode import decode
 from jaxlm.reading.yaml import ConfigSource
-from jaxlm.rewards.base import RewardConfig, reward_names
+from jaxlm.systems.rl.rewards.base import RewardConfig, reward_names
 from tests.http_server import serving
 from tests.rewards.rows import CONTEXT, rows
 

@@ -19,8 +19,8 @@ import pytest
 from jaxlm.core.errors import ConfigError
 from jaxlm.reading.decode import decode
 from jaxlm.reading.yaml import ConfigSource
-from jaxlm.rewards import worker
-from jaxlm.rewards.base import RewardConfig, Rewards
+from jaxlm.systems.rl.rewards import worker
+from jaxlm.systems.rl.rewards.base import RewardConfig, Rewards
 from tests.rewards.rows import CONTEXT, rows
 
 FILE = Path(__file__).with_name("functions.py")

@@ -23,11 +23,11 @@ from jaxlm.engine.preemption import StopRequest
 from jaxlm.engine.sync import FlagSync, Interrupted, StoppedError
 from jaxlm.models.base import Inputs
 from jaxlm.objectives.base import ITSELF
-from jaxlm.objectives.cached_trunk import CachedTrunk
 from jaxlm.plan.load_config import decode_run
 from jaxlm.plan.plan import make_plan
 from jaxlm.reading.yaml import ConfigSource
 from jaxlm.session import annotate
+from jaxlm.systems.progressive.cached_trunk import CachedTrunk
 from tests.data.helpers import some_text
 from tests.engine.helpers import layout, one_device
 

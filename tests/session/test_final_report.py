@@ -14,10 +14,10 @@ from jaxlm.observe.logged_run import LoggedRun, series_of
 from jaxlm.observe.page.sections import newest
 from jaxlm.observe.trackers.tensorboard import TensorboardConfig
 from jaxlm.observe.trackers.wandb import WandbConfig
-from jaxlm.plan.presets.progressive import ProgressiveConfig
 from jaxlm.plan.run_config import PhaseConfig
 from jaxlm.plan.trainer_config import TrainerConfig
 from jaxlm.session.final_report import chats, compressors, how_to_train_longer, how_to_use, outputs, skipped_updates
+from jaxlm.systems.progressive.preset import ProgressiveConfig
 
 
 def test_compressors_are_measured_on_all_texts_as_one_stream():

@@ -15,7 +15,6 @@ import numpy as np
 import pytest
 from haliax import NamedArray
 
-from jaxlm.controllers.handover import HandoverError
 from jaxlm.core import tree
 from jaxlm.core.errors import ConfigError
 from jaxlm.data.tokenizer.tokenizer import load_tokenizer
@@ -27,6 +26,7 @@ from jaxlm.plan.plan import make_plan
 from jaxlm.plan.refs.base import SanityConfig
 from jaxlm.reading.yaml import ConfigSource
 from jaxlm.session import verification
+from jaxlm.systems.upcycle.handover import HandoverError
 from tests.session.test_init_from import Trainings
 
 LOGGED = re.compile(r"refs\.teacher: loss (\d+\.\d+) nats on (\d+) batches, at most (\d+\.\d+) allowed")

@@ -9,14 +9,20 @@ import numpy as np
 import pytest
 import yaml
 
-from jaxlm.commands import scaling as command
 from jaxlm.core.errors import ConfigError
 from jaxlm.engine.checkpoint.lease import LeaseLostError
 from jaxlm.reading.yaml import ConfigSource
-from jaxlm.session.scaling import start
-from jaxlm.session.scaling.law import TrainedPoint, fit_law
-from jaxlm.session.scaling.members import Member, MemberRayConfig, ScalingConfig, plan_study
-from jaxlm.session.scaling.start import command_of, run_command
+from jaxlm.systems.nanochat import scaling_members
+from jaxlm.systems.nanochat.commands import scaling as command
+from jaxlm.systems.nanochat.scaling_law import TrainedPoint, fit_law
+from jaxlm.systems.nanochat.scaling_members import (
+    Member,
+    MemberRayConfig,
+    ScalingConfig,
+    command_of,
+    plan_study,
+    run_command,
+)
 
 BUDGETS = (1e18, 1e19, 1e20)
 STUDY: dict[str, Any] = {
@@ -174,7 +180,7 @@ def trained(tmp_path, monkeypatch) -> Trained:
     monkeypatch.chdir(tmp_path)
     Path("mine.yaml").write_text(yaml.safe_dump(STUDY))
     stand_in = Trained()
-    monkeypatch.setattr("jaxlm.session.scaling.start.run_command", stand_in)
+    monkeypatch.setattr("jaxlm.systems.nanochat.scaling_members.run_command", stand_in)
     return stand_in
 
 
@@ -218,7 +224,7 @@ def test_a_second_start_of_a_study_at_work_is_refused(trained, monkeypatch, caps
             codes.append(command.main(STUDY_OF_ONE))
         return trained(arguments)
 
-    monkeypatch.setattr("jaxlm.session.scaling.start.run_command", second)
+    monkeypatch.setattr("jaxlm.systems.nanochat.scaling_members.run_command", second)
     assert command.main(STUDY_OF_ONE) == 0
     assert codes == [2]
     assert len(trained.started) == 1
@@ -316,14 +322,14 @@ def test_the_exit_code_of_a_command(program, code):
 
 def test_a_cluster_that_does_not_answer_is_named():
     with pytest.raises(ConfigError, match=r"scaling\.ray\.address: '127\.0\.0\.1:1' cannot be reached \(.*refused"):
-        next(start.train_on_ray(study(), MemberRayConfig(address="127.0.0.1:1"), print))
+        next(scaling_members.train_on_ray(study(), MemberRayConfig(address="127.0.0.1:1"), print))
 
 
 def test_a_member_that_fits_on_no_machine_is_refused():
     nodes = [{"Alive": True, "Resources": {"CPU": 8.0, "GPU": 1.0}}, {"Alive": False, "Resources": {"CPU": 64.0}}]
-    start._check_room(nodes, MemberRayConfig(cpus=8, gpus=1))
+    scaling_members._check_room(nodes, MemberRayConfig(cpus=8, gpus=1))
     with pytest.raises(ConfigError, match=r"scaling\.ray: 9 cores and 0 GPUs .* have 8 cores and 1 GPUs"):
-        start._check_room(nodes, MemberRayConfig(cpus=9))
+        scaling_members._check_room(nodes, MemberRayConfig(cpus=9))
 
 
 def test_a_study_that_another_start_has_taken_measures_and_writes_nothing(tmp_path):

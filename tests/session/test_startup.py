@@ -157,8 +157,8 @@ def test_the_table_says_whether_a_run_on_gpus_is_repeatable(flags, start):
 OWN = """
 from dataclasses import dataclass
 
-from jaxlm.environments.base import Environment, EnvironmentConfig
-from jaxlm.rewards.base import RewardConfig
+from jaxlm.systems.rl.environments import Environment, EnvironmentConfig
+from jaxlm.systems.rl.rewards.base import RewardConfig
 
 
 @dataclass(frozen=True)

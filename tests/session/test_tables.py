@@ -8,13 +8,13 @@ import pytest
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.stores import PublishError
 from jaxlm.core.values.batch_types import PairBatch
-from jaxlm.evals.tables.base import Table
-from jaxlm.evals.tables.memory import MemoryTableConfig
+from jaxlm.evals.tables import Table
 from jaxlm.plan.load_config import decode_run
 from jaxlm.plan.plan import make_plan
 from jaxlm.reading.yaml import ConfigSource
 from jaxlm.session import tables
 from jaxlm.session.tables import ABOUT, check_run_tables, default_folder
+from jaxlm.systems.upcycle.measurements import MemoryTableConfig
 
 MODEL = {"seq_len": 16, "hidden_dim": 32, "intermediate_dim": 48, "num_layers": 1, "num_heads": 4, "num_kv_heads": 4}
 CONFIG = MemoryTableConfig(contexts=[8, 16])

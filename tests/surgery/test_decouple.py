@@ -14,7 +14,6 @@ from jaxlm.core.values.batch_types import TokenBatch
 from jaxlm.core.values.logged import tables_in
 from jaxlm.engine.state import shardings
 from jaxlm.models.base import Inputs, vocab_axis
-from jaxlm.models.families.dba import DbaConfig
 from jaxlm.models.families.gemma2 import Gemma2Config
 from jaxlm.models.families.llama import LlamaConfig
 from jaxlm.models.families.mistral import MistralConfig
@@ -23,7 +22,7 @@ from jaxlm.models.families.phi3 import Phi3Config
 from jaxlm.models.families.qwen2 import Qwen2Config
 from jaxlm.models.families.qwen3 import Qwen3Config
 from jaxlm.models.rope import DefaultRotary, Llama3Rotary, YarnRotary
-from jaxlm.surgery.bottleneck import (
+from jaxlm.systems.upcycle.bottleneck import (
     HeadFeatures,
     Scores,
     kept_rotation,
@@ -34,7 +33,8 @@ from jaxlm.surgery.bottleneck import (
     score_errors,
     second_root,
 )
-from jaxlm.surgery.decouple import DecoupleConfig
+from jaxlm.systems.upcycle.dba import DbaConfig
+from jaxlm.systems.upcycle.decouple import DecoupleConfig
 from tests.engine.helpers import layout
 from tests.surgery.trained import nll, trained
 

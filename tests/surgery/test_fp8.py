@@ -16,14 +16,14 @@ from jaxlm.core.tracing import tracing
 from jaxlm.models.base import Inputs, vocab_axis
 from jaxlm.models.families.flax import FlaxConfig
 from jaxlm.models.families.llama import LlamaConfig
-from jaxlm.models.families.nano import NanoConfig
 from jaxlm.models.families.qwen3_moe import Qwen3MoeConfig
 from jaxlm.objectives.next_token import score_batch
 from jaxlm.optim.sophia_h import SophiaHConfig
 from jaxlm.surgery.base import merge_surgeries
 from jaxlm.surgery.fp8 import Fp8Config, describe_products, linear_layers
 from jaxlm.surgery.lora import LoraConfig
-from jaxlm.surgery.split_at import SplitAtConfig
+from jaxlm.systems.nanochat.model import NanoConfig
+from jaxlm.systems.progressive.surgery import SplitAtConfig
 from tests.engine.helpers import MESHES, MODEL, TinyRun, arrays, batch, layout, one_device, phase
 
 KEY = jax.random.key(0)

@@ -33,10 +33,9 @@ from jaxlm.plan.plan import make_plan
 from jaxlm.reading.yaml import ConfigSource
 from jaxlm.surgery.base import merge_surgeries
 from jaxlm.surgery.drop_layers import DropLayersConfig
-from jaxlm.surgery.grow import GrowConfig
 from jaxlm.surgery.lora import LoraConfig
 from jaxlm.surgery.quantize import QuantizeConfig
-from jaxlm.surgery.split_at import SplitAtConfig
+from jaxlm.systems.progressive.surgery import GrowConfig, SplitAtConfig
 from tests.engine import helpers
 from tests.engine.helpers import F32, VOCAB, arrays, batch, one_device, phase
 

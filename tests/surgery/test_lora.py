@@ -16,7 +16,6 @@ from jaxlm.core.field_types import check_fields
 from jaxlm.core.products.stored_weights import Int8Weight
 from jaxlm.models.base import Inputs, vocab_axis
 from jaxlm.models.families.llama import LlamaConfig
-from jaxlm.models.families.nano import NanoConfig
 from jaxlm.models.layers import dropout, with_dropout_keys
 from jaxlm.models.linear import Linear
 from jaxlm.optim.base import OptimizerConfig
@@ -24,6 +23,7 @@ from jaxlm.optim.groups import build_optimizer, parameter_groups
 from jaxlm.surgery.base import merge_surgeries
 from jaxlm.surgery.lora import LoraConfig
 from jaxlm.surgery.lora_layers import AdapterSize, LoraLinear
+from jaxlm.systems.nanochat.model import NanoConfig
 from tests.engine.helpers import MESHES, TinyRun, arrays, layout, one_device, phase
 from tests.engine.helpers import MODEL as TINY
 

@@ -16,7 +16,6 @@ from jaxlm.core.values.logged import tables_in
 from jaxlm.engine.state import shardings
 from jaxlm.interop.hf.folder import save_folder
 from jaxlm.models.base import vocab_axis
-from jaxlm.models.families.dba import DbaConfig
 from jaxlm.models.families.gemma2 import Gemma2Config
 from jaxlm.models.families.gemma3 import Gemma3Config
 from jaxlm.models.families.glm4 import Glm4Config
@@ -25,16 +24,22 @@ from jaxlm.models.families.gpt_neox import GptNeoxConfig
 from jaxlm.models.families.llama import LlamaConfig
 from jaxlm.models.families.mixtral import MixtralConfig
 from jaxlm.models.families.mpt import MptConfig
-from jaxlm.models.families.nano.model import NanoConfig
 from jaxlm.models.families.olmo2 import Olmo2Config
 from jaxlm.models.families.qwen2 import Qwen2Config
 from jaxlm.models.families.qwen2_moe import Qwen2MoeConfig
 from jaxlm.models.families.qwen3 import Qwen3Config
 from jaxlm.models.families.smollm3 import SmolLm3Config
 from jaxlm.models.layers import SelfAttention
-from jaxlm.surgery.bottleneck import HeadFeatures
-from jaxlm.surgery.head_alignment import aligned, any_rotation, loss_of_mean, rotation_of_pairs
-from jaxlm.surgery.pool_kv_heads import PoolKvHeadsConfig
+from jaxlm.systems.nanochat.model import NanoConfig
+from jaxlm.systems.upcycle.bottleneck import HeadFeatures
+from jaxlm.systems.upcycle.dba import DbaConfig
+from jaxlm.systems.upcycle.pool_kv_heads import (
+    PoolKvHeadsConfig,
+    aligned,
+    any_rotation,
+    loss_of_mean,
+    rotation_of_pairs,
+)
 from tests.engine.helpers import layout, one_device
 from tests.surgery.trained import nll, trained
 

@@ -25,7 +25,7 @@ from jaxlm.surgery.base import merge_surgeries
 from jaxlm.surgery.lora import LoraConfig
 from jaxlm.surgery.lora_layers import LoraLinear
 from jaxlm.surgery.quantize import QuantizeConfig, describe_stored
-from jaxlm.surgery.split_at import SplitAtConfig
+from jaxlm.systems.progressive.surgery import SplitAtConfig
 from tests.engine.helpers import F32, VOCAB, TinyRun, arrays, batch, layout, one_device, phase
 
 KEY = jax.random.key(0)

@@ -12,7 +12,7 @@ from jaxlm.core import tree
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.values.logged import tables_in
 from jaxlm.engine.state import shardings
-from jaxlm.surgery.bottleneck import (
+from jaxlm.systems.upcycle.bottleneck import (
     HeadFeatures,
     Scores,
     largest_pairs,
@@ -21,8 +21,7 @@ from jaxlm.surgery.bottleneck import (
     score_errors,
     second_root,
 )
-from jaxlm.surgery.decouple import DecoupleConfig
-from jaxlm.surgery.shared_keys import in_shared_keys, of_shared_keys
+from jaxlm.systems.upcycle.decouple import DecoupleConfig, in_shared_keys, of_shared_keys
 from tests.engine.helpers import layout
 from tests.surgery.test_decouple import (
     EXACT,

@@ -28,7 +28,7 @@ from jaxlm.models.inference.prefix_cache import PrefixCache
 from jaxlm.models.inference.unstacked import Generator
 from jaxlm.surgery.base import merge_surgeries
 from jaxlm.surgery.lora import LoraConfig
-from jaxlm.surgery.split_at import SplitAtConfig
+from jaxlm.systems.progressive.surgery import SplitAtConfig
 from tests.engine import helpers
 from tests.engine.helpers import F32, MESHES, VOCAB, TinyRun, arrays, batch, layout, one_device, phase
 

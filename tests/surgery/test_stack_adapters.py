@@ -11,9 +11,9 @@ from jaxlm.core import tree
 from jaxlm.core.errors import ConfigError
 from jaxlm.models.families.llama import LlamaConfig
 from jaxlm.surgery.base import merge_surgeries
-from jaxlm.surgery.grow import GrowConfig
 from jaxlm.surgery.lora import LoraConfig, save_peft
 from jaxlm.surgery.lora_layers import LoraLinear
+from jaxlm.systems.progressive.surgery import GrowConfig
 from tests.engine.helpers import one_device
 
 GQA = {"seq_len": 16, "hidden_dim": 32, "intermediate_dim": 48, "num_heads": 4, "num_kv_heads": 2}

@@ -23,7 +23,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxlm.commands.forecast import forecast_all, simulate_devices
 from jaxlm.core.devices import peak_flops, processor
 from jaxlm.core.errors import ConfigError, Parser
 from jaxlm.core.runtime import configure_jax
@@ -49,6 +48,7 @@ from jaxlm.session.exit_codes import command
 from jaxlm.session.references import annotated, flops_per_token, load_references
 from jaxlm.session.row_imbalance import row_imbalance
 from jaxlm.session.startup import check_performance, describe
+from jaxlm.systems.forecast.forecast import forecast_all, simulate_devices
 
 _STEPS, _WARMUP = 20, 3
 _GEMM = 2048  # large enough for a matrix product to reach full speed on a CPU

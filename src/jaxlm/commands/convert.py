@@ -32,7 +32,6 @@ from jaxlm.interop.hf.tensor_files import open_tensors
 from jaxlm.interop.hf.verify import verify_folder
 from jaxlm.interop.peft.names import BaseRows
 from jaxlm.interop.pretrained import hf_name
-from jaxlm.interop.torch.nanochat import save_nanochat
 from jaxlm.models.base import LanguageModel
 from jaxlm.plan.load_config import FOREIGN, foreign_as_yaml
 from jaxlm.reading.decode import choice_name
@@ -44,6 +43,7 @@ from jaxlm.session.inference_model import InferenceModel
 from jaxlm.session.load_model import LoadedModel, add_checkpoint_options, open_model, with_adapter
 from jaxlm.surgery.base import export_form, merge_surgeries, stored_form
 from jaxlm.surgery.lora import round_adapters, save_peft, saved_modules
+from jaxlm.systems.nanochat.torch_checkpoint import save_nanochat
 
 _TO_NANOCHAT = "to-nanochat"
 _CARAMBA, _STACKWISE = FOREIGN

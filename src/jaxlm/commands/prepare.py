@@ -29,8 +29,6 @@ from jaxlm.data.examples import Examples, check_signals
 from jaxlm.data.formats.preview import page_of
 from jaxlm.data.tokenizer.tokenizer import Tokenizer
 from jaxlm.engine.phases import Phase
-from jaxlm.evals.core_bundle import FETCH_OPTION, FILES_OPTION, FILES_URL, fetch_bundle
-from jaxlm.evals.core_files import build_bundle
 from jaxlm.observe.console import Console, table
 from jaxlm.plan.batches import BatchPlan
 from jaxlm.plan.load_config import load_config, refuse_dry_run
@@ -40,6 +38,7 @@ from jaxlm.plan.run_config import RunConfig
 from jaxlm.session.exit_codes import command
 from jaxlm.session.init_from import starts_at_random
 from jaxlm.session.leaves_from_tokens import compute_leaves
+from jaxlm.systems.nanochat.core_bundle import FETCH_OPTION, FILES_OPTION, FILES_URL, build_bundle, fetch_bundle
 
 
 @dataclass(frozen=True)

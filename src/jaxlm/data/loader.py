@@ -16,13 +16,13 @@ from jaxlm.core.axes import BATCH, MICROBATCH
 from jaxlm.core.precision import FLOAT32, Precision
 from jaxlm.core.sharding import Layout
 from jaxlm.core.tracing import BlockSizes
+from jaxlm.core.values.logged import ScoredRows
 from jaxlm.data.base import Batches, Log
 from jaxlm.data.batch import BatchSpec, Columns
 from jaxlm.data.batch_schedule import BatchSchedule, BatchStage
 from jaxlm.data.examples import Examples
 from jaxlm.data.mixture import Mixture
 from jaxlm.models.inference.responses import XlaOptions
-from jaxlm.rewards.base import ScoredRows
 
 T = TypeVar("T")
 

@@ -20,9 +20,7 @@ from jaxlm.data.cache.token_cache import TokenCache
 from jaxlm.data.config import DataConfig
 from jaxlm.data.examples import Examples
 from jaxlm.data.formats.base import FormatConfig
-from jaxlm.data.masking.masked_examples import MaskedExamples
-from jaxlm.data.masking.masking_config import Masker, MaskingConfig
-from jaxlm.data.masking.uniform_numbers import stratified
+from jaxlm.data.masking import MaskedExamples, Masker, MaskingConfig, stratified
 from jaxlm.data.packing import PackedSequences, Windows, pack_documents
 from jaxlm.data.sources.named import truncations
 from jaxlm.data.tokenizer.tokenizer import Tokenizer, open_tokenizer

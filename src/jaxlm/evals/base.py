@@ -13,10 +13,10 @@ from jaxlm.core.errors import ConfigError
 from jaxlm.core.field_types import PositiveInt
 from jaxlm.core.precision import Precision
 from jaxlm.core.sharding import Layout
+from jaxlm.core.values.logged import ScoredRows
 from jaxlm.core.values.sums import DummyPrefix, Largest, Sum, TokenScores
 from jaxlm.models.base import LanguageModel, ModelConfig
 from jaxlm.reading.choices import Registry
-from jaxlm.rewards.base import ScoredRows
 
 
 class GateError(Exception):

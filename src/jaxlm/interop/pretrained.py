@@ -22,10 +22,10 @@ from jaxlm.core.sharding import Layout
 from jaxlm.interop.hf.folder import AS_THEY_ARE, PretrainedModel, ReadOptions, load_model, open_folder
 from jaxlm.interop.hf.hub import local_folder
 from jaxlm.interop.hf.tensor_files import open_tensors
-from jaxlm.interop.torch.nanochat import check_vocabulary, load_nanochat, model_file, read_nanochat_config
 from jaxlm.models.base import LanguageModel, ModelConfig
 from jaxlm.reading.decode import encode
 from jaxlm.reading.yaml import merge
+from jaxlm.systems.nanochat.torch_checkpoint import check_vocabulary, load_nanochat, model_file, read_nanochat_config
 
 
 def open_pretrained(path: Path, options: ReadOptions = AS_THEY_ARE) -> PretrainedModel:

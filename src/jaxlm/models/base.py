@@ -18,7 +18,7 @@ from jaxlm.core.products.matmul import dot
 from jaxlm.core.products.stored_weights import Weight
 from jaxlm.core.values.sums import Sum
 from jaxlm.models.chunked_loss import soft_capped
-from jaxlm.models.diffusion.denoisers import Denoiser
+from jaxlm.models.diffusion import Denoiser
 from jaxlm.models.flops import FlopsPerToken
 from jaxlm.models.remat import AUTO, MLP, RematConfig, offloads, parse_remat, saves
 from jaxlm.models.rope import RotaryConfig

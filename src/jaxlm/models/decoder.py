@@ -22,8 +22,7 @@ from jaxlm.core.products.stored_weights import Weight
 from jaxlm.core.sharding import for_compute, for_lookup
 from jaxlm.models.activations import ACTIVATIONS
 from jaxlm.models.base import Hidden, Inputs, KVCache, LanguageModel, ModelConfig
-from jaxlm.models.diffusion.denoisers import Denoiser, needed, routed, runs_whole
-from jaxlm.models.diffusion.time_embedding import TimeEmbedding, TimeEmbeddingConfig
+from jaxlm.models.diffusion import Denoiser, TimeEmbedding, TimeEmbeddingConfig, needed, routed, runs_whole
 from jaxlm.models.flops import FlopsPerToken
 from jaxlm.models.growth import StartsAsIdentity, grown_body, without_output
 from jaxlm.models.inference.kv_cache import empty_cache

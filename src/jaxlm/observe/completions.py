@@ -7,11 +7,10 @@ from dataclasses import dataclass
 import numpy as np
 
 from jaxlm.core.field_types import NonNegativeInt, PositiveFloat, PositiveInt
-from jaxlm.core.values.logged import Completion
+from jaxlm.core.values.logged import TOTAL, Completion, ScoredRows
 from jaxlm.observe.console import Console
 from jaxlm.observe.records import finite
 from jaxlm.observe.trackers import Tracker
-from jaxlm.rewards.base import TOTAL, ScoredRows
 
 ROLLOUT = "train"
 """The name of completions that the policy trains on."""

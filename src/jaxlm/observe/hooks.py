@@ -18,6 +18,7 @@ from jaxlm.core.values.logged import (
     TRAIN_LOSS,
     Activity,
     Sample,
+    ScoredRows,
     StepInfo,
 )
 from jaxlm.engine.phases import Phase
@@ -28,7 +29,6 @@ from jaxlm.observe.completions import CompletionLog
 from jaxlm.observe.console import Console, duration
 from jaxlm.observe.records import METRICS
 from jaxlm.observe.trackers import Tracker
-from jaxlm.rewards.base import ScoredRows
 
 _RECENT_STEPS = 50  # steps over which the progress line averages speed
 _MAX_SHOWN = 24  # metrics of an evaluation on the console

@@ -22,7 +22,7 @@ from jaxlm.optim.bad_steps import SkipBadSteps, WindowLength, bad_step_guards
 from jaxlm.optim.clipping import AdaGc
 from jaxlm.optim.schedules import LrShape, Schedule, ScheduleSpec, make_schedule
 from jaxlm.optim.stored_state import Full, StateFormat
-from jaxlm.optim.telemetry.guard import Telemetry, telemetry_guards
+from jaxlm.optim.telemetry import Telemetry, telemetry_guards
 from jaxlm.reading.choices import Registry
 from jaxlm.reading.decode import INHERITS
 

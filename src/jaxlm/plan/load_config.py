@@ -9,13 +9,13 @@ from typing import Any, TypeVar
 
 import yaml
 
+from jaxlm.compat.caramba.from_caramba import check_version, from_caramba, is_caramba
+from jaxlm.compat.levanter.from_levanter import from_levanter
+from jaxlm.compat.stackwise.from_stackwise import from_stackwise, is_stackwise
 from jaxlm.core.distributed import DistributedConfig
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.redaction import redacted, remember_secrets, without_secrets
-from jaxlm.interop.caramba.from_caramba import check_version, from_caramba, is_caramba
-from jaxlm.interop.levanter.from_levanter import from_levanter
 from jaxlm.interop.pretrained import with_hf_model
-from jaxlm.interop.stackwise.from_stackwise import from_stackwise, is_stackwise
 from jaxlm.plan.presets.base import with_preset
 from jaxlm.plan.run_config import RunConfig
 from jaxlm.reading.choices import load_installed_plugins

@@ -35,7 +35,7 @@ from jaxlm.interop.hf.folder import parse_dtype
 from jaxlm.interop.hf.hub import check_upload_name
 from jaxlm.interop.pretrained import hf_name
 from jaxlm.models.base import ModelConfig, vocab_axis
-from jaxlm.models.diffusion.denoisers import check_is_whole
+from jaxlm.models.diffusion import check_is_whole
 from jaxlm.objectives.base import ObjectiveConfig
 from jaxlm.optim.base import OptimizerConfig
 from jaxlm.optim.groups import group_schedules
@@ -47,7 +47,7 @@ from jaxlm.plan.mesh import check_phase, plan_mesh
 from jaxlm.plan.refs.base import Ref
 from jaxlm.plan.run_config import PhaseConfig, RunConfig
 from jaxlm.reading.decode import choice_name, encode
-from jaxlm.surgery.denoisers import DenoisersConfig
+from jaxlm.systems.progressive.surgery import DenoisersConfig
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from jaxlm.data.config import DataConfig
 from jaxlm.data.tokens import TokensConfig
 from jaxlm.evals.base import EvalConfig
 from jaxlm.evals.loss import LossEvalConfig
-from jaxlm.evals.tables.base import TableConfig
+from jaxlm.evals.tables import TableConfig
 from jaxlm.models.base import ModelConfig
 from jaxlm.models.families.llama import LlamaConfig
 from jaxlm.objectives.base import ObjectiveConfig

@@ -7,11 +7,11 @@ from collections.abc import Mapping
 from typing import Any
 
 from jaxlm.core.errors import ConfigError
-from jaxlm.evals.core import CORE, CoreEvalConfig, core_metrics, open_core
-from jaxlm.evals.core_bundle import FETCH_OPTION
 from jaxlm.evals.harness import HarnessEvalConfig, open_tasks
 from jaxlm.session.generation_options import add_adapter_option
 from jaxlm.session.load_model import LoadedModel, open_model
+from jaxlm.systems.nanochat.core_bundle import FETCH_OPTION
+from jaxlm.systems.nanochat.core_eval import CORE, CoreEvalConfig, core_metrics, open_core
 
 _ONLY_WITH_TASKS = ("task_folder", "num_fewshot", "limit")
 _ONLY_WITHOUT = ("max_batches",)

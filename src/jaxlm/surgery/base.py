@@ -11,7 +11,7 @@ from haliax import NamedArray
 
 from jaxlm.core.values.batch_types import TokenBatch
 from jaxlm.models.base import LanguageModel, ModelConfig
-from jaxlm.models.diffusion.denoisers import check_is_whole
+from jaxlm.models.diffusion import check_is_whole
 from jaxlm.models.growth import whole
 from jaxlm.reading.choices import Registry
 

@@ -13,13 +13,13 @@ from dataclasses import replace
 import fsspec
 import pytest
 
-from jaxlm.commands import scaling
 from jaxlm.core.errors import ConfigError
 from jaxlm.engine.checkpoint import lease as leases
 from jaxlm.engine.checkpoint.lease import Holder, Lease, LeaseLostError
 from jaxlm.engine.checkpoint.local import LocalFolder
 from jaxlm.engine.checkpoint.staging import StagedFolder
 from jaxlm.observe.log_file import LogStore
+from jaxlm.systems.nanochat.commands import scaling
 from tests.gcs import BUCKET
 from tests.session.test_object_store import bucket  # noqa: F401 - a fixture
 

@@ -14,6 +14,7 @@ import enum
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from jaxlm.core.guards import EVAL_PREFIX as EVAL_PREFIX
 
@@ -216,3 +217,42 @@ GOODPUT = "throughput/goodput"
 """Share of the run's wall time, since its first start, in which training made progress that is kept."""
 RESUMED_FROM = "throughput/resumed_from"
 """Steps of the checkpoint that the process resumed from. Only its first training record has it."""
+
+
+TOTAL = "reward"
+"""Name of the weighted sum of all rewards."""
+
+
+@dataclass(frozen=True)
+class ScoredRows:
+    """What rewards see: one entry per completion.
+
+    Attributes:
+        completions: the text of each completion, without special tokens.
+        completion_ids: its tokens, with the end-of-sequence token if the policy wrote it.
+        is_finished: whether it ends with an end-of-sequence token; False if it was cut off.
+        columns: the other values of each prompt's record, by key.
+        places: where each prompt's record is, for messages.
+    """
+
+    prompts: Sequence[str]
+    completions: Sequence[str]
+    completion_ids: Sequence[Sequence[int]]
+    is_finished: Sequence[bool]
+    columns: Mapping[str, Sequence[Any]]
+    places: Sequence[str]
+
+    def __len__(self) -> int:
+        return len(self.completions)
+
+    def row(self, number: int) -> "ScoredRows":
+        """One completion."""
+        part = slice(number, number + 1)
+        return ScoredRows(
+            self.prompts[part],
+            self.completions[part],
+            self.completion_ids[part],
+            self.is_finished[part],
+            {name: values[part] for name, values in self.columns.items()},
+            self.places[part],
+        )

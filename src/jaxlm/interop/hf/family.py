@@ -6,14 +6,14 @@ family uses to change them is refused all the same: a model with it was not trai
 
 Model families of Hugging Face: their keys in config.json and their weight names.
 
-Every family is one file in `jaxlm.interop.hf.families`. Its tables define both directions, import and export.
+Every family is one file in `jaxlm.interop.hf.families`, or in a wing. Its tables define both directions, import and export.
 """
 
 import contextlib
 import dataclasses
 import functools
 import importlib
-import pkgutil
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -23,9 +23,9 @@ from jaxlm.core.axes import POSITION
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.field_types import check_field
 from jaxlm.core.safe_io import read_bytes
-from jaxlm.interop.hf import families, modeling
 from jaxlm.interop.hf.weights import Tensor
 from jaxlm.models.base import ModelConfig
+from jaxlm.reading.choices import sources
 
 # Keys that do not affect what a causal language model computes. They are too common for a note.
 SILENT = {
@@ -207,7 +207,7 @@ class Family:
         tensors: the table of weights for a model config.
         prefix: prefix of tensor names; files of a model without its head omit it.
         unused: regular expressions for tensors that are not parameters (masks, rotary frequencies).
-        modeling: module with the code of the model, which exports bring, if transformers has none. Its classes are called
+        modeling: file with the code of the model, which exports bring, if transformers has none. Its classes are called
             like `architecture` and like `config`.
         aliases: another name of a key of config.json -> the name in `keys`. Of both, transformers follows the alias.
         respelled: fields of the model config that describe the same model in several ways, of which an imported config
@@ -221,7 +221,7 @@ class Family:
     tensors: Callable[[Any], Sequence[Tensor]]
     prefix: str = "model."
     unused: tuple[str, ...] = (r"rotary_emb\.inv_freq$",)
-    modeling: str | None = None
+    modeling: Path | None = None
     respelled: tuple[str, ...] = ()
     aliases: Mapping[str, str] = field(default_factory=dict)
 
@@ -229,15 +229,14 @@ class Family:
         """Name -> content of the files with the code of the model; none if transformers has it."""
         if self.modeling is None:
             return {}
-        name = f"{self.modeling}.py"
-        return {name: read_bytes(Path(str(modeling.__file__)).with_name(name))}
+        return {self.modeling.name: read_bytes(self.modeling)}
 
     def code_keys(self) -> Json:
         """The keys of config.json by which transformers finds the code of the model."""
         if self.modeling is None:
             return {}
         classes = {"AutoConfig": self.config.__name__, "AutoModelForCausalLM": self.architecture}
-        return {"auto_map": {auto: f"{self.modeling}.{name}" for auto, name in classes.items()}}
+        return {"auto_map": {auto: f"{self.modeling.stem}.{name}" for auto, name in classes.items()}}
 
 
 _LATENT = "its attention is multi-head latent attention (MLA), with compressed keys and values"
@@ -253,10 +252,9 @@ _UNSUPPORTED = {
 
 @functools.cache
 def all_families() -> tuple[Family, ...]:
-    """All families in `jaxlm.interop.hf.families`."""
-    names = sorted(module.name for module in pkgutil.iter_modules(families.__path__))
-    modules = [importlib.import_module(f"{families.__name__}.{name}") for name in names]
-    return tuple(module.FAMILY for module in modules if hasattr(module, "FAMILY"))
+    """All families: the `FAMILY` of each module that has one."""
+    names = [name for name, text in sources().items() if re.search(r"^FAMILY = ", text, re.M)]
+    return tuple(importlib.import_module(name).FAMILY for name in names)
 
 
 def family_of_config(config: ModelConfig) -> Family:

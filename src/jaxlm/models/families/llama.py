@@ -5,7 +5,7 @@ Source: Touvron et al. 2023 (arXiv:2302.13971 and arXiv:2307.09288), Grattafiori
 
 from jaxlm.models.base import ModelConfig
 from jaxlm.models.decoders.pre_norm import BiasedConfig, UniformConfig
-from jaxlm.models.diffusion.time_embedding import TimeEmbeddingConfig
+from jaxlm.models.diffusion import TimeEmbeddingConfig
 from jaxlm.reading.choices import choice
 
 

@@ -11,7 +11,7 @@ from jaxlm.core.field_types import NonNegativeFloat, NumLayers, PositiveInt
 from jaxlm.models.base import ModelConfig
 from jaxlm.models.decoder import DecoderConfig, projections
 from jaxlm.models.decoders.pre_norm import LateWindowConfig
-from jaxlm.models.diffusion.time_embedding import TimeEmbeddingConfig
+from jaxlm.models.diffusion import TimeEmbeddingConfig
 from jaxlm.models.layers import SelfAttention
 from jaxlm.models.norms import RMSNorm
 from jaxlm.models.rope import DefaultRotary, RotaryConfig

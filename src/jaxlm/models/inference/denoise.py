@@ -23,7 +23,7 @@ from jaxlm.core.errors import ConfigError, check_at_least
 from jaxlm.core.field_types import PositiveInt
 from jaxlm.core.sharding import replicated
 from jaxlm.models.base import Inputs, LanguageModel
-from jaxlm.models.diffusion.denoisers import Denoiser
+from jaxlm.models.diffusion import Denoiser
 from jaxlm.models.inference.generate import GenerationConfig, how_to_fit
 from jaxlm.models.inference.kv_cache import padded_length, program_rows
 from jaxlm.models.inference.sampling import Sampling, TokenDistribution, row_keys

@@ -1,0 +1,289 @@
+"""A language model whose layers are written in the YAML (`type: topology`), as a tree of layers."""
+
+import dataclasses
+import functools
+import itertools
+from collections.abc import Sequence
+from dataclasses import field
+from typing import Any, NoReturn, Protocol
+
+import equinox as eqx
+import jax
+import numpy as np
+from haliax import Axis, NamedArray
+
+from jaxlm.core.axes import EMBED, LAYERS
+from jaxlm.core.errors import ConfigError
+from jaxlm.core.field_types import NonNegativeFloat, PositiveInt, check_fields
+from jaxlm.core.sharding import for_lookup
+from jaxlm.models.base import Hidden, Inputs, KVCache, ModelConfig
+from jaxlm.models.decoder import DecoderConfig, TransformerModel
+from jaxlm.models.families.mixtral import MixtralConfig
+from jaxlm.models.flops import FlopsPerToken
+from jaxlm.models.inference.kv_cache import empty_cache
+from jaxlm.models.layers import Embedding, check_tiles, token_embeddings
+from jaxlm.models.linear import Linear
+from jaxlm.models.remat import parse_remat
+from jaxlm.models.scan import shortest_period
+from jaxlm.models.stacks import Body, LayerKind, Stack, Stacks, numbers_by_stack, stacked, switch_lengths
+from jaxlm.reading.choices import choice
+from jaxlm.systems.topology.layers import (
+    AttentionNode,
+    GluNode,
+    MoeNode,
+    NestedNode,
+    Node,
+    RmsNormNode,
+    StackedNode,
+    SwigluNode,
+)
+from jaxlm.systems.topology.structure import PATH, TopologyLayer, check_groups, final_norm, layers_of
+
+
+class Spelling(Protocol):
+    """What describes a model by its layers."""
+
+    @property
+    def topology(self) -> Node: ...
+    @property
+    def layers(self) -> tuple[TopologyLayer, ...]: ...
+    @property
+    def Embed(self) -> Axis: ...
+    @property
+    def initializer_range(self) -> float: ...
+    @property
+    def tie_word_embeddings(self) -> bool: ...
+
+
+def spelled_family(config: Spelling) -> DecoderConfig:
+    """The config of the family, `llama`, `dba` or `mixtral`, that has the same parameters and computes the same.
+
+    Raises:
+        ConfigError: there is none; the message says why.
+    """
+    first, *others = config.layers
+    for number, layer in enumerate(others, 1):
+        if (layer.structure, layer.kind) != (first.structure, first.kind):
+            _refuse(f"layer {number} differs from layer 0")
+    match [[part.node for part in item.parts] for item in first.items]:
+        case [[RmsNormNode() as norm, AttentionNode() as attention], [RmsNormNode() as second, mlp]]:
+            last = final_norm(config.topology)
+            for one in (second, None if last is None else last.node):
+                if one is None or dataclasses.replace(one, hidden_dim=None) != dataclasses.replace(
+                    norm, hidden_dim=None
+                ):
+                    _refuse("its norms, of which the last one must be before the head, are not all the same")
+        case _:
+            _refuse("a layer is not a residual of rms_norm and attention, then one of rms_norm and swiglu, glu or moe")
+    keys = {
+        "num_layers": len(config.layers),
+        "layer_norm_epsilon": norm.epsilon,
+        "tie_word_embeddings": config.tie_word_embeddings,
+        **{item.name: getattr(config, item.name) for item in dataclasses.fields(ModelConfig)},
+    }
+    width, std = config.Embed.size, config.initializer_range
+    family = dataclasses.replace(
+        attention.family(width, std), **keys, **_mlp_keys(mlp), use_layer_norm_weight=norm.weight
+    )
+    if attention.rope is None:
+        _refuse("its attention has no rotary embedding (rope: null)")
+    if attention.dropout:
+        _refuse(f"its attention has dropout ({attention.dropout})")
+    if attention.mode != "decoupled" and attention.output_bias not in (None, attention.bias):
+        _refuse(f"its attention has bias: {attention.bias} and output_bias: {attention.output_bias}")
+    if not isinstance(mlp, MoeNode):
+        return family
+    if attention.mode == "decoupled" or attention.bias or not norm.weight:
+        _refuse("it has moe with other attention or norms than Mixtral (mode: gqa, no bias, norms with weights)")
+    if not mlp.norm_topk_prob:
+        _refuse("its moe has norm_topk_prob: false")
+    names = {item.name for item in dataclasses.fields(MixtralConfig)} & {
+        item.name for item in dataclasses.fields(family)
+    }
+    return MixtralConfig(**{name: getattr(family, name) for name in names}, **mlp.router_keys)
+
+
+def _mlp_keys(mlp: Any) -> dict[str, Any]:
+    match mlp:
+        case SwigluNode():
+            return {"intermediate_dim": mlp.intermediate_dim, "mlp_bias": mlp.bias}
+        case GluNode():
+            keys = {"intermediate_dim": mlp.intermediate_dim, "mlp_bias": mlp.bias}
+            return {**keys, "activation_function": mlp.activation_function}
+        case MoeNode():
+            return {"intermediate_dim": mlp.intermediate_dim, "activation_function": mlp.activation_function}
+        case _:
+            _refuse("its MLP is not swiglu, glu or moe")
+
+
+def _refuse(reason: str) -> NoReturn:
+    raise ConfigError(
+        f"{PATH}: this topology is not a family that Hugging Face's formats know, because {reason}. Known: llama, dba and"
+        " mixtral. Spell one of them, or remove what reads or writes Hugging Face's format (hf_save_path, initialize_from_hf,"
+        " jaxlm convert)"
+    )
+
+
+@choice(ModelConfig, "topology")
+class TopologyConfig(ModelConfig):
+    """A decoder whose layers are written out: groups (`stacked`, `nested`, `residual`) of layers (`attention`, `rms_norm`,
+    `layer_norm`, `linear`, `swiglu`, `glu`, `mlp`, `moe`, `dropout`).
+
+    Attributes:
+        hidden_dim: width of the residual stream.
+        topology: the layers between the token embedding and the head. A norm at its end is the norm before the head.
+        initializer_range: standard deviation of the normal initialization of every weight matrix.
+        tie_word_embeddings: use the token embedding as the output head.
+    """
+
+    hidden_dim: PositiveInt = 512
+    topology: Node = field(kw_only=True)
+    initializer_range: NonNegativeFloat = 0.02
+    tie_word_embeddings: bool = False
+
+    @property
+    def Embed(self) -> Axis:
+        return Axis(EMBED, self.hidden_dim)
+
+    @property
+    def Layers(self) -> Axis:
+        return Axis(LAYERS, len(self.layers))
+
+    @property
+    def layers(self) -> tuple[TopologyLayer, ...]:
+        """The layers of the body, of which each has one attention."""
+        return layers_of(self.topology, self.hidden_dim)
+
+    @property
+    def kinds(self) -> tuple[LayerKind, ...]:
+        """The kind of each layer, from first to last."""
+        return tuple(layer.kind for layer in self.layers)
+
+    @property
+    def order(self) -> tuple[int, ...]:
+        """The number of the stack that each layer is in: layers with the same parts are in one stack."""
+        structures = [layer.structure for layer in self.layers]
+        numbers = {structure: number for number, structure in enumerate(dict.fromkeys(structures))}
+        return tuple(numbers[structure] for structure in structures)
+
+    def as_family(self) -> DecoderConfig:
+        return spelled_family(self)
+
+    def check(self) -> None:
+        check_fields(self, "model")
+        check_groups(self.topology)
+        for layer in dict.fromkeys(self.layers):
+            layer.check()
+        self._check_experts()
+        if (norm := final_norm(self.topology)) is not None:
+            norm.check(self.hidden_dim)
+
+    def _check_experts(self) -> None:
+        """All experts share one load-balancing loss."""
+        items = [part for layer in self.layers for item in layer.items for part in item.all_of(MoeNode)]
+        for item in items[1:]:
+            first, other = items[0].node, item.node
+            assert isinstance(first, MoeNode)
+            assert isinstance(other, MoeNode)
+            for name, value in other.router_keys.items():
+                if value != (expected := first.router_keys[name]):
+                    raise ConfigError(
+                        f"{item.path}.{name}: {value} given, but {items[0].path} has {expected}. All moe layers of a topology"
+                        f" share one load-balancing loss: give them the same {name}"
+                    )
+
+    def build(self, Vocab: Axis, *, key: jax.Array) -> "TopologyModel":
+        k_tokens, k_layers, k_head = jax.random.split(key, 3)
+        std = self.initializer_range
+        head = None if self.tie_word_embeddings else Linear.init(self.Embed, Vocab, std=std, key=k_head)
+        tokens = Embedding.init(Vocab, self.Embed, std=std, key=k_tokens)
+        options: dict[str, Any] = {"vocab_multiple": self.vocab_multiple, "switch_lengths": switch_lengths(self.kinds)}
+        options |= {"reads_beyond": True, "adds_noise": True}
+        return TopologyModel(tokens, self._body(k_layers), head, self, **options)
+
+    def _body(self, key: jax.Array) -> Body:
+        layers, order = self.layers, self.order
+        keys, kinds = jax.random.split(key, len(layers)), self.kinds
+        item = final_norm(self.topology)
+        norm: Any = eqx.nn.Identity() if item is None else item.init(self.hidden_dim, 0.0, key=key)
+        stacks = [
+            Stack(
+                stacked(
+                    functools.partial(layers[numbers[0]].init, self.initializer_range),
+                    Axis(LAYERS, len(numbers)),
+                    keys[np.asarray(numbers)],
+                ),
+                norm,
+                kinds=shortest_period([kinds[number] for number in numbers]),
+                HeadSize=layers[numbers[0]].family.RotarySize,
+                scan=self.scan_layers,
+                remat_policy=parse_remat(self.gradient_checkpointing),
+                attn_backend=self.attn_backend,
+                mlp_tile_tokens=self.mlp_tile_tokens,
+                structure=stack,
+            )
+            for stack, numbers in enumerate(numbers_by_stack(order))
+        ]
+        check_tiles(self.mlp_tile_tokens, stacks)
+        return stacks[0] if len(stacks) == 1 else Stacks.of(stacks, order, norm)
+
+    def with_layers(self, kept: Sequence[int]) -> "TopologyConfig":
+        layers = [self.layers[number] for number in kept]
+        groups: list[Node] = [
+            NestedNode(layers=list(nodes), repeat=len(list(same)))
+            for nodes, same in itertools.groupby(layer.nodes for layer in layers)
+        ]
+        norm = final_norm(self.topology)
+        return dataclasses.replace(self, topology=StackedNode(layers=groups if norm is None else [*groups, norm.node]))
+
+    def flops_per_token(self, vocab_size: int) -> FlopsPerToken:
+        """FLOPs per training token. Of the experts, only those that the token is routed to count."""
+        weights = sum(node.num_weights(width) for layer in self.layers for node, width in layer.layers())
+        weights += vocab_size * self.hidden_dim
+        parts = [FlopsPerToken.of(weights=weights, attention_dim=0, seq_len=self.seq_len, windows=[])]
+        for layer in self.layers:
+            family = layer.family
+            dim = family.num_heads * (family.KeySize.size + family.HeadSize.size) // 2
+            windows = [layer.attention.sliding_window]
+            parts.append(FlopsPerToken.of(weights=0, attention_dim=dim, seq_len=self.seq_len, windows=windows))
+        return FlopsPerToken(sum(part.causal for part in parts), sum(part.palm for part in parts))
+
+
+class TopologyModel(TransformerModel):
+    """A transformer whose stacks may have layers of any structure."""
+
+    tokens: Embedding
+    body: Body
+    head: Linear | None
+    config: TopologyConfig = eqx.field(static=True)
+
+    def hidden(
+        self, inputs: Inputs, *, cache: KVCache | None = None, taps: Sequence[str] = (), key: jax.Array | None = None
+    ) -> Hidden:
+        return self.body(self._embedded(inputs), inputs, cache, key, taps)
+
+    def hidden_of(
+        self,
+        first: int,
+        stop: int | None,
+        inputs: Inputs,
+        stream: NamedArray | None = None,
+        *,
+        taps: Sequence[str] = (),
+        key: jax.Array | None = None,
+    ) -> Hidden:
+        x = self._embedded(inputs) if stream is None else stream
+        return self.body(x, inputs, None, key, taps, first, stop)
+
+    def _embedded(self, inputs: Inputs) -> NamedArray:
+        return token_embeddings(for_lookup(self.tokens), inputs)
+
+    def init_cache(self, Batch: Axis, capacity: int, dtype) -> KVCache:
+        caches = []
+        for stack, numbers in zip(self.body.stacks, self.body.layer_numbers, strict=True):
+            family, with_tokens = self.config.layers[numbers[0]].family, bool(self.switch_lengths)
+            sizes = {"KVHeads": family.KVHeads, "HeadSize": family.HeadSize}
+            sizes |= {"KeyHeads": family.KeyHeads, "KeySize": family.KeySize}
+            caches.append(empty_cache([stack.Layers], Batch, capacity, **sizes, dtype=dtype, with_tokens=with_tokens))
+        keys, values = (tuple(getattr(cache, name)[0] for cache in caches) for name in ("keys", "values"))
+        return dataclasses.replace(caches[0], keys=keys, values=values)
