@@ -5,7 +5,7 @@ import math
 import pytest
 
 from jaxlm.core.errors import ConfigError
-from jaxlm.systems.progressive.depth_times import time_steps
+from jaxlm.systems.progressive.patterns import time_steps
 
 KEY = "mapping"
 

@@ -8,16 +8,9 @@ import pytest
 
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.values.batch_types import MaskedBatch
+from jaxlm.core.values.mask_schedule import ContinuousSchedule, SteppedSchedule
 from jaxlm.data.batch_schedule import BatchSchedule, BatchSize
-from jaxlm.data.masking import (
-    ContinuousSchedule,
-    MaskedExamples,
-    Masker,
-    MaskingConfig,
-    SteppedSchedule,
-    stratified,
-    uniform_numbers,
-)
+from jaxlm.data.masking import MaskedExamples, Masker, MaskingConfig, stratified, uniform_numbers
 from jaxlm.data.mixture import Mixture
 from jaxlm.data.packing import PackedSequences
 from jaxlm.data.sources.source_config import SourceConfig

@@ -17,7 +17,7 @@ from haliax import Axis
 from jaxlm.commands.convert import main as convert
 from jaxlm.compat.stackwise.from_stackwise import from_stackwise
 from jaxlm.core.errors import ConfigError
-from jaxlm.data.masking import SteppedSchedule
+from jaxlm.core.values.mask_schedule import SteppedSchedule
 from jaxlm.data.tokens import TokensConfig
 from jaxlm.models.diffusion import TimeEmbedding
 from jaxlm.models.families.llama import LlamaConfig

@@ -15,7 +15,6 @@ Source: masked language modeling: Devlin et al. 2019 (arXiv:1810.04805), section
 et al. 2025, "Large Language Diffusion Models" (arXiv:2502.09992), section 2.2.
 """
 
-import abc
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, Literal
@@ -24,6 +23,14 @@ import numpy as np
 
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.field_types import Fraction, NumReplicas, NumTimeSteps, PositiveFraction, PositiveInt, Seed
+from jaxlm.core.values.mask_schedule import (
+    NEARLY_NONE,
+    WITHOUT_BOUND,
+    ContinuousSchedule,
+    MaskSchedule,
+    ScheduleType,
+    SteppedSchedule,
+)
 from jaxlm.data.batch import Columns
 from jaxlm.data.examples import Examples, WrappedExamples
 from jaxlm.data.shuffle import mix
@@ -76,83 +83,6 @@ _SWAPPED = tuple(
 
 def _as_fraction(words: np.ndarray) -> np.ndarray:
     return (words >> np.uint64(64 - _FRACTION_BITS)).astype(np.float64) * 2.0**-_FRACTION_BITS
-
-
-ScheduleType = Literal["linear", "cosine", "exponential"]
-NEARLY_NONE = 0.01
-"""The largest fraction to hide at time 0 for a bound. The bound lacks as large a share."""
-WITHOUT_BOUND = (
-    "num_time_steps, time_step_mask_fractions, mode, random_fraction, unchanged_fraction, min_mask_fraction above"
-    f" {NEARLY_NONE}, max_mask_fraction below 1 and a single time in times"
-)
-"""The keys of `data.masking` that give no bound, for messages."""
-
-
-class MaskSchedule(abc.ABC):
-    """Mask fractions by time."""
-
-    @abc.abstractmethod
-    def times(self, uniform: np.ndarray) -> np.ndarray:
-        """The times that have these uniform numbers in [0, 1), float64 likewise."""
-
-    @abc.abstractmethod
-    def fractions(self, times: np.ndarray) -> np.ndarray:
-        """The fraction of tokens to hide at some times, float64 likewise."""
-
-    @abc.abstractmethod
-    def rates(self, times: np.ndarray) -> np.ndarray | None:
-        """The derivative of the logarithm of the fraction by the time, float64; None for times that are steps."""
-
-
-@dataclass(frozen=True)
-class ContinuousSchedule(MaskSchedule):
-    """A fraction that grows from `low` to `high`.
-
-    Attributes:
-        kind: `linear` in the time; `cosine`: by 1 - cos(pi t / 2); `exponential`: by the same factor in equal times.
-    """
-
-    kind: ScheduleType
-    low: float
-    high: float
-
-    def times(self, uniform: np.ndarray) -> np.ndarray:
-        return uniform
-
-    def fractions(self, times: np.ndarray) -> np.ndarray:
-        if self.kind == "exponential":
-            return self.low * (self.high / self.low) ** times
-        share = times if self.kind == "linear" else 1 - np.cos(np.pi / 2 * times)
-        return self.low + (self.high - self.low) * share
-
-    def rates(self, times: np.ndarray) -> np.ndarray:
-        if self.kind == "exponential":
-            return np.full_like(times, np.log(self.high / self.low))
-        slope = 1.0 if self.kind == "linear" else np.pi / 2 * np.sin(np.pi / 2 * times)
-        return (self.high - self.low) * slope / self.fractions(times)
-
-
-@dataclass(frozen=True)
-class SteppedSchedule(MaskSchedule):
-    """A few fractions, each at a time of its own: step k of n is at k / (n - 1); a single step at 1."""
-
-    by_step: tuple[float, ...]
-
-    @staticmethod
-    def of(schedule: ContinuousSchedule, num_steps: int) -> "SteppedSchedule":
-        """The fractions of a continuous schedule at steps at equal distances."""
-        times = np.linspace(0, 1, num_steps) if num_steps > 1 else np.ones(1)
-        return SteppedSchedule(tuple(schedule.fractions(times).tolist()))
-
-    def times(self, uniform: np.ndarray) -> np.ndarray:
-        steps = np.floor(uniform * len(self.by_step))
-        return steps / (len(self.by_step) - 1) if len(self.by_step) > 1 else np.ones_like(uniform)
-
-    def fractions(self, times: np.ndarray) -> np.ndarray:
-        return np.asarray(self.by_step)[np.rint(times * (len(self.by_step) - 1)).astype(int)]
-
-    def rates(self, times: np.ndarray) -> None:
-        return None
 
 
 _SUGGESTED = "<|mask|>"

@@ -13,7 +13,7 @@ from typing import Any, get_args
 from jaxlm.compat.section import Section, Translated
 from jaxlm.compat.stackwise.keys import LINEAR_PATTERNS, QLORA_KEYS, STRATEGIES, Objective, check_kinds
 from jaxlm.core.errors import shown
-from jaxlm.systems.progressive.preset import ALPHA_STEP, RANK_STEP, Pattern, by_pattern
+from jaxlm.systems.progressive.patterns import ALPHA_STEP, RANK_STEP, Pattern, by_pattern
 
 _OF_STACK = (
     "qlora_rank",

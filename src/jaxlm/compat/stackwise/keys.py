@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, get_args
 
 from jaxlm.compat.section import Section, Translated, as_yaml
-from jaxlm.systems.progressive.preset import Pattern
+from jaxlm.systems.progressive.patterns import Pattern
 
 
 class _Kind(NamedTuple):

@@ -9,7 +9,7 @@ from jaxlm.compat.section import Section, Translated
 from jaxlm.compat.stackwise.growth import WHOLE, Growth
 from jaxlm.compat.stackwise.keys import MASK, Objective
 from jaxlm.core.errors import shown
-from jaxlm.data.masking import ContinuousSchedule, SteppedSchedule
+from jaxlm.core.values.mask_schedule import ContinuousSchedule, SteppedSchedule
 
 _FRACTIONS = (0.15, 0.25, 0.35, 0.45, 0.55, 0.65, 0.75, 0.85)
 _NUM_STEPS = 8

@@ -33,8 +33,8 @@ from jaxlm.core.axes import BATCH, DENOISER, MICROBATCH
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.field_types import PositiveInt
 from jaxlm.core.values.batch_types import MaskedBatch
+from jaxlm.core.values.mask_schedule import WITHOUT_BOUND
 from jaxlm.core.values.sums import Sum
-from jaxlm.data.masking import WITHOUT_BOUND
 from jaxlm.models.base import Inputs, LanguageModel
 from jaxlm.models.flops import FlopsPerToken
 from jaxlm.models.loss import next_token_sums
