@@ -11,13 +11,12 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import jaxlm
-from jaxlm.compat.caramba.from_caramba import check_version, is_caramba
-from jaxlm.compat.stackwise.from_stackwise import is_stackwise
 from jaxlm.core.distributed import detect_launcher
 from jaxlm.core.errors import EXIT_CONFIG, ConfigError, did_you_mean, end_at_interrupt, end_of_output
 from jaxlm.core.redaction import command_line
 from jaxlm.reading.choices import ENTRY_POINTS
 from jaxlm.reading.decode import unknown_key
+from jaxlm.reading.foreign import foreign_config
 from jaxlm.reading.outline import unknown_keys
 from jaxlm.reading.overrides import Arguments, override, parse_arguments
 from jaxlm.reading.recipes import recipes_command
@@ -90,10 +89,9 @@ def _check_keys(arguments: Arguments) -> None:
         return
     source = override(load_yaml(path, root) if path else ConfigSource({}), arguments.options)
     tree, trainer = source.tree, source.tree.get("trainer")
-    if is_caramba(tree) or (isinstance(trainer, dict) and "distributed" in trainer):
+    if isinstance(trainer, dict) and "distributed" in trainer:
         return
-    check_version(source)
-    if is_stackwise(tree, own=()) or tree.keys() & {VARS, TARGETS, ENTRYPOINTS}:
+    if foreign_config(source, own=()) is not None or tree.keys() & {VARS, TARGETS, ENTRYPOINTS}:
         return
     for place, allowed in unknown_keys(tree):
         raise unknown_key(source, place, None, allowed, is_run=True)

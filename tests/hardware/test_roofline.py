@@ -5,7 +5,8 @@ import jax.numpy as jnp
 import pytest
 
 from jaxlm.hardware.hlo import HostCopy
-from jaxlm.systems.forecast.roofline import Seconds, Speed, executed_flops, host_traffic, overlapped, roofline
+from jaxlm.hardware.topologies import Speed
+from jaxlm.systems.forecast.roofline import Seconds, executed_flops, host_traffic, overlapped, roofline
 
 FLOPS_ONLY = Speed(products=1.0, attention=1.0, memory=float("inf"))
 BYTES_ONLY = Speed(products=float("inf"), attention=float("inf"), memory=1.0)

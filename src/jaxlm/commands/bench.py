@@ -23,6 +23,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from jaxlm.commands.parts import parts_of, run_parts
 from jaxlm.core.devices import peak_flops, processor
 from jaxlm.core.errors import ConfigError, Parser
 from jaxlm.core.runtime import configure_jax
@@ -35,7 +36,6 @@ from jaxlm.engine.peers import connect_if_it_fails, watch_peers
 from jaxlm.engine.sync import FlagSync
 from jaxlm.hardware.cpu_products import cpu_products, shares_by_library, shares_without_library
 from jaxlm.hardware.hlo import collectives_by_kind, kernels, planned_bytes
-from jaxlm.hardware.topologies import parse_topology
 from jaxlm.observe.console import Console, table
 from jaxlm.plan.load_config import given_distributed, load_config, refuse_dry_run, run_id_of
 from jaxlm.plan.plan import Plan, make_plan
@@ -48,7 +48,6 @@ from jaxlm.session.exit_codes import command
 from jaxlm.session.references import annotated, flops_per_token, load_references
 from jaxlm.session.row_imbalance import row_imbalance
 from jaxlm.session.startup import check_performance, describe
-from jaxlm.systems.forecast.forecast import forecast_all, simulate_devices
 
 _STEPS, _WARMUP = 20, 3
 _GEMM = 2048  # large enough for a matrix product to reach full speed on a CPU
@@ -111,10 +110,9 @@ def main(arguments: Sequence[str]) -> int:
     )
     parser.add_argument("--steps", type=int, help=f"number of measured steps (default {_STEPS})")
     parser.add_argument("--warmup", type=int, help=f"number of warm-up steps before them (default {_WARMUP})")
-    parser.add_argument(
-        "--topology",
-        help="comma-separated machines to forecast performance for, such as v5p-512,h100-64, instead of measuring",
-    )
+    parts = parts_of("bench")
+    for part in parts:
+        part.add_options(parser)
     parser.add_argument(
         "--tune",
         nargs="?",
@@ -124,28 +122,19 @@ def main(arguments: Sequence[str]) -> int:
         help="find the XLA options and block sizes that make the step fastest on this machine, and keep them for jaxlm train",
     )
     options, rest = parser.parse_known_args(arguments)
+    if (code := run_parts(parts, options, rest)) is not None:
+        return code
     tunes = options.tune == "true"
     steps = _STEPS if options.steps is None else options.steps
     warmup = _WARMUP if options.warmup is None else options.warmup
     if steps < 1 or warmup < 0:
         parser.error("--steps must be at least 1, and --warmup at least 0")
-    if options.topology is None:
-        connect_if_it_fails(lambda: given_distributed(rest))
+    connect_if_it_fails(lambda: given_distributed(rest))
     config = load_config(rest, "jaxlm bench")
-    refuse_dry_run(config, "jaxlm bench measures steps, or forecasts with --topology")
+    refuse_dry_run(config, "jaxlm bench measures steps")
     if tunes:
-        _check_tunable(options.topology, options.warmup, steps, config)
-    if options.topology is None:
-        _run(config, steps, warmup, tunes=tunes)
-        return 0
-    if options.steps is not None or options.warmup is not None:
-        raise ConfigError(
-            "--topology: the forecast uses the compiled program and runs no steps, so --steps and --warmup have no effect."
-            " Remove them, or remove --topology to measure on this machine's devices"
-        )
-    topologies = [parse_topology(name) for name in options.topology.split(",")]
-    simulate_devices(topologies)
-    forecast_all(config, topologies, Console())
+        _check_tunable(options.warmup, steps, config)
+    _run(config, steps, warmup, tunes=tunes)
     return 0
 
 
@@ -170,13 +159,11 @@ def _run(config: RunConfig, steps: int, warmup: int, *, tunes: bool) -> None:
     console.log(json.dumps(asdict(result)))
 
 
-def _check_tunable(topology: str | None, warmup: int | None, steps: int, config: RunConfig) -> None:
+def _check_tunable(warmup: int | None, steps: int, config: RunConfig) -> None:
     """Raises `ConfigError` for what does not go together with `--tune`."""
     folder, distributed = config.trainer.compilation_cache_dir, config.trainer.distributed
-    if topology is not None or warmup is not None:
-        raise ConfigError(
-            "--tune measures this machine, after two steps of each program. Remove --topology and --warmup"
-        )
+    if warmup is not None:
+        raise ConfigError("--tune measures this machine, after two steps of each program. Remove --warmup")
     if steps < MIN_ROUNDS:
         raise ConfigError(
             f"--steps: {steps} given, but --tune needs at least {MIN_ROUNDS} of each program to compare them"

@@ -20,11 +20,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxlm.commands.parts import CommandPart, parts_of, run_parts
 from jaxlm.core import tree
 from jaxlm.core.errors import ConfigError, Parser
-from jaxlm.core.runtime import main_only
-from jaxlm.core.stores import Location, check_folder_writable, check_unused, location_of
-from jaxlm.engine.checkpoint.store import CURSOR
+from jaxlm.core.stores import Location
 from jaxlm.interop.hf.folder import DTYPES, parse_dtype
 from jaxlm.interop.hf.hub import check_upload, check_upload_name, local_folder, upload_folder
 from jaxlm.interop.hf.model_card import README, ModelCard
@@ -33,20 +32,18 @@ from jaxlm.interop.hf.verify import verify_folder
 from jaxlm.interop.peft.names import BaseRows
 from jaxlm.interop.pretrained import hf_name
 from jaxlm.models.base import LanguageModel
-from jaxlm.plan.load_config import FOREIGN, foreign_as_yaml
+from jaxlm.plan.load_config import foreign_as_yaml
 from jaxlm.reading.decode import choice_name
+from jaxlm.reading.foreign import ForeignConfig
 from jaxlm.reading.overrides import Arguments
 from jaxlm.session.exit_codes import command
-from jaxlm.session.export import Exporter, logged_evaluation, model_card
+from jaxlm.session.export import Exporter, check_new_folder, logged_evaluation, model_card, output_folder
 from jaxlm.session.generation_options import add_adapter_option
 from jaxlm.session.inference_model import InferenceModel
 from jaxlm.session.load_model import LoadedModel, add_checkpoint_options, open_model, with_adapter
 from jaxlm.surgery.base import export_form, merge_surgeries, stored_form
 from jaxlm.surgery.lora import round_adapters, save_peft, saved_modules
-from jaxlm.systems.nanochat.torch_checkpoint import save_nanochat
 
-_TO_NANOCHAT = "to-nanochat"
-_CARAMBA, _STACKWISE = FOREIGN
 _NUM_COMPARED = 32  # tokens
 _RELATIVE_TOLERANCE = 1e-3  # of the largest logit; both sides compute in float32, in different orders
 
@@ -54,23 +51,24 @@ _RELATIVE_TOLERANCE = 1e-3  # of the largest logit; both sides compute in float3
 @command
 def main(arguments: Sequence[str]) -> int:
     """Runs the command and returns its exit code."""
-    options = _parser().parse_args(arguments)
-    if options.direction == _TO_NANOCHAT:
-        return _convert_to_nanochat(options)
-    if options.direction in FOREIGN:
+    parts = parts_of("convert")
+    options = _parser(parts).parse_args(arguments)
+    if (code := run_parts(parts, options, None)) is not None:
+        return code
+    if options.direction in ForeignConfig.known_names():
         return _convert_foreign(options)
     if options.adapter is not None and options.adapters == "only":
         raise ConfigError(
             f"--adapter {options.adapter}: merged into the model, but --adapters only writes no model. Remove one of them"
         )
-    folder, verify = _output_folder(options), options.verify == "true"
+    folder, verify = output_folder(options.output_dir), options.verify == "true"
     if verify and not isinstance(folder, Path):
         raise ConfigError(f"--verify: true given, but {folder} is a URL. Verify a local folder, and copy it there")
     if options.upload is not None:
         if not isinstance(folder, Path):
             raise ConfigError(f"--upload: {options.upload} given, but {folder} is a URL. Write a local folder")
         check_upload_name(options.upload, "--upload")
-    _check_new(folder, "adapter_config.json" if options.adapters == "only" else "config.json")
+    check_new_folder(folder, "adapter_config.json" if options.adapters == "only" else "config.json")
     opened = open_model(options.checkpoint, {}, options.adapter, options.weights)
     if options.upload is not None:
         check_upload("--upload")
@@ -86,38 +84,8 @@ def main(arguments: Sequence[str]) -> int:
     return 0
 
 
-def _output_folder(options: argparse.Namespace) -> Location:
-    """Refuses a folder in a checkpoint: the checkpoint would not match its checksums."""
-    folder = location_of(options.output_dir)
-    parents = folder.absolute().parents if isinstance(folder, Path) else ()
-    if (checkpoint := next((parent for parent in parents if (parent / CURSOR).exists()), None)) is not None:
-        raise ConfigError(f"--output_dir: {folder} is inside the checkpoint {checkpoint}. Choose a folder outside")
-    return folder
-
-
-def _check_new(folder: Location, last: str) -> None:
-    """Raises what would end the export, before the model is loaded. Args: last: as of `check_unused`."""
-    check_unused(folder, last)
-    if isinstance(folder, Path):
-        main_only(lambda: check_folder_writable(folder))
-
-
-def _convert_to_nanochat(options: argparse.Namespace) -> int:
-    folder = _output_folder(options)
-    if not isinstance(folder, Path):
-        raise ConfigError(f"--output_dir: {folder} is a URL. Write a local folder, and copy it there")
-    _check_new(folder, "")
-    opened = open_model(options.checkpoint, {}, None, options.weights)
-    plan, step = opened.plan, opened.step or 0
-    with plan.layout.use():
-        model = merge_surgeries(opened.load(), opened.surgeries)
-        save_nanochat(folder, model, opened.model, plan.layout, step=step)
-    print(f"wrote {opened.location} to {folder}")
-    return 0
-
-
 def _convert_foreign(options: argparse.Namespace) -> int:
-    arguments = Arguments(options.file, getattr(options, "target", None), options.config_root)
+    arguments = Arguments(options.file, options.target, options.config_root)
     written = foreign_as_yaml(arguments, options.direction)
     if options.output is None:
         print(written, end="")
@@ -214,24 +182,19 @@ def _verify_adapters(folder: Path, base: str, opened: LoadedModel, model: Langua
     return f"verified: {base} with the adapters has the checkpoint's logits, within {difference:.1e}"
 
 
-def _parser() -> argparse.ArgumentParser:
+def _parser(parts: Sequence[CommandPart]) -> argparse.ArgumentParser:
     parser = Parser(prog="jaxlm convert", description="Exports a trained model to another format.")
-    directions = parser.add_subparsers(
-        dest="direction", metavar=f"to-hf, {_TO_NANOCHAT}, {_CARAMBA} or {_STACKWISE}", required=True
-    )
-    manifest = directions.add_parser(
-        _CARAMBA, help="write a target of a manifest of caramba as a configuration of jaxlm"
-    )
-    manifest.add_argument("file", metavar="manifest", help="the manifest, a YAML file with `version: 2`")
-    manifest.add_argument("--target", help="a target or entrypoint (default: entrypoints.default, or the only target)")
-    foreign = directions.add_parser(_STACKWISE, help="write a configuration of StackWise as one of jaxlm")
-    foreign.add_argument("file", metavar="config", help="the configuration, a YAML file with a section `training`")
-    for one in (manifest, foreign):
-        one.add_argument("--config_root", help="folder that has all included files (default: the file's)")
-        one.add_argument("--output", help="YAML file to create; it must not exist (default: print it)")
-    to_nanochat = directions.add_parser(_TO_NANOCHAT, help="write model_STEP.pt and meta_STEP.json for nanochat")
-    add_checkpoint_options(to_nanochat)
-    to_nanochat.add_argument("--output_dir", required=True, help="folder to create; it must not exist")
+    directions = parser.add_subparsers(dest="direction", required=True)
+    for name in ForeignConfig.known_names():
+        foreign = directions.add_parser(name, help=f"write a file of {name} as a configuration of jaxlm")
+        foreign.add_argument("file", help=ForeignConfig.get_choice_class(name).meaning)
+        foreign.add_argument(
+            "--target", help="a target or entrypoint of the file (default: its default, or its only one)"
+        )
+        foreign.add_argument("--config_root", help="folder that has all included files (default: the file's)")
+        foreign.add_argument("--output", help="YAML file to create; it must not exist (default: print it)")
+    for part in parts:
+        part.add_options(directions)
     to_hf = directions.add_parser(
         "to-hf", help="write a folder for transformers and vLLM or, with --adapters only, for PEFT"
     )

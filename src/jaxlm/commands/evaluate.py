@@ -23,6 +23,7 @@ from typing import Any
 
 import numpy as np
 
+from jaxlm.commands.parts import CommandPart, parts_of, run_parts
 from jaxlm.core.axes import BATCH
 from jaxlm.core.errors import ConfigError
 from jaxlm.data.base import VALIDATION
@@ -74,10 +75,11 @@ _NO_EFFECT = {
 @command
 def main(arguments: Sequence[str]) -> int:
     """Runs the command and returns its exit code."""
-    options, keys = parse_with_keys(_parser(), arguments)
+    parts = parts_of("evaluate")
+    options, keys = parse_with_keys(_parser(parts), arguments)
+    if (code := run_parts(parts, options, keys)) is not None:
+        return code
     check_task_options(options)
-    if options.tasks is not None and options.gates is not None:
-        raise ConfigError("--gates has no effect with --tasks. Run the command once for each")
     if options.tasks is not None:
         evaluate_tasks(options, keys)
         return 0
@@ -99,7 +101,7 @@ def main(arguments: Sequence[str]) -> int:
     return 0
 
 
-def _parser() -> argparse.ArgumentParser:
+def _parser(parts: Sequence[CommandPart]) -> argparse.ArgumentParser:
     parser = checkpoint_parser(
         "evaluate",
         "Computes validation loss and bits per byte of a model, by source. You can override keys of the saved"
@@ -117,6 +119,8 @@ def _parser() -> argparse.ArgumentParser:
     add_gate_option(parser)
     add_task_options(parser)
     add_quantize_option(parser)
+    for part in parts:
+        part.add_options(parser)
     return parser
 
 

@@ -19,6 +19,7 @@ from pathlib import Path
 import jax
 import numpy as np
 
+from jaxlm.commands.parts import parts_of, run_parts
 from jaxlm.core.errors import ConfigError, Parser
 from jaxlm.core.redaction import write_text
 from jaxlm.data.base import TRAIN
@@ -38,7 +39,6 @@ from jaxlm.plan.run_config import RunConfig
 from jaxlm.session.exit_codes import command
 from jaxlm.session.init_from import starts_at_random
 from jaxlm.session.leaves_from_tokens import compute_leaves
-from jaxlm.systems.nanochat.core_bundle import FETCH_OPTION, FILES_OPTION, FILES_URL, build_bundle, fetch_bundle
 
 
 @dataclass(frozen=True)
@@ -68,26 +68,12 @@ def main(arguments: Sequence[str]) -> int:
         help="for chats and prompts: print an example of each source with the tokens that the loss is computed on in color,"
         " or write them to a page",
     )
-    parser.add_argument(
-        FETCH_OPTION,
-        metavar="FOLDER",
-        help="first download the tasks of the evaluation `core` (160 MB) there",
-    )
-    parser.add_argument(
-        FILES_OPTION,
-        metavar="FOLDER",
-        help=f"with {FETCH_OPTION}: copy the tasks from this clone of {FILES_URL} instead of downloading them",
-    )
+    parts = parts_of("prepare")
+    for part in parts:
+        part.add_options(parser)
     options, rest = parser.parse_known_args(arguments)
-    if options.core_files is not None and options.core_bundle is None:
-        raise ConfigError(f"{FILES_OPTION} has no effect without {FETCH_OPTION} FOLDER. Add the folder to write to")
-    if options.core_bundle is not None:
-        if options.core_files is None:
-            fetch_bundle(options.core_bundle, print)
-        else:
-            build_bundle(options.core_bundle, options.core_files, print)
-        if not rest and options.show_batch is None:
-            return 0
+    if (code := run_parts(parts, options, rest)) is not None:
+        return code
     if options.show_example and not options.show_example.endswith(".html"):
         raise ConfigError(f"--show_example: '{options.show_example}' given, a file that ends in .html expected")
     jax.config.update("jax_platforms", "cpu")  # leave accelerators free for other processes

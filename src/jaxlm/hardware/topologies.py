@@ -6,6 +6,7 @@ what NVIDIA's nvbandwidth measures for one direction (`host_to_device_memcpy_ce`
 (NVIDIA/nvbandwidth#6; others 55.6), 25 of 32 GB/s of PCIe 4 on an A100 (#42).
 """
 
+import math
 import re
 from dataclasses import dataclass
 from typing import Any
@@ -196,3 +197,44 @@ def torus(num_chips: int, dimensions: int) -> tuple[int, ...]:
     if not candidates:
         raise ConfigError(f"{num_chips} chips do not form a torus of {dimensions} dimensions. Use a power of two")
     return min(candidates, key=lambda shape: shape[-1] - shape[0])
+
+
+@dataclass(frozen=True)
+class Speed:
+    """Throughput of a device.
+
+    Attributes:
+        products: FLOP/s of large matrix products.
+        attention: FLOP/s of fused attention to at most 4,096 tokens.
+        memory: bytes/s.
+        long_attention: FLOP/s of fused attention to at least 16,384 tokens; None for that of short rows.
+    """
+
+    products: float
+    attention: float
+    memory: float
+    long_attention: float | None = None
+
+    def attention_to(self, num_keys: int) -> float:
+        """FLOP/s of fused attention to that many tokens."""
+        if self.long_attention is None:
+            return self.attention
+        short, long = _SHORT_AND_LONG
+        share = math.log(min(max(num_keys, short), long) / short) / math.log(long / short)
+        return self.attention + share * (self.long_attention - self.attention)
+
+
+# Fractions of the peak that the kernels of a training step reach: matrix products 600 to 690 of 989 TFLOP/s, cuDNN's
+# attention 350 to 500, and elementwise kernels 4.0 of 4.8 TB/s (public measurements on Hopper). Attention to long rows:
+# docs/benchmarks.md, "Long rows on a card".
+_PRODUCTS_SHARE, _ATTENTION_SHARE, _MEMORY_SHARE = 0.66, 0.43, 0.83
+
+
+_LONG_ATTENTION_SHARE = 0.555
+
+
+def speed_of(topology: Topology, dtype: Any) -> Speed:
+    """What kernels reach on a chip. Args: dtype: of the matrix products."""
+    chip = topology.chip
+    peak, memory = chip.peak_of(dtype), chip.memory_bandwidth * _MEMORY_SHARE
+    return Speed(peak * _PRODUCTS_SHARE, peak * _ATTENTION_SHARE, memory, peak * _LONG_ATTENTION_SHARE)

@@ -7,7 +7,9 @@ Source: Hewitt 2021, "Initializing New Word Embeddings for Pretrained Language M
 token would take most of the probability before anything is trained; with the mean, it takes at most an average share.
 """
 
+import abc
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -23,28 +25,59 @@ from jaxlm.interop.hf.folder import AS_THEY_ARE, PretrainedModel, ReadOptions, l
 from jaxlm.interop.hf.hub import local_folder
 from jaxlm.interop.hf.tensor_files import open_tensors
 from jaxlm.models.base import LanguageModel, ModelConfig
+from jaxlm.reading.choices import Registry
 from jaxlm.reading.decode import encode
 from jaxlm.reading.yaml import merge
-from jaxlm.systems.nanochat.torch_checkpoint import check_vocabulary, load_nanochat, model_file, read_nanochat_config
+
+
+@dataclass(frozen=True)
+class WeightFormat(Registry, abc.ABC):
+    """A form of pretrained models besides Hugging Face's."""
+
+    @abc.abstractmethod
+    def find(self, path: Path) -> Path | None:
+        """The file of the model, if the path is one in this form, or a folder with one."""
+
+    @abc.abstractmethod
+    def open(self, file: Path) -> PretrainedModel:
+        """Reads the configuration. Errors as of `open_folder`."""
+
+    @abc.abstractmethod
+    def check_vocabulary(self, file: Path, num_tokens: int) -> None:
+        """Raises `ConfigError` if the weights do not fit a tokenizer of this size."""
+
+    @abc.abstractmethod
+    def load(
+        self, file: Path, abstract: LanguageModel, config: ModelConfig, layout: Layout, options: ReadOptions
+    ) -> LanguageModel:
+        """Loads the weights. Arguments and errors as of `jaxlm.interop.hf.folder.load_model`."""
+
+
+def _other_format(path: Path) -> tuple[WeightFormat, Path] | None:
+    """The form of a model that is not in Hugging Face's, and its file."""
+    for _, kind in sorted(WeightFormat.get_known_choices().items()):
+        if (file := kind().find(path)) is not None:
+            return kind(), file
+    return None
 
 
 def open_pretrained(path: Path, options: ReadOptions = AS_THEY_ARE) -> PretrainedModel:
-    """Reads the configuration of a folder, or of one of nanochat's files. Errors as of `open_folder`."""
-    if (file := model_file(path)) is not None:
-        return PretrainedModel(*read_nanochat_config(file))
+    """Reads the configuration of a folder or file. Errors as of `open_folder`."""
+    if (other := _other_format(path)) is not None:
+        return other[0].open(other[1])
     return open_folder(path, options)
 
 
 def check_weights(path: Path, options: ReadOptions = AS_THEY_ARE) -> None:
     """Raises `ConfigError` if there are no weights, or their files are damaged, as far as headers and sizes tell."""
-    file = None if options.rules else model_file(path)
-    open_tensors(file or path)
+    other = None if options.rules else _other_format(path)
+    open_tensors(path if other is None else other[1])
 
 
 def check_pretrained(path: Path, num_tokens: int, options: ReadOptions = AS_THEY_ARE) -> None:
     """Raises `ConfigError` if the weights do not fit a tokenizer of this size, or if their files are damaged."""
-    if (file := model_file(path)) is not None:
-        return check_vocabulary(file, num_tokens)
+    if (other := _other_format(path)) is not None:
+        return other[0].check_vocabulary(other[1], num_tokens)
     rows = open_folder(path, options).vocab_size
     if rows < num_tokens:
         raise ConfigError(
@@ -60,8 +93,8 @@ def load_pretrained(
     path: Path, abstract: LanguageModel, config: ModelConfig, layout: Layout, options: ReadOptions = AS_THEY_ARE
 ) -> LanguageModel:
     """Loads the weights of a folder or file. Arguments and errors as of `jaxlm.interop.hf.folder.load_model`."""
-    if not options.rules and (file := model_file(path)) is not None:
-        return load_nanochat(file, abstract, config, layout, options.changes)
+    if not options.rules and (other := _other_format(path)) is not None:
+        return other[0].load(other[1], abstract, config, layout, options)
     return load_model(path, abstract, config, layout, options)
 
 

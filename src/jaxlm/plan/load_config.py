@@ -9,9 +9,6 @@ from typing import Any, TypeVar
 
 import yaml
 
-from jaxlm.compat.caramba.from_caramba import check_version, from_caramba, is_caramba
-from jaxlm.compat.levanter.from_levanter import from_levanter
-from jaxlm.compat.stackwise.from_stackwise import from_stackwise, is_stackwise
 from jaxlm.core.distributed import DistributedConfig
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.redaction import redacted, remember_secrets, without_secrets
@@ -20,6 +17,7 @@ from jaxlm.plan.presets.base import with_preset
 from jaxlm.plan.run_config import RunConfig
 from jaxlm.reading.choices import load_installed_plugins
 from jaxlm.reading.decode import decode, drop_stale_keys
+from jaxlm.reading.foreign import ForeignConfig, foreign_config, with_our_keys
 from jaxlm.reading.overrides import OPTION, Arguments, help_text, option_tree, override, parse_arguments
 from jaxlm.reading.recipes import config_file
 from jaxlm.reading.schema import sections
@@ -27,11 +25,6 @@ from jaxlm.reading.targets import ENTRYPOINTS, TARGETS, VARS, Resolved, Selectio
 from jaxlm.reading.yaml import ConfigSource, load_yaml, parse_value
 
 R = TypeVar("R", bound=RunConfig)
-FOREIGN = {
-    "caramba": "a caramba manifest; those begin with `version: 2`",
-    "stackwise": "a configuration of StackWise; those have a section `training`",
-}
-"""Program whose files are translated when they are read -> what they are."""
 _FOLLOWING = ("callbacks", "tracker")  # keys of `trainer` that only look at a run while it trains
 _OF_ALL_PHASES = ("tokenizer", "vocab_size", "added_tokens")  # keys of `data` that must be the same in all phases
 
@@ -85,7 +78,7 @@ def _overridden(arguments: Arguments, kind: type[RunConfig], origin: str) -> tup
     dropped = drop_stale_keys(kind, file.source.tree, option_tree(options, origin))
     if dropped:
         print(f"note: a type is changed; these keys of the file are ignored: {', '.join(dropped)}")
-    source, notes = from_levanter(override(file.source, options, origin))
+    source, notes = with_our_keys(override(file.source, options, origin))
     for note in (*file.notes, *notes):
         print(f"note: {note}")
     return source, None if arguments.config_path is None else _name_of(arguments.config_path, file.target)
@@ -104,14 +97,14 @@ def foreign_as_yaml(arguments: Arguments, program: str) -> str:
     """A file of another program as a configuration of jaxlm, without secrets. Comments say what has no effect.
 
     Args:
-        program: a key of `FOREIGN`.
+        program: a type of `ForeignConfig`.
 
     Raises:
         ConfigError: the file is not one of that program.
     """
     file = read_file(arguments, RunConfig)
     if file.program != program:
-        raise ConfigError(f"{arguments.config_path}: this is not {FOREIGN[program]}")
+        raise ConfigError(f"{arguments.config_path}: this is not {ForeignConfig.get_choice_class(program).meaning}")
     target = "" if file.target is None else f"target {file.target} of "
     notes = [f"# {redacted(note)}\n" for note in (f"{target}{arguments.config_path}, of {program}", *file.notes)]
     return "".join(notes) + yaml.safe_dump(without_secrets(file.source.tree), sort_keys=False, width=100)
@@ -119,18 +112,8 @@ def foreign_as_yaml(arguments: Arguments, program: str) -> str:
 
 def _resolved(source: ConfigSource, selection: Selection, kind: type[RunConfig]) -> Resolved:
     remember_secrets(source.tree)
-    if is_caramba(source.tree):
-        return from_caramba(source, selection)
-    check_version(source)
-    if is_stackwise(source.tree, {VARS, TARGETS, ENTRYPOINTS, *(field.name for field in fields(kind))}):
-        resolve(ConfigSource({}), selection, kind)  # it has neither targets nor variables
-        try:
-            return from_stackwise(source)
-        except ConfigError as error:
-            raise ConfigError(
-                f"{error} (This file was read as StackWise's, because of its section `training`. jaxlm's own is `trainer`)"
-            ) from None
-    return resolve(source, selection, kind)
+    program = foreign_config(source, {VARS, TARGETS, ENTRYPOINTS, *(field.name for field in fields(kind))})
+    return resolve(source, selection, kind) if program is None else program.translate(source, selection)
 
 
 def _name_of(path: Path | str, target: str | None) -> str:

@@ -64,6 +64,11 @@ class Registry(draccus.ChoiceRegistry):
         return super().get_choice_class(name)
 
     @classmethod
+    def known_names(cls) -> list[str]:
+        """The names of all types, without imports."""
+        return sorted({*cls._choice_registry, *cls._registrations})
+
+    @classmethod
     def get_known_choices(cls) -> dict[str, Any]:
         for module in cls._registrations.values():
             importlib.import_module(module)

@@ -8,11 +8,22 @@ from typing import Any
 
 import jax
 
+from jaxlm.core.errors import ConfigError
 from jaxlm.core.runtime import main_only
-from jaxlm.core.stores import Location, PublishError, child_of, is_taken, is_url
+from jaxlm.core.stores import (
+    Location,
+    PublishError,
+    check_folder_writable,
+    check_unused,
+    child_of,
+    is_taken,
+    is_url,
+    location_of,
+)
 from jaxlm.core.values.logged import EVAL_PREFIX, Activity
 from jaxlm.data.config import DataConfig
 from jaxlm.data.tokenizer.tokenizer import Tokenizer
+from jaxlm.engine.checkpoint.store import CURSOR
 from jaxlm.engine.phases import Phase
 from jaxlm.engine.state import RunState
 from jaxlm.interop.hf.classifier import is_reward_model
@@ -220,3 +231,19 @@ def _datasets(sections: tuple[DataConfig, ...]) -> Iterator[str]:
         locations = [config.id] if config.id else [url for url in config.train_urls if url.startswith(_HUB_URL)]
         names = (repository_of(url.removeprefix(_HUB_URL).partition("?")[0]) for url in locations)
         yield from (name for name in names if name is not None)
+
+
+def output_folder(given: str) -> Location:
+    """Where `--output_dir` is. Refuses a folder in a checkpoint: the checkpoint would not match its checksums."""
+    folder = location_of(given)
+    parents = folder.absolute().parents if isinstance(folder, Path) else ()
+    if (checkpoint := next((parent for parent in parents if (parent / CURSOR).exists()), None)) is not None:
+        raise ConfigError(f"--output_dir: {folder} is inside the checkpoint {checkpoint}. Choose a folder outside")
+    return folder
+
+
+def check_new_folder(folder: Location, last: str) -> None:
+    """Raises what would end an export, before the model is loaded. Args: last: as of `check_unused`."""
+    check_unused(folder, last)
+    if isinstance(folder, Path):
+        main_only(lambda: check_folder_writable(folder))

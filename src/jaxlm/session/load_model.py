@@ -214,6 +214,14 @@ class LoadedModel:
         """
         return inference_form(self.load(), self.surgeries, self.plan, quantize)
 
+    def check_predicts_next_tokens(self, option: str) -> None:
+        """Raises `ConfigError` if the model does not. Args: option: what needs it."""
+        if not self.model.is_causal:
+            raise ConfigError(
+                f"{option}: {self.location} has model.use_bidirectional_attention: true, so it makes no predictions of next"
+                " tokens, which tasks read. Run `jaxlm evaluate` without --tasks for its bound on the likelihood of text"
+            )
+
 
 def inference_form(
     model: LanguageModel, surgeries: Sequence[SurgeryConfig], plan: Plan, quantize: str | None

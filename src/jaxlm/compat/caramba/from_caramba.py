@@ -6,7 +6,7 @@ or accepted with a note that says why it has no effect, or refused with what to 
 
 import contextlib
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from jaxlm.compat.caramba.model import put_model, put_student
@@ -14,7 +14,9 @@ from jaxlm.compat.caramba.train import DEFAULT_BLOCK_SIZE, drop_start, put_sanit
 from jaxlm.compat.section import TOKENS, Section, Translated, hub_name, put_text
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.safe_io import map_array
+from jaxlm.reading.choices import choice
 from jaxlm.reading.decode import config_error
+from jaxlm.reading.foreign import ForeignConfig
 from jaxlm.reading.targets import (
     ENTRYPOINTS,
     TARGETS,
@@ -242,9 +244,20 @@ _PHASES = {
 }
 
 
-def is_caramba(tree: Mapping[str, Any]) -> bool:
-    """Whether a file is a manifest: jaxlm's own configurations have no version."""
-    return _VERSION in tree
+@choice(ForeignConfig, "caramba")
+class Caramba(ForeignConfig):
+    """Manifests of caramba. jaxlm's own configurations have no version."""
+
+    meaning = "a caramba manifest; those begin with `version: 2`"
+
+    def recognizes(self, tree: Mapping[str, Any], own: Collection[str]) -> bool:
+        return _VERSION in tree
+
+    def check(self, source: ConfigSource) -> None:
+        check_version(source)
+
+    def translate(self, source: ConfigSource, selection: Selection) -> Resolved:
+        return from_caramba(source, selection)
 
 
 def check_version(source: ConfigSource) -> None:

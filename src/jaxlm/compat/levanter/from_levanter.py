@@ -15,7 +15,9 @@ from jaxlm.compat.levanter.sections import data_section, harness_evals, lora_pha
 from jaxlm.core.errors import ConfigError
 from jaxlm.models.base import ModelConfig
 from jaxlm.models.families.llama import LlamaConfig
+from jaxlm.reading.choices import choice
 from jaxlm.reading.decode import chosen_class
+from jaxlm.reading.foreign import ForeignKeys
 from jaxlm.reading.yaml import ConfigSource
 
 # Path in Levanter -> path in jaxlm.
@@ -55,6 +57,14 @@ _ALWAYS = {"use_bias": False, "use_layer_norm_weight": True, "upcast_attn": Fals
 _BIASES = ("attention_bias", "mlp_bias")
 """What `use_bias` means in families that have both keys."""
 _NOTHING = (None, False, {}, [])
+
+
+@choice(ForeignKeys, "levanter")
+class LevanterKeys(ForeignKeys):
+    """Keys of Levanter's configuration guide."""
+
+    def translate(self, source: ConfigSource) -> tuple[ConfigSource, list[str]]:
+        return from_levanter(source)
 
 
 def from_levanter(source: ConfigSource) -> tuple[ConfigSource, list[str]]:

@@ -12,9 +12,11 @@ from jaxlm.compat.section import TOKENS, Section, Translated, put_text
 from jaxlm.compat.stackwise.growth import Growth, drop_growth, put_growth
 from jaxlm.compat.stackwise.keys import MASK, Objective, check_kinds, put_objective
 from jaxlm.compat.stackwise.masking import drop_masking, put_masking
-from jaxlm.core.errors import shown
+from jaxlm.core.errors import ConfigError, shown
 from jaxlm.core.safe_io import map_array
-from jaxlm.reading.targets import Resolved
+from jaxlm.reading.choices import choice
+from jaxlm.reading.foreign import ForeignConfig
+from jaxlm.reading.targets import Resolved, Selection, resolve
 from jaxlm.reading.yaml import ConfigSource
 
 _END_OF_TEXT = "<|endoftext|>"
@@ -282,13 +284,24 @@ def _wandb(training: Section, out: Translated) -> None:
 _MODEL, _TRAINING, _DATA = "model", "training", "data"
 
 
-def is_stackwise(tree: Mapping[str, Any], own: Collection[str]) -> bool:
-    """Whether a file is a configuration of StackWise: jaxlm's own have a section `trainer` instead of `training`.
+@choice(ForeignConfig, "stackwise")
+class StackWise(ForeignConfig):
+    """Configurations of StackWise: jaxlm's own have a section `trainer` instead of `training`."""
 
-    Args:
-        own: the keys of jaxlm's configurations. A file with one that StackWise does not have is jaxlm's.
-    """
-    return _TRAINING in tree and not (tree.keys() - {_MODEL, _DATA}) & set(own)
+    meaning = "a configuration of StackWise; those have a section `training`"
+
+    def recognizes(self, tree: Mapping[str, Any], own: Collection[str]) -> bool:
+        # A file with a key of jaxlm's that StackWise does not have is jaxlm's.
+        return _TRAINING in tree and not (tree.keys() - {_MODEL, _DATA}) & set(own)
+
+    def translate(self, source: ConfigSource, selection: Selection) -> Resolved:
+        resolve(ConfigSource({}), selection, StackWise)  # it has neither targets nor variables
+        try:
+            return from_stackwise(source)
+        except ConfigError as error:
+            raise ConfigError(
+                f"{error} (This file was read as StackWise's, because of its section `training`. jaxlm's own is `trainer`)"
+            ) from None
 
 
 def from_stackwise(source: ConfigSource) -> Resolved:

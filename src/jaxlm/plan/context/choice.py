@@ -25,13 +25,12 @@ from jaxlm.core.sharding import AttentionWork, Layout
 from jaxlm.data.config import DataConfig
 from jaxlm.data.row_order import Balance, block_tokens
 from jaxlm.engine.entry import StateBuilder
-from jaxlm.hardware.topologies import Topology, chip_of
+from jaxlm.hardware.topologies import Topology, chip_of, speed_of
 from jaxlm.models.base import LanguageModel
 from jaxlm.models.layers import Attention
 from jaxlm.models.linear import Linear
 from jaxlm.models.stacks import HeterogeneousBody, Stack
 from jaxlm.reading.decode import choice_name
-from jaxlm.systems.forecast.roofline import speed_of
 
 
 @dataclass(frozen=True)

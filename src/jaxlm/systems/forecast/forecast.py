@@ -21,19 +21,21 @@ from typing import Any
 
 import jax
 
+from jaxlm.commands.parts import CommandPart
 from jaxlm.core import tree
 from jaxlm.core.errors import ConfigError, install_command
 from jaxlm.engine.phases import Phase
 from jaxlm.engine.step import OPTIMIZER_SCOPE
 from jaxlm.hardware.hlo import HostCopy, argument_bytes, collectives_by_kind, kernels, loops_counted_once
-from jaxlm.hardware.topologies import Cuda, Topology, parse_topology
+from jaxlm.hardware.topologies import Cuda, Topology, parse_topology, speed_of
 from jaxlm.models.base import LanguageModel
 from jaxlm.models.moe import num_active
 from jaxlm.models.remat import ATTENTION, FULL
 from jaxlm.observe.console import Console, exact_duration, table
-from jaxlm.plan.load_config import run_id_of
+from jaxlm.plan.load_config import load_config, refuse_dry_run, run_id_of
 from jaxlm.plan.plan import Plan, make_plan
 from jaxlm.plan.run_config import RunConfig
+from jaxlm.reading.choices import choice
 from jaxlm.session.compilation.step import CompiledStep, compile_step, gib
 from jaxlm.session.dry_run import assumed_vocabulary
 from jaxlm.session.references import flops_per_token
@@ -47,7 +49,6 @@ from jaxlm.systems.forecast.roofline import (
     estimate_kernels,
     executed_flops,
     roofline,
-    speed_of,
 )
 from jaxlm.systems.forecast.sampling import SamplingForecast, forecast_sampling, moved
 
@@ -133,6 +134,34 @@ class Forecast:
     flops_per_token: float
     executed_flops: float | None
     sampling: SamplingForecast | None
+
+
+@choice(CommandPart, "bench forecast")
+class ForecastPart(CommandPart):
+    """`jaxlm bench --topology`."""
+
+    def add_options(self, parser: Any) -> None:
+        parser.add_argument(
+            "--topology",
+            help="comma-separated machines to forecast performance for, such as v5p-512,h100-64, instead of measuring",
+        )
+
+    def run(self, options: Any, rest: Any) -> int | None:
+        if options.topology is None:
+            return None
+        config = load_config(rest, "jaxlm bench")
+        refuse_dry_run(config, "jaxlm bench --topology forecasts")
+        if options.tune == "true":
+            raise ConfigError("--tune measures this machine. Remove --topology")
+        if options.steps is not None or options.warmup is not None:
+            raise ConfigError(
+                "--topology: the forecast uses the compiled program and runs no steps, so --steps and --warmup have no effect."
+                " Remove them, or remove --topology to measure on this machine's devices"
+            )
+        topologies = [parse_topology(name) for name in options.topology.split(",")]
+        simulate_devices(topologies)
+        forecast_all(config, topologies, Console())
+        return 0
 
 
 def simulate_devices(topologies: Sequence[Topology]) -> None:

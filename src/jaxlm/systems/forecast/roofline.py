@@ -30,7 +30,7 @@ from jaxlm.hardware.hlo import (
     integers,
     transfers,
 )
-from jaxlm.hardware.topologies import Topology
+from jaxlm.hardware.topologies import Speed, Topology, speed_of
 
 _SCORES = re.compile(r'"intermediate_tensor_shape".*?"dimensions": ?\[([\d," ]*)\]')
 _UNMASKED = re.compile(r'"mask_type": ?"(NO_MASK|PADDING)"')
@@ -57,31 +57,6 @@ _SLICES = {"dynamic-slice", "gather", "slice"}
 # The backward pass of attention has five matrix products, the forward pass two.
 _BACKWARD = 2.5
 _SHORT_AND_LONG = (4096, 16384)  # keys; between them, attention gets faster with the logarithm of their number
-
-
-@dataclass(frozen=True)
-class Speed:
-    """Throughput of a device.
-
-    Attributes:
-        products: FLOP/s of large matrix products.
-        attention: FLOP/s of fused attention to at most 4,096 tokens.
-        memory: bytes/s.
-        long_attention: FLOP/s of fused attention to at least 16,384 tokens; None for that of short rows.
-    """
-
-    products: float
-    attention: float
-    memory: float
-    long_attention: float | None = None
-
-    def attention_to(self, num_keys: int) -> float:
-        """FLOP/s of fused attention to that many tokens."""
-        if self.long_attention is None:
-            return self.attention
-        short, long = _SHORT_AND_LONG
-        share = math.log(min(max(num_keys, short), long) / short) / math.log(long / short)
-        return self.attention + share * (self.long_attention - self.attention)
 
 
 _ONE_FLOP = Speed(products=1.0, attention=1.0, memory=math.inf)  # a "second" is a FLOP
@@ -320,13 +295,6 @@ def _scores_shape(call: Instruction) -> tuple[int, ...]:
     return integers(scores[1])
 
 
-# Fractions of the peak that the kernels of a training step reach: matrix products 600 to 690 of 989 TFLOP/s, cuDNN's
-# attention 350 to 500, and elementwise kernels 4.0 of 4.8 TB/s (public measurements on Hopper). Attention to long rows:
-# docs/benchmarks.md, "Long rows on a card".
-_PRODUCTS_SHARE, _ATTENTION_SHARE, _MEMORY_SHARE = 0.66, 0.43, 0.83
-_LONG_ATTENTION_SHARE = 0.555
-
-
 @dataclass(frozen=True)
 class Estimate:
     """The estimate of a program on one device.
@@ -396,13 +364,6 @@ def estimate_kernels(hlo: str, topology: Topology, mesh: MeshShape, dtype: Any) 
         host=tuple(host_traffic(hlo, speed, bandwidth)) if (bandwidth := topology.chip.host_bandwidth) else (),
         attention=attention,
     )
-
-
-def speed_of(topology: Topology, dtype: Any) -> Speed:
-    """What kernels reach on a chip. Args: dtype: of the matrix products."""
-    chip = topology.chip
-    peak, memory = chip.peak_of(dtype), chip.memory_bandwidth * _MEMORY_SHARE
-    return Speed(peak * _PRODUCTS_SHARE, peak * _ATTENTION_SHARE, memory, peak * _LONG_ATTENTION_SHARE)
 
 
 def communication_seconds(hlo: str, topology: Topology, mesh: MeshShape) -> float:

@@ -19,11 +19,14 @@ from jaxlm.core.runtime import is_main_process
 from jaxlm.core.safe_io import read_json_object
 from jaxlm.core.sharding import Layout
 from jaxlm.core.stores import check_unused, publish_folder
+from jaxlm.interop.hf.folder import PretrainedModel, ReadOptions
 from jaxlm.interop.hf.load import Change, load_weights
 from jaxlm.interop.hf.tensor_files import RenamedTensors
 from jaxlm.interop.hf.weights import BLOCK, HEADS, Tensor, TensorWriter, single
+from jaxlm.interop.pretrained import WeightFormat
 from jaxlm.interop.torch.torch_file import TorchFile
 from jaxlm.models.base import LanguageModel, ModelConfig
+from jaxlm.reading.choices import choice
 from jaxlm.systems.nanochat.body import has_value_embedding
 from jaxlm.systems.nanochat.layers import FEBRUARY_2026, JULY_2026
 from jaxlm.systems.nanochat.lookup import LookupConfig
@@ -45,6 +48,25 @@ _LOOKUP: dict[str, Any] = {**_COMPUTED, "allocation": "nanochat", "sample_tokens
 _MODEL = re.compile(r"model_(\d+)\.pt")
 _VOCAB_MULTIPLE = 64
 _LAYER = "transformer.h.{layer}."
+
+
+@choice(WeightFormat, "nanochat")
+class NanochatFormat(WeightFormat):
+    """nanochat's `model_STEP.pt` with `meta_STEP.json`."""
+
+    def find(self, path: Path) -> Path | None:
+        return model_file(path)
+
+    def open(self, file: Path) -> PretrainedModel:
+        return PretrainedModel(*read_nanochat_config(file))
+
+    def check_vocabulary(self, file: Path, num_tokens: int) -> None:
+        check_vocabulary(file, num_tokens)
+
+    def load(
+        self, file: Path, abstract: LanguageModel, config: ModelConfig, layout: Layout, options: ReadOptions
+    ) -> LanguageModel:
+        return load_nanochat(file, abstract, config, layout, options.changes)
 
 
 def model_file(path: Path) -> Path | None:

@@ -19,6 +19,7 @@ from jaxlm.core.axes import EMBED, MLP
 from jaxlm.core.errors import ConfigError, check_at_least, check_choice
 from jaxlm.core.field_types import BelowOne, NonNegativeFloat, NonNegativeInt, PositiveInt, check_fields
 from jaxlm.models.activations import ACTIVATIONS
+from jaxlm.models.base import ModelConfig
 from jaxlm.models.decoder import check_sizes, gated_mlp, plain_mlp
 from jaxlm.models.decoders.moe_decoder import experts
 from jaxlm.models.decoupled_attention import DecoupledAttention
@@ -31,7 +32,6 @@ from jaxlm.models.norms import LayerNorm, RMSNorm, UnweightedLayerNorm, Unweight
 from jaxlm.models.rope import DefaultRotary, RotaryConfig
 from jaxlm.models.stacks import LayerKind
 from jaxlm.reading.choices import choice
-from jaxlm.systems.upcycle.dba import DbaConfig
 
 
 @dataclass(frozen=True)
@@ -168,7 +168,7 @@ class AttentionNode(LayerNode):
     null_slot: bool = False
     role: ClassVar[str] = "attn"
 
-    def family(self, width: int, std: float = 0.0) -> LlamaConfig | DbaConfig:
+    def family(self, width: int, std: float = 0.0) -> Any:
         """The config of a model with one layer, whose attention this is."""
         shared: dict[str, Any] = {
             "hidden_dim": width,
@@ -184,7 +184,7 @@ class AttentionNode(LayerNode):
         if self.mode != "decoupled":
             return LlamaConfig(**shared)
         decoupled = {name: getattr(self, name) for name in _DECOUPLED}
-        return DbaConfig(**shared, **decoupled, output_bias=self.output_bias)
+        return ModelConfig.get_choice_class("dba")(**shared, **decoupled, output_bias=self.output_bias)
 
     def kind(self, width: int) -> LayerKind:
         """What is static about a layer with this attention."""
