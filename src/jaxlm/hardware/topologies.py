@@ -238,3 +238,6 @@ def speed_of(topology: Topology, dtype: Any) -> Speed:
     chip = topology.chip
     peak, memory = chip.peak_of(dtype), chip.memory_bandwidth * _MEMORY_SHARE
     return Speed(peak * _PRODUCTS_SHARE, peak * _ATTENTION_SHARE, memory, peak * _LONG_ATTENTION_SHARE)
+
+
+_SHORT_AND_LONG = (4096, 16384)  # keys; between them, attention gets faster with the logarithm of their number

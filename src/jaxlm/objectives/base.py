@@ -73,6 +73,17 @@ class ObjectiveConfig(Registry, abc.ABC):
         """The objective whose loss it computes: itself, unless it wraps another."""
         return self
 
+    def prepare(self, phase: Any) -> Any:
+        """The phase as it trains this objective, with surgeries of its own, for example. Called once, in planning.
+
+        Args:
+            phase: a `PhaseConfig` with its sections `data` and `optimizer`.
+
+        Raises:
+            ConfigError: the objective cannot be trained with the phase's other sections.
+        """
+        return phase
+
     def check_columns(self, columns: Collection[str], model: LanguageModel) -> None:
         """Raises `ConfigError` if the objective cannot train a model like this, with shapes, on columns of these names."""
 

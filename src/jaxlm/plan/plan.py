@@ -47,7 +47,6 @@ from jaxlm.plan.mesh import check_phase, plan_mesh
 from jaxlm.plan.refs.base import Ref
 from jaxlm.plan.run_config import PhaseConfig, RunConfig
 from jaxlm.reading.decode import choice_name, encode
-from jaxlm.systems.progressive.surgery import DenoisersConfig
 
 
 @dataclass(frozen=True)
@@ -434,20 +433,13 @@ def plan_phases(config: RunConfig) -> tuple[tuple[Phase, ...], tuple[DataConfig,
         optimizer = phase.optimizer or config.optimizer
         objective = phase.objective or config.objective
         goes_on = phase.carry_optimizer and _check_carries(optimizer, objective, phases, index)
-        surgeries = list(phase.surgery)
-        if objective.num_denoisers is not None:
-            surgeries.append(_blocks(objective, objective.num_denoisers, phase.data or config.data, phase.name))
+        phase = objective.prepare(replace(phase, data=phase.data or config.data, optimizer=optimizer))
+        surgeries = phase.surgery
         for surgery in surgeries:
             if (changed := surgery.changed(model)) != model:
                 changed.check()
             model = changed
         scheduled = objective.scheduled_steps(steps, model)
-        if objective.restarts_optimizer and optimizer.skip_bad_steps:
-            raise ConfigError(
-                f"phases.{index}: optimizer.skip_bad_steps given, but the loss jumps where objective"
-                f" {choice_name(type(objective))} goes on to the next block, and its first"
-                " steps would be skipped. Set skip_bad_steps: false"
-            )
         phases.append(
             Phase(
                 index=index,
@@ -482,18 +474,6 @@ def plan_phases(config: RunConfig) -> tuple[tuple[Phase, ...], tuple[DataConfig,
                     f" first phase has {encode(first)}"
                 )
     return tuple(phases), data
-
-
-def _blocks(objective: ObjectiveConfig, num_blocks: int, data: DataConfig, phase: str) -> DenoisersConfig:
-    """The surgery of an objective with `num_denoisers`. Raises `ConfigError` if batches do not have equal shares."""
-    try:
-        return DenoisersConfig(data.mask_ranges(num_blocks), "blocks")
-    except ConfigError as error:
-        name = choice_name(type(objective))
-        raise ConfigError(
-            f"phase '{phase}': objective.type: {name} trains {num_blocks} blocks of layers on equal shares of each batch, by"
-            f" the time, but {error}"
-        ) from error
 
 
 def all_sources(phases: Sequence[Phase], sections: Sequence[DataConfig]) -> list[tuple[NamedSource, int]]:

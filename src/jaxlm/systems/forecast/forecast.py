@@ -155,8 +155,8 @@ class ForecastPart(CommandPart):
             raise ConfigError("--tune measures this machine. Remove --topology")
         if options.steps is not None or options.warmup is not None:
             raise ConfigError(
-                "--topology: the forecast uses the compiled program and runs no steps, so --steps and --warmup have no effect."
-                " Remove them, or remove --topology to measure on this machine's devices"
+                "--topology: the forecast uses the compiled program and runs no steps, so --steps and --warmup have no"
+                " effect. Remove them, or remove --topology to measure on this machine's devices"
             )
         topologies = [parse_topology(name) for name in options.topology.split(",")]
         simulate_devices(topologies)

@@ -56,7 +56,6 @@ _FREE = {
 _SLICES = {"dynamic-slice", "gather", "slice"}
 # The backward pass of attention has five matrix products, the forward pass two.
 _BACKWARD = 2.5
-_SHORT_AND_LONG = (4096, 16384)  # keys; between them, attention gets faster with the logarithm of their number
 
 
 _ONE_FLOP = Speed(products=1.0, attention=1.0, memory=math.inf)  # a "second" is a FLOP

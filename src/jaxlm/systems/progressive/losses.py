@@ -21,6 +21,7 @@ of a batch are spread evenly, so each block has the same number of rows.
 """
 
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, ClassVar
 
 import haliax as hax
@@ -41,9 +42,11 @@ from jaxlm.models.loss import next_token_sums
 from jaxlm.models.stacks import Body
 from jaxlm.models.step_flops import ModelInStep
 from jaxlm.objectives.base import AUXILIARY, Metrics, ObjectiveConfig, auxiliary_terms, auxiliary_weight
+from jaxlm.plan.run_config import PhaseConfig
 from jaxlm.reading.choices import choice
 from jaxlm.reading.decode import choice_name
 from jaxlm.systems.progressive.cached_trunk import ModelPart
+from jaxlm.systems.progressive.surgery import DenoisersConfig
 
 
 class HiddenTokens(ObjectiveConfig):
@@ -165,6 +168,18 @@ class DiffusionBlocks(DiffusionBound):
     @property
     def num_denoisers(self) -> int:
         return self.num_blocks
+
+    def prepare(self, phase: PhaseConfig) -> PhaseConfig:
+        """The phase, which begins with a surgery that makes the blocks. Batches must have equal shares for them."""
+        assert phase.data is not None
+        try:
+            blocks = DenoisersConfig(phase.data.mask_ranges(self.num_blocks), "blocks")
+        except ConfigError as error:
+            raise ConfigError(
+                f"phase '{phase.name}': objective.type: {choice_name(type(self))} trains {self.num_blocks} blocks of layers"
+                f" on equal shares of each batch, by the time, but {error}"
+            ) from error
+        return replace(phase, surgery=[*phase.surgery, blocks])
 
     def flops_per_token(self, model: ModelInStep, references: Sequence[ModelInStep]) -> FlopsPerToken:
         """A K-th of those of the layers, and those of the head."""

@@ -37,7 +37,9 @@ from jaxlm.models.flops import FlopsPerToken
 from jaxlm.models.stack_paths import path_before_splits
 from jaxlm.models.step_flops import ModelInStep
 from jaxlm.objectives.base import Metrics, ObjectiveConfig
+from jaxlm.plan.run_config import PhaseConfig
 from jaxlm.reading.choices import choice
+from jaxlm.reading.decode import choice_name
 
 # A spike is measured against recent steps: their mean forgets faster than their spread.
 _SPREAD_DECAY = 0.99
@@ -281,6 +283,16 @@ class Blockwise(ObjectiveConfig):
     @property
     def restarts_optimizer(self) -> bool:
         return self.order == "sequential"
+
+    def prepare(self, phase: PhaseConfig) -> PhaseConfig:
+        assert phase.optimizer is not None
+        if self.restarts_optimizer and phase.optimizer.skip_bad_steps:
+            raise ConfigError(
+                f"phase '{phase.name}': optimizer.skip_bad_steps given, but the loss jumps where objective"
+                f" {choice_name(type(self))} goes on to the next block, and its first steps would be skipped. Set"
+                " skip_bad_steps: false"
+            )
+        return phase
 
     def scheduled_steps(self, num_steps: int, model: ModelConfig) -> int | None:
         if self.order == "parallel":
