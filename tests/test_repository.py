@@ -14,7 +14,7 @@ from typing import Any
 import jax
 import pytest
 
-from jaxlm.__main__ import COMMANDS
+from jaxlm.__main__ import commands
 from jaxlm.plan.load_config import read_config
 from jaxlm.plan.num_steps import check_num_steps
 from jaxlm.plan.plan import Plan, make_plan
@@ -223,6 +223,6 @@ def test_folders_are_small_enough_to_read():
 
 
 def test_every_command_is_listed():
-    files = [*SOURCE.glob("*.py"), *SOURCE.glob("commands/*.py")]
-    commands = {path.stem for path in files if 'if __name__ == "__main__"' in path.read_text()}
-    assert set(COMMANDS) == commands - {"__main__"}
+    assert set(commands()) == {path.stem for path in MODULES if 'if __name__ == "__main__"' in path.read_text()} - {
+        "__main__"
+    }

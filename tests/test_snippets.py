@@ -148,7 +148,7 @@ def write_configs(folder: Path, page: Path) -> None:
 
 def check_jaxlm(name: str, arguments: list[str], monkeypatch) -> None:
     """Raises or fails if a jaxlm command does not accept its arguments."""
-    if name not in command_line.COMMANDS:
+    if name not in command_line.commands():
         assert command_line.main([name, *arguments]) == 0
         return
     module = importlib.import_module("jaxlm.train" if name == "train" else f"jaxlm.commands.{name}")

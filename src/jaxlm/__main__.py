@@ -3,6 +3,7 @@
 Recipes, and errors in the command line, are printed before jax is imported.
 """
 
+import functools
 import importlib
 import importlib.metadata
 import os
@@ -23,20 +24,22 @@ from jaxlm.reading.recipes import recipes_command
 from jaxlm.reading.targets import ENTRYPOINTS, TARGETS, VARS
 from jaxlm.reading.yaml import ConfigSource, load_yaml
 
-COMMANDS = {
-    "train": "trains what a YAML file describes, and resumes a run that was stopped",
-    "sample": "continues prompts with the model of a checkpoint or a Hugging Face folder",
-    "chat": "chats with such a model through its chat template",
-    "evaluate": "measures loss and bits per byte on any text, by source, or runs tasks of lm-evaluation-harness",
-    "tables": "writes tables and pictures of a run's model beside its references, for a paper",
-    "convert": "writes a checkpoint as a folder for transformers, vLLM or PEFT, or a manifest as a configuration",
-    "prepare": "tokenizes data ahead of training, and describes the token caches",
-    "report": "writes an HTML page with the curves, samples and settings of one or several runs",
-    "scaling": "trains several depths with several budgets, and fits a scaling law",
-    "bench": "measures the training step, or forecasts it for machines you do not have",
-}
+_TRAIN = ("jaxlm.train", "trains what a YAML file describes, and resumes a run that was stopped")
 RECIPES = "recipes"
 REPORT = "report"  # reads files alone
+
+
+@functools.cache
+def commands() -> dict[str, tuple[str, str]]:
+    """Command -> its module, and what it does: the first line of the module, which is a file in a folder `commands`."""
+    package = Path(jaxlm.__file__).parent
+    found = {"train": _TRAIN}
+    for file in sorted([*package.glob("commands/[a-z]*.py"), *package.glob("systems/*/commands/[a-z]*.py")]):
+        with file.open(encoding="utf-8") as source:
+            meaning = source.readline().strip().strip('"').rstrip(".")
+        module = ".".join(file.relative_to(package.parent).with_suffix("").parts)
+        found[file.stem] = (module, meaning[0].lower() + meaning[1:])
+    return found
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -66,8 +69,8 @@ def _answer(command: str, arguments: Sequence[str]) -> int | None:
         return recipes_command(arguments)
     elif command == REPORT:
         return importlib.import_module("jaxlm.commands.report").main(arguments)
-    elif command not in COMMANDS:
-        known = [*COMMANDS, RECIPES]
+    elif command not in commands():
+        known = [*commands(), RECIPES]
         raise ConfigError(f"'{command}' is not a command.{did_you_mean(command, known)} Commands: {', '.join(known)}")
     elif command == "train" and (parsed := parse_arguments(arguments)).help is not None:
         print(_help(parsed.help))
@@ -121,14 +124,15 @@ def _run(command: str, arguments: Sequence[str]) -> int:
     if "" not in sys.path and os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
     with gc_paused():
-        module = importlib.import_module("jaxlm.train" if command == "train" else f"jaxlm.commands.{command}")
+        module = importlib.import_module(commands()[command][0])
     return module.main(arguments)
 
 
 def _overview() -> str:
     lines = [f"jaxlm {jaxlm.__version__}", "", "usage: jaxlm COMMAND [options]", ""]
-    commands = {**COMMANDS, RECIPES: "lists the configurations that ship with jaxlm, and copies them"}
-    lines += [f"  {name:10} {meaning}" for name, meaning in commands.items()]
+    meanings = {name: meaning for name, (_, meaning) in commands().items()}
+    meanings[RECIPES] = "lists the configurations that ship with jaxlm, and copies them"
+    lines += [f"  {name:10} {meaning}" for name, meaning in meanings.items()]
     lines += ["", "`jaxlm COMMAND --help` lists options. First run: jaxlm train --config_path jaxlm:quickstart.yaml"]
     return "\n".join(lines)
 

@@ -1,4 +1,4 @@
-"""Benchmarks a configuration: tokens/s, MFU, memory, compile time, kernels and collectives of the compiled step.
+"""Measures the training step, or forecasts it for machines you do not have.
 
     jaxlm bench --config_path run.yaml --trainer.train_batch_size 64 --steps 40
     jaxlm bench --config_path run.yaml --tune
@@ -23,7 +23,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxlm.commands.parts import parts_of, run_parts
 from jaxlm.core.devices import peak_flops, processor
 from jaxlm.core.errors import ConfigError, Parser
 from jaxlm.core.runtime import configure_jax
@@ -40,6 +39,7 @@ from jaxlm.observe.console import Console, table
 from jaxlm.plan.load_config import given_distributed, load_config, refuse_dry_run, run_id_of
 from jaxlm.plan.plan import Plan, make_plan
 from jaxlm.plan.run_config import RunConfig
+from jaxlm.session.command_parts import parts_of, run_parts
 from jaxlm.session.compilation.options import StepOptions, compiler_options, enable_compilation_cache, keep
 from jaxlm.session.compilation.step import USABLE, CompiledStep, compile_step, gib, trace_step
 from jaxlm.session.compilation.tuning import MIN_ROUNDS, UnusableError, candidates_for, compare, tune

@@ -1,4 +1,4 @@
-"""Chats with a checkpoint or a Hugging Face model, using its chat template.
+"""Chats with the model of a checkpoint or a Hugging Face folder through its chat template.
 
     jaxlm chat --checkpoint checkpoints/tuned
     echo "What is a mesh?" | jaxlm chat --checkpoint model-folder --temperature 0

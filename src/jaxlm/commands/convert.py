@@ -1,5 +1,4 @@
-"""Converts a checkpoint to a folder for transformers, vLLM, PEFT or nanochat, or merges a PEFT folder into its base model.
-Writes a manifest of caramba, or a configuration of StackWise, as a configuration of jaxlm.
+"""Writes a checkpoint as a folder for transformers, vLLM or PEFT, or a manifest as a configuration.
 
 jaxlm convert to-hf --checkpoint checkpoints/mine --output_dir mine-hf --dtype bfloat16 --verify true
 jaxlm convert to-hf --checkpoint model-folder --adapter adapter-folder --output_dir merged
@@ -20,7 +19,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxlm.commands.parts import CommandPart, parts_of, run_parts
 from jaxlm.core import tree
 from jaxlm.core.errors import ConfigError, Parser
 from jaxlm.core.stores import Location
@@ -36,6 +34,7 @@ from jaxlm.plan.load_config import foreign_as_yaml
 from jaxlm.reading.decode import choice_name
 from jaxlm.reading.foreign import ForeignConfig
 from jaxlm.reading.overrides import Arguments
+from jaxlm.session.command_parts import CommandPart, parts_of, run_parts
 from jaxlm.session.exit_codes import command
 from jaxlm.session.export import Exporter, check_new_folder, logged_evaluation, model_card, output_folder
 from jaxlm.session.generation_options import add_adapter_option

@@ -1,5 +1,4 @@
-"""Evaluates a model: validation loss and bits per byte, by source and in total; CORE, or lm-evaluation-harness tasks; or how
-far it is from a reference.
+"""Measures loss and bits per byte on any text, by source, or runs tasks of lm-evaluation-harness.
 
     jaxlm evaluate --checkpoint checkpoints/quickstart
     jaxlm evaluate --checkpoint checkpoints/quickstart --data.validation_urls '[other/*.txt]'
@@ -23,7 +22,6 @@ from typing import Any
 
 import numpy as np
 
-from jaxlm.commands.parts import CommandPart, parts_of, run_parts
 from jaxlm.core.axes import BATCH
 from jaxlm.core.errors import ConfigError
 from jaxlm.data.base import VALIDATION
@@ -39,6 +37,7 @@ from jaxlm.plan.run_config import RunConfig
 from jaxlm.reading.decode import decode, drop_stale_keys, encode
 from jaxlm.reading.overrides import option_tree, override
 from jaxlm.reading.yaml import ConfigSource
+from jaxlm.session.command_parts import CommandPart, parts_of, run_parts
 from jaxlm.session.compilation.options import enable_compilation_cache
 from jaxlm.session.exit_codes import command
 from jaxlm.session.generation_options import add_quantize_option

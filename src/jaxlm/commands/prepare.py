@@ -1,4 +1,4 @@
-"""Builds a run's token caches ahead of training, and describes them.
+"""Tokenizes data ahead of training, and describes the token caches.
 
     jaxlm prepare --config_path run.yaml --show_batch 0
     jaxlm prepare --config_path chats.yaml --show_example mask.html
@@ -19,7 +19,6 @@ from pathlib import Path
 import jax
 import numpy as np
 
-from jaxlm.commands.parts import parts_of, run_parts
 from jaxlm.core.errors import ConfigError, Parser
 from jaxlm.core.redaction import write_text
 from jaxlm.data.base import TRAIN
@@ -36,6 +35,7 @@ from jaxlm.plan.load_config import load_config, refuse_dry_run
 from jaxlm.plan.num_steps import check_num_steps, with_num_steps_of_data
 from jaxlm.plan.plan import all_sources, initial_model, plan_phases
 from jaxlm.plan.run_config import RunConfig
+from jaxlm.session.command_parts import parts_of, run_parts
 from jaxlm.session.exit_codes import command
 from jaxlm.session.init_from import starts_at_random
 from jaxlm.session.leaves_from_tokens import compute_leaves

@@ -1,4 +1,4 @@
-"""Writes one HTML page about one or several runs, with their curves over each other: one file, for any browser, offline.
+"""Writes an HTML page with the curves, samples and settings of one or several runs.
 
     jaxlm report mine
     jaxlm report logs/mine gs://bucket/logs/other --output_path page.html

@@ -1,4 +1,4 @@
-"""Generates text with a checkpoint or a Hugging Face model.
+"""Continues prompts with the model of a checkpoint or a Hugging Face folder.
 
 jaxlm sample --checkpoint checkpoints/quickstart --prompt "def " --prompt "import "
 

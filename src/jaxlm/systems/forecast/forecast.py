@@ -21,7 +21,6 @@ from typing import Any
 
 import jax
 
-from jaxlm.commands.parts import CommandPart
 from jaxlm.core import tree
 from jaxlm.core.errors import ConfigError, install_command
 from jaxlm.engine.phases import Phase
@@ -36,6 +35,7 @@ from jaxlm.plan.load_config import load_config, refuse_dry_run, run_id_of
 from jaxlm.plan.plan import Plan, make_plan
 from jaxlm.plan.run_config import RunConfig
 from jaxlm.reading.choices import choice
+from jaxlm.session.command_parts import CommandPart
 from jaxlm.session.compilation.step import CompiledStep, compile_step, gib
 from jaxlm.session.dry_run import assumed_vocabulary
 from jaxlm.session.references import flops_per_token

@@ -4,9 +4,9 @@ import json
 import sys
 from typing import Any
 
-from jaxlm.commands.parts import CommandPart
 from jaxlm.core.errors import ConfigError
 from jaxlm.reading.choices import choice
+from jaxlm.session.command_parts import CommandPart
 from jaxlm.session.export import check_new_folder, output_folder
 from jaxlm.session.harness_tasks import refuse_given
 from jaxlm.session.load_model import add_checkpoint_options, open_model

@@ -1,4 +1,4 @@
-"""Trains several depths with several budgets, and fits a scaling law to their losses.
+"""Trains several depths with several budgets, and fits a scaling law.
 
     jaxlm scaling --config_path scaling.yaml
 

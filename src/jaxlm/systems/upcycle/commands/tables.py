@@ -1,4 +1,4 @@
-"""Writes the tables and pictures of a paper: the run's model beside its references.
+"""Writes tables and pictures of a run's model beside its references, for a paper.
 
     jaxlm tables --config_path run.yaml
     jaxlm tables --config_path run.yaml --checkpoint checkpoints/run/step-500 --output_dir paper/tables
