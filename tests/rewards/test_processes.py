@@ -261,7 +261,7 @@ with Rewards(configs(function("as_told", per="row")), CONTEXT, timeout_s=600) as
 
 @pytest.mark.slow
 def test_a_worker_imports_no_jax():
-    modules = ", ".join(f"jaxlm.rewards.{name}" for name in ("base", "worker", "process", "math"))
+    modules = ", ".join(f"jaxlm.systems.rl.rewards.{name}" for name in ("base", "worker", "process", "answers"))
     code = f"import sys, {modules}; print('jax' in sys.modules)"
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=os.environ)
     assert found.stdout.strip() == "False"
