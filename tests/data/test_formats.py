@@ -85,7 +85,7 @@ def test_every_format_field_has_a_test():
         "pairs": ["chat_template", "prompt_field", "chosen_field", "rejected_field", "prompt_ends_with", "truncation"],
         "labeled": ["input_ids_key", "labels_key"],  # tests/data/test_labeled.py
         "pretokenized": ["input_ids_key"],
-        "prompts": ["prompt_field", "chat_template"],  # tests/data/test_rollouts.py
+        "prompts": ["prompt_field", "chat_template"],  # tests/systems/rl/test_rollouts.py
         # tests/data/test_chat_format.py
         "sharegpt": [
             *("pack", "truncation", "chat_template", "mask_user_turns", "tools_field"),

@@ -9,7 +9,7 @@ import pytest
 from jaxlm.commands.bench import main
 from jaxlm.core.devices import peak_flops
 from jaxlm.systems.forecast.aot import CUDA_PLUGINS, is_installed
-from tests.end_to_end.test_rollouts import start as start_rollouts
+from tests.systems.rl.test_rollouts_run import start as start_rollouts
 
 TEACHER = Path(__file__).parent.parent / "fields/teacher"
 KEYS = {"tokens_per_second", "mfu", "step_seconds", "compile_seconds", "peak_bytes", "kernels"}

@@ -14,7 +14,7 @@ from jaxlm.engine.checkpoint.restore import latest_valid, restore
 from jaxlm.plan.load_config import load_config
 from jaxlm.plan.plan import make_plan
 from tests.end_to_end.commands import Workplace, check_close
-from tests.end_to_end.test_rollouts import start, steps_of
+from tests.systems.rl.test_rollouts_run import start, steps_of
 
 pytestmark = pytest.mark.slow
 RUN = ("--config_path", "run.yaml")

@@ -18,8 +18,8 @@ from jaxlm.models.families.llama import LlamaConfig
 from tests.answers import TEMPLATE, instructions, write_tokenizer
 from tests.end_to_end.commands import Workplace, end_of
 from tests.engine.helpers import one_device
-from tests.evals.core_bundles import write_bundle
 from tests.ports import reserved_port
+from tests.systems.nanochat.core_bundles import write_bundle
 
 MODEL = LlamaConfig(seq_len=64, hidden_dim=32, intermediate_dim=64, num_layers=1, num_heads=4, num_kv_heads=2)
 CONFIG = """

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.end_to_end.commands import Workplace, end_of
-from tests.end_to_end.test_rollouts import start as rollouts
+from tests.systems.rl.test_rollouts_run import start as rollouts
 
 MOMENTS = 10  # of each of the four tests
 RUN = ("--config_path", "run.yaml")
@@ -57,7 +57,7 @@ def interrupted(place: Workplace, at: str, rng: random.Random, twice: bool) -> t
         process = place.start(
             *RUN,
             *OFTEN,
-            module="tests.end_to_end.signaled_in",
+            module="tests.systems.rl.signaled_in",
             JAXLM_TEST_SIGNALS=":".join(map(str, parts)),
             **IMPORTED_HERE,
         )

@@ -207,7 +207,7 @@ LATE_WINDOW: dict[str, Entry] = {
     "model.local_layers": local_layers(),
 }
 PATTERN = {"model.local_layers": local_layers(sliding_window_pattern=None)}
-INITIAL_LAMBDA = ShownIn("tests/models/test_nano.py::test_initialization")
+INITIAL_LAMBDA = ShownIn("tests/systems/nanochat/test_nano.py::test_initialization")
 # S layers of the base attend 8 tokens back, which are 9 keys.
 NANO: dict[str, Entry] = {
     **COMMON,
@@ -239,7 +239,7 @@ NANO: dict[str, Entry] = {
     "model.last_x0_lambda": INITIAL_LAMBDA,
     "model.lookup": Section(),
 }
-ALLOCATION = "tests/models/test_lookup.py"
+ALLOCATION = "tests/systems/nanochat/test_lookup.py"
 LOOKUP: dict[str, Entry] = {
     "model.lookup.layers": Change([1, 2], Shapes({r"^model\.body\.lookups\.1\.keys_embedding": (80, 32)})),
     "model.lookup.num_entries": Change(100, Shapes({r"^model.*keys_embedding": (100, 32)})),
@@ -252,7 +252,7 @@ LOOKUP: dict[str, Entry] = {
     "model.lookup.score_scale": Change(0.75, Constant(0.75)),
 }
 NO_BIAS = Change(False, Shapes({r"^model.*q_proj\.bias": None}))
-_TOPOLOGY = "tests/models/test_topology.py::"
+_TOPOLOGY = "tests/systems/topology/test_topology.py::"
 _AS_A_FAMILY = ShownIn(f"{_TOPOLOGY}test_a_family_that_is_spelled_out_computes_the_same")
 
 

@@ -2,8 +2,8 @@
 
 from tests.fields.proofs import Change, Constant, Entry, Section, Shapes, ShownIn, Table
 
-DECISIONS = "tests/controllers/test_orchestrator.py::test_"
-KEYS = "tests/controllers/test_orchestrator_keys.py::test_"
+DECISIONS = "tests/systems/orchestrate/test_orchestrator.py::test_"
+KEYS = "tests/systems/orchestrate/test_orchestrator_keys.py::test_"
 AT = "trainer.controllers.0"
 ORCHESTRATOR: dict[str, Entry] = {
     "mode": Change("monitor", Shapes({r"^slots\.controls\.strategy$": None})),

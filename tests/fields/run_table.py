@@ -68,7 +68,7 @@ TOP_LEVEL: dict[str, Entry] = {
     "refs": Section(),
     "preset": Section(),
     "evals": ShownIn(FIELDS + "test_evals.py::test_the_eval_hook_runs_the_configured_evals"),
-    "tables": ShownIn("tests/end_to_end/test_tables.py::test_training_writes_the_tables_of_both_models"),
+    "tables": ShownIn("tests/systems/upcycle/test_tables_run.py::test_training_writes_the_tables_of_both_models"),
     "phases": Section(),
     "initialize_from_hf": ShownIn(HUGGING_FACE + "test_import_and_export_round_trip"),
     "hf_weight_names": ShownIn(HUGGING_FACE + "test_hf_weight_names_rename_a_files_tensors"),
@@ -268,8 +268,12 @@ LORA: dict[str, Entry] = {
     "surgery.use_dora": Change(True, Shapes({r"^model.*q_proj\.magnitude$": (2, 4, 8)})),
     "surgery.rank_pattern": Change({r"\.1\.attn": 5}, Shapes({r"^model.*q_proj\.a$": (2, 5, 32)})),
     "surgery.alpha_pattern": Change({"attn": 7.0}, Constant(3.5, alone=True)),
-    "surgery.existing": ShownIn("tests/surgery/test_stack_adapters.py::test_existing_adapters_are_kept_or_merged"),
-    "surgery.cap_rank": ShownIn("tests/surgery/test_stack_adapters.py::test_ranks_are_at_most_half_of_a_matrix"),
+    "surgery.existing": ShownIn(
+        "tests/systems/progressive/test_stack_adapters.py::test_existing_adapters_are_kept_or_merged"
+    ),
+    "surgery.cap_rank": ShownIn(
+        "tests/systems/progressive/test_stack_adapters.py::test_ranks_are_at_most_half_of_a_matrix"
+    ),
     "surgery.layers_to_transform": Change([1], Shapes({r"^model.*q_proj\.layer$": (2,)})),
     "surgery.embeddings": Change("tokens", Shapes({r"^model\.tokens\.lookup\.b$": (32, 2)})),
     "surgery.ensure_weight_tying": ShownIn("tests/surgery/test_lora.py::test_adapters_of_embeddings"),
@@ -309,7 +313,7 @@ EXTEND_CONTEXT: dict[str, Entry] = {
         {"type": "linear"}, Value(lambda plan: type(plan.phases[0].model.rope).__name__, "LinearRotary")
     ),
 }
-GROWN = "tests/surgery/test_grow.py::"
+GROWN = "tests/systems/progressive/test_grow.py::"
 GROW: dict[str, Entry] = {
     "surgery.num_layers": Change(1, Shapes({r"^model\.body\.1\..*q_proj": (1, 4, 8, 32)})),
     "surgery.at": Change("prepend", Shapes({r"^model\.body\.0\..*q_proj": (3, 4, 8, 32)})),
@@ -330,7 +334,7 @@ DENOISERS: dict[str, Entry] = {
 DIFFUSION_BLOCKS: dict[str, Entry] = {
     "objective.num_blocks": Change(1, Value(denoisers, [(1.0, 0, 2)])),
 }
-DECOUPLED = "tests/surgery/test_decouple.py::"
+DECOUPLED = "tests/systems/upcycle/test_decouple.py::"
 DECOUPLE: dict[str, Entry] = {
     "surgery.sem_dim": Change(8, Shapes({r"^model.*q_sem\.weight": (2, 4, 2, 32)})),
     "surgery.geo_dim": Change(8, Shapes({r"^model.*q_geo\.weight": (2, 4, 2, 32)})),
@@ -338,12 +342,12 @@ DECOUPLE: dict[str, Entry] = {
     "surgery.calibration_batches": ShownIn(DECOUPLED + "test_measured_inputs_choose_pairs_and_approximation"),
     "surgery.pairs": ShownIn(DECOUPLED + "test_both_rules_choose_the_pairs_that_they_promise"),
     "surgery.num_key_heads": ShownIn(
-        "tests/surgery/test_shared_keys.py::test_as_many_features_as_all_heads_have_change_nothing"
+        "tests/systems/upcycle/test_shared_keys.py::test_as_many_features_as_all_heads_have_change_nothing"
     ),
     "surgery.gate": Change("static", Shapes({r"^model.*gate\.logits": (2, 4)})),
     "surgery.null_slot": Change(True, Shapes({r"^model.*null_slot\.values": (2, 4, 8)})),
 }
-POOLED = "tests/surgery/test_pool_kv_heads.py::"
+POOLED = "tests/systems/upcycle/test_pool_kv_heads.py::"
 POOL_KV_HEADS: dict[str, Entry] = {
     "surgery.num_kv_heads": Change(2, Shapes({r"^model.*k_proj\.weight": (2, 2, 8, 32)})),
     "surgery.method": ShownIn(POOLED + "test_heads_are_means_and_everything_else_keeps_its_bits"),
@@ -366,7 +370,9 @@ PLATEAU: dict[str, Entry] = {
     },
 }
 HANDOVER: dict[str, Entry] = {
-    f"trainer.controllers.0.{name}": ShownIn(f"tests/controllers/test_handover.py::test_the_loss_may_be_some_{what}")
+    f"trainer.controllers.0.{name}": ShownIn(
+        f"tests/systems/upcycle/test_handover.py::test_the_loss_may_be_some_{what}"
+    )
     for name, what in {"max_loss_increase": "times_the_teachers", "max_loss_delta": "nats_above_the_teachers"}.items()
 }
 
@@ -421,7 +427,7 @@ DISTILL: dict[str, Entry] = {
     "refs.teacher.sanity.batches": ShownIn(GATES + "test_the_loss_of_a_good_teacher_is_logged_once"),
     "refs.teacher.skip_keys": ShownIn(REFERENCES + "test_a_key_of_a_teachers_config_is_skipped_on_request"),
 }
-BLOCKS = "tests/objectives/test_blockwise.py::"
+BLOCKS = "tests/systems/upcycle/test_blockwise.py::"
 LAYERWISE = "tests/models/test_layerwise.py::"
 CACHED_TRUNK: dict[str, Entry] = {
     "objective.objective": Change({"type": "next_token", "z_loss_weight": 0.1}, Constant(0.1)),
@@ -476,7 +482,7 @@ DPO: dict[str, Entry] = {
         PREFERENCES + "test_frozen_leaves_are_the_reference_s_too_and_syncs_move_the_others"
     ),
 }
-GROUPS = "tests/objectives/test_grpo.py::"
+GROUPS = "tests/systems/rl/test_grpo.py::"
 OF_TERMS = ShownIn(GROUPS + "test_terms_and_metrics_match_the_logits")
 OF_TRL = ShownIn("tests/objectives/test_trl_vectors.py::test_losses_of_groups_are_those_of_trl")
 OF_SAMPLER = ShownIn(GROUPS + "test_terms_on_what_a_sampler_has_recorded")

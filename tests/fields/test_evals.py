@@ -44,9 +44,9 @@ GATES = {  # tests/evals/test_gates.py, tests/evals/test_written.py, tests/evals
         *("lengths", "depths", "num_samples", "needle", "question", "digits", "seed", "batch_size", "min_accuracy"),
     ],
 }
-CORE = ["bundle", "tasks", "max_per_task", "batch_size"]  # tests/evals/test_core.py
+CORE = ["bundle", "tasks", "max_per_task", "batch_size"]  # tests/systems/nanochat/test_core.py
 
-ROLLOUTS = [  # tests/evals/test_rollouts.py
+ROLLOUTS = [  # tests/systems/rl/test_evaluation.py
     *("prompts_file", "rewards", "prompt_key", "messages_key", "max_prompts", "num_samples", "max_new_tokens"),
     *("stop_tokens", "temperature", "top_k", "top_p", "min_p", "repetition_penalty", "seed"),
     *("batch_size", "reward_timeout_s", "name", "cache_dtype"),

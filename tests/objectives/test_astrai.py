@@ -21,7 +21,7 @@ from jaxlm.reading.schema import sections
 from jaxlm.reading.yaml import ConfigSource, load_yaml
 from jaxlm.systems.rl import grpo
 from tests.objectives.test_dpo import NUM_PAIRS, columns_of, pair_batch
-from tests.objectives.test_grpo import a_batch
+from tests.systems.rl.test_grpo import a_batch
 
 ROOT = Path(__file__).parents[2]
 VECTORS = json.loads((ROOT / "tests" / "vectors" / "post_training.json").read_text())

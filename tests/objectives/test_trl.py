@@ -13,9 +13,9 @@ from jaxlm.objectives.reward import RewardObjective
 from jaxlm.surgery.reward_head import RewardHeadConfig
 from jaxlm.systems.rl.policy_losses import Cispo, Clip
 from tests.objectives.test_dpo import columns_of, logps_of, measured, pair_batch, random_model, target_logps
-from tests.objectives.test_grpo import a_batch, entropies, grpo
 from tests.objectives.test_kto import LABELS, ROWS, unpaired_batch
 from tests.objectives.test_reward import rewards_of
+from tests.systems.rl.test_grpo import a_batch, entropies, grpo
 
 torch = pytest.importorskip("torch")
 pytest.importorskip("trl")

@@ -21,7 +21,7 @@ from jaxlm.objectives.completions import ReferenceLogps
 from jaxlm.objectives.dpo import Dpo
 from jaxlm.objectives.pair_losses import BATCH_LOSSES, OF_MARGIN, PAIR_LOSSES
 from jaxlm.systems.rl import grpo
-from tests.objectives.test_grpo import grpo as grpo_of
+from tests.systems.rl.test_grpo import grpo as grpo_of
 
 VECTORS = json.loads((Path(__file__).parents[1] / "vectors" / "trl_losses.json").read_text())
 ENTROPY_FACTORS = (0.5, 1.5, 0.75, 0.9, 0.5, 2.0, 3.0, 2.0)

@@ -14,7 +14,7 @@ from jaxlm.reading.outline import BY_OTHERS, places, unknown_keys
 from jaxlm.reading.recipes import all_recipes
 from jaxlm.reading.schema import sections
 from jaxlm.reading.yaml import load_yaml
-from tests.interop.test_levanter_published import NOT_PLANNED, PLANNED, published
+from tests.compat.levanter.test_levanter_published import NOT_PLANNED, PLANNED, published
 
 VECTORS = Path(__file__).parents[1] / "vectors"
 SECTIONS = [section for section in sections(RunConfig) if section.names or section.keys]

@@ -21,9 +21,9 @@ from jaxlm.session import dry_run as dry_runs
 from jaxlm.session import phase
 from jaxlm.session.init_from import expected_cursor
 from tests.answers import write_tokenizer
-from tests.environments.own import OpensNothingConfig
 from tests.ports import reserved_port
 from tests.session.test_dry_run import configured
+from tests.systems.rl.own import OpensNothingConfig
 
 GONE = {"type": "function", "function": "no_such_module:score"}
 NUMBER = {"type": "format", "pattern": "[0-9]+"}
