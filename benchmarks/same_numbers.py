@@ -5,11 +5,12 @@
 
 Checks the earlier commit out beside the working tree (`git worktree`) and trains small runs with each, one process at a
 time: the quickstart (each tree uses its own file), a Llama, a Mixtral, a GPT-2 with dropout, nano, a two-phase run with LoRA,
-DPO, GRPO on rollouts, and distillation; most of them on one and on eight simulated devices. It uses only the commands of both
-trees, so modules may move and be renamed.
+DPO, GRPO on rollouts, distillation, a blockwise upcycle, an orchestrator over a portfolio of strategies, and masked diffusion
+in a model that grows; most of them on one and on eight simulated devices. It uses only the commands of both trees, so modules
+may move and be renamed. `distill` and `upcycle` have the checkpoint of `llama` as their teacher.
 
-losses          every number in `metrics.jsonl` except times is bit-identical, including each training loss; the working
-                tree uses the token caches of the earlier commit without rewriting them
+losses          every number in `metrics.jsonl` except times is bit-identical, including each training loss, and so are the
+                decisions of controllers; the working tree uses the token caches of the earlier commit without rewriting them
 programs        the optimized HLO of every step is the same after normalization: source locations are removed and names are
                 numbered, because they follow names in the source. The text leaves out the values of some large constants.
                 The counts of `jaxlm bench` (FLOPs, bytes, kernels, collectives) are the same
@@ -19,7 +20,7 @@ files           the last checkpoints have the same file names and arrays (Orbax 
                 folders and token caches are byte-identical
 
 Prints one line per check, `same` or `DIFFERS` with the difference, and a JSON line last. Exits with 1 if anything differs.
-Runs on the CPU and takes about 20 minutes on two cores. `--folder` keeps everything that the runs write.
+Runs on the CPU and takes about 35 minutes on two cores. `--folder` keeps everything that the runs write.
 """
 
 import argparse
@@ -115,6 +116,40 @@ DISTILL = """
 refs: {teacher: {type: checkpoint, path: ../../before/llama/checkpoints/run/step-50, dtype: float32}}
 objective: {type: distill, temperature: 2.0, weight: 0.5}
 """
+# Decoupled attention is distilled block by block, then the whole model. It starts as the teacher. The first block is done
+# after a few steps, and the learning rate of the second is lowered.
+UPCYCLE = """
+trainer: {initialize_from: ../../before/llama/checkpoints/run/step-50}
+refs: {teacher: {type: checkpoint, path: ../../before/llama/checkpoints/run/step-50, dtype: float32}}
+phases:
+  - name: blocks
+    num_train_steps: 30
+    surgery: [{type: decouple, sem_dim: 16, geo_dim: 32}]
+    trainable: ['attn\\.[qk]_(sem|geo)']
+    objective:
+      {type: blockwise, target: attention, convergence: {target: 1.5e-4, min_steps: 5},
+       autotune: {mode: active, patience: 10}}
+  - {name: all_weights, num_train_steps: 20, objective: {type: distill, weight: 0.5}}
+"""
+# Branches of 4 steps: one ends before the cut, others begin after it.
+ORCHESTRATED = """
+optimizer: {type: portfolio, telemetry: {window: 20, mean_steps: 5, reference_steps: 20}}
+trainer:
+  controllers:
+    - {type: orchestrator, interval: 12, horizon: 4, min_steps_between_switches: 4, branch_budget: 1.0, probe_batches: 2,
+       safety: {snapshot_interval: 10, quarantine: 2}}
+"""
+# 14 steps of each of three stacks; all weights train for 4 steps after the second and the third.
+PROGRESSIVE = """
+model: {use_bidirectional_attention: true}
+data:
+  tokenizer: {type: bpe, special_tokens: ["<|endoftext|>", "<|mask|>"]}
+  masking: {validation_replicas: 2}
+  cache_dir: ../../caches/masked
+objective: {type: diffusion}
+preset:
+  {type: progressive, stacks: 3, steps_per_stack: 14, polish_steps: 4, layers_per_stack: 1, carry_optimizer: true}
+"""
 REWARD = """
 def score(completion_ids, digit):
     return [sum(1.0 for token in ids if token == d + 1) / (1 + len(ids)) for ids, d in zip(completion_ids, digit)]
@@ -181,11 +216,27 @@ class Case:
     adapters: bool = False
     has_task: bool = False
 
+    @property
+    def sections(self) -> dict[str, Any]:
+        """The configuration; empty for the quickstart."""
+        import yaml
+
+        return yaml.safe_load(self.text or "{}")
+
+    def has(self, key: str) -> bool:
+        """Whether the configuration has a key, given as `data.cache_dir`."""
+        value: Any = self.sections
+        for name in key.split("."):
+            if name not in value:
+                return False
+            value = value[name]
+        return True
+
 
 TWO_PHASES = Case("two phases", COMMON + LLAMA + PHASES, 60, cuts=(25, 50), runs_bench=False, adapters=True)
 CASES = (
     Case("quickstart", None, cuts=(CUT,)),
-    Case("llama", COMMON + LLAMA),  # the teacher of "distill"
+    Case("llama", COMMON + LLAMA),  # the teacher of "distill" and "upcycle"
     Case("llama fsdp 8", COMMON + LLAMA, devices=8, cuts=(CUT,)),
     Case("mixtral", COMMON + MIXTRAL),
     Case("gpt2 dropout", COMMON + GPT2),
@@ -199,6 +250,11 @@ CASES = (
     ),
     *(
         Case(f"distill{name}", merged(COMMON, LLAMA, DISTILL), devices=n, cuts=(CUT,), runs_bench=False)
+        for name, n in (("", 1), (" 8", 8))
+    ),
+    *(
+        Case(f"{kind}{name}", merged(COMMON, LLAMA, text), devices=n, cuts=(CUT,), runs_bench=False)
+        for kind, text in (("upcycle", UPCYCLE), ("orchestrated", ORCHESTRATED), ("progressive", PROGRESSIVE))
         for name, n in (("", 1), (" 8", 8))
     ),
 )
@@ -258,9 +314,8 @@ class Side:
             config.write_text(case.text)
         if case.has_task:
             write_task(home)
-        own = ("evals", "data.cache_dir") if case.has_task else ()
         keys = OPTIONS | {"trainer.num_train_steps": case.num_steps}
-        options = [text for key, value in keys.items() if key not in own for text in (f"--{key}", str(value))]
+        options = [text for key, value in keys.items() if not case.has(key) for text in (f"--{key}", str(value))]
         return self.run(case, home, module, *arguments, "--config_path", str(config), *options)
 
 
@@ -373,7 +428,10 @@ def same_numbers(before: Path, now: Path, num_steps: int) -> str:
             raise DifferentError(f"step {step}: {key}: {value} before, {second.get((step, key))} now")
     if extra := [key for key in second if key not in first]:
         raise DifferentError(f"only now: {extra[:3]}")
-    return f"{num_steps} losses, the last {first[num_steps, 'train/loss']}; {len(first)} numbers in all"
+    decided = lines_of(decisions_of(before))
+    same_text("decisions", decided, lines_of(decisions_of(now)))
+    decisions = f"; {len(decided)} decisions" if decided else ""
+    return f"{num_steps} losses, the last {first[num_steps, 'train/loss']}; {len(first)} numbers in all{decisions}"
 
 
 def numbers(home: Path) -> dict[tuple[int, str], str]:
@@ -390,6 +448,16 @@ def numbers(home: Path) -> dict[tuple[int, str], str]:
 def metrics_of(home: Path) -> Path:
     """Path of the metrics file of a run."""
     return home / "logs" / "run" / "metrics.jsonl"
+
+
+def decisions_of(home: Path) -> Path:
+    """Path of what the controllers of a run decided; absent if they decided nothing."""
+    return home / "logs" / "run" / "decisions.jsonl"
+
+
+def lines_of(file: Path) -> list[str]:
+    """The lines of a file; none if it is absent."""
+    return file.read_text().splitlines(keepends=True) if file.exists() else []
 
 
 def modified(folder: Path) -> dict[str, int]:
@@ -496,9 +564,10 @@ def continued(before: Side, now: Side, case: Case, step: int) -> str:
     shutil.copytree(whole / checkpoint, home / checkpoint)
     metrics_of(home).parent.mkdir(parents=True)
     shutil.copy(metrics_of(whole).with_name("config.yaml"), metrics_of(home).parent)
-    lines = metrics_of(whole).read_text().splitlines(keepends=True)
-    earlier = "".join(line for line in lines if json.loads(line)["step"] <= step)
-    metrics_of(home).write_text(earlier)
+    for path in (metrics_of, decisions_of):
+        if lines := [line for line in lines_of(path(whole)) if json.loads(line)["step"] <= step]:
+            path(home).write_text("".join(lines))
+    earlier = metrics_of(home).read_text()
     now.run_configured(case, home, "train")
     if not metrics_of(home).read_text().startswith(earlier):  # repeated steps would have other times
         raise DifferentError(f"the run did not resume at step {step}: it rewrote the metrics of earlier steps")
@@ -546,7 +615,8 @@ def files(before: Side, now: Side, cases: Sequence[Case]) -> Iterator[Check]:
     def compare_caches() -> str:
         trained(before, TWO_PHASES)
         separate = replace(now, folder=now.folder / "apart")
-        separate.run_configured(TWO_PHASES, separate.folder / TWO_PHASES.name, "prepare")
+        for case in (TWO_PHASES, *{case.text: case for case in cases if case.has("data.cache_dir")}.values()):
+            separate.run_configured(case, separate.folder / case.name, "prepare")
         return same_contents(before.caches, separate.caches)
 
     for case in cases:
