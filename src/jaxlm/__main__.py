@@ -24,7 +24,7 @@ from jaxlm.reading.recipes import recipes_command
 from jaxlm.reading.targets import ENTRYPOINTS, TARGETS, VARS
 from jaxlm.reading.yaml import ConfigSource, load_yaml
 
-_TRAIN = ("jaxlm.train", "trains what a YAML file describes, and resumes a run that was stopped")
+_TRAIN: tuple[str, str] = ("jaxlm.train", "trains what a YAML file describes, and resumes a run that was stopped")
 RECIPES = "recipes"
 REPORT = "report"  # reads files alone
 

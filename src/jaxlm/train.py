@@ -21,7 +21,7 @@ from jaxlm.core.values.logged import Activity
 from jaxlm.data.cache.ray_workers import tokenize_on_ray
 from jaxlm.data.tokenizer.tokenizer import Tokenizer
 from jaxlm.engine.activity import ActivityClock, uncounted_age_s
-from jaxlm.engine.checkpoint.lease import LeaseLostError, StillHeld, all_held
+from jaxlm.engine.checkpoint.lease import LeaseCheck, LeaseLostError, all_held
 from jaxlm.engine.checkpoint.manager import Saver
 from jaxlm.engine.checkpoint.manifest import CHECKSUMS
 from jaxlm.engine.checkpoint.store import SaveError
@@ -30,7 +30,7 @@ from jaxlm.engine.entry import enter_phase
 from jaxlm.engine.loop import TrainingLoop
 from jaxlm.engine.open_phase import OpenPhase
 from jaxlm.engine.peers import connect_if_it_fails, watch_peers
-from jaxlm.engine.phase_runner import Conductor
+from jaxlm.engine.phase_runner import PhaseRunner
 from jaxlm.engine.phases import Phase
 from jaxlm.engine.preemption import metadata_host, stop_on_signals, watch_notices
 from jaxlm.engine.state import RunState
@@ -133,12 +133,12 @@ def train(config: RunConfig, console: Console | None = None, clock: ActivityCloc
         return TrainResult(None, Done(), None, plan)
     state, outcome = None, Done()
     with (
-        _prepared(plan, console) as (plan, tokenizer, init_from, logs, still_held),
+        _prepared(plan, console) as (plan, tokenizer, init_from, logs, check_lease),
         plan.layout.use(),
         stop_on_signals() as stop,
         watch_notices(stop, metadata_host() if config.trainer.preemption_notices else None),
         Watchdog(config.trainer.watchdog, clock, plan.log_folder),
-        open_run(plan, tokenizer, console, stop, init_from, logs, still_held, clock) as run,
+        open_run(plan, tokenizer, console, stop, init_from, logs, check_lease, clock) as run,
     ):
         if init_from.state is not None:
             with clock.during(Activity.RESTORE):
@@ -146,20 +146,22 @@ def train(config: RunConfig, console: Console | None = None, clock: ActivityCloc
             if init_from.state.cursor.step == (ended := plan.phases[init_from.state.cursor.phase]).end:
                 check_gates_again(run, ended, state)
         history = init_from.history.settled()
-        conductor = Conductor(plan.state_builder, plan.layout, plan.checkpoints, console.log, init_from.state, history)
-        while (phase := conductor.phase) is not None and not isinstance(outcome, Interrupted):
+        phase_runner = PhaseRunner(
+            plan.state_builder, plan.layout, plan.checkpoints, console.log, init_from.state, history
+        )
+        while (phase := phase_runner.phase) is not None and not isinstance(outcome, Interrupted):
             try:
-                with _open_phase(run, phase, state, conductor, init_from) as (state, opened):
+                with _open_phase(run, phase, state, phase_runner, init_from) as (state, opened):
                     with clock.during(Activity.STEP):
                         state, outcome = TrainingLoop(state, opened).run()
                     with clock.during(Activity.RESTORE):
-                        state = conductor.act(outcome, state, opened)
+                        state = phase_runner.act(outcome, state, opened)
             except StoppedError as stopped:
                 outcome = stopped.outcome
-            run, opened = replace(run, plan=replace(run.plan, state_builder=conductor.state_builder)), None
-            if conductor.phase not in (None, phase):  # not when it goes back, to where the same programs run
+            run, opened = replace(run, plan=replace(run.plan, state_builder=phase_runner.state_builder)), None
+            if phase_runner.phase not in (None, phase):  # not when it goes back, to where the same programs run
                 release_ended()
-        run.beginning.happen()  # of a run that is complete
+        run.on_start.run()  # of a run that is complete
     plan = run.plan
     saved = retried(plan.checkpoints.checkpoints, AT_START_S)
     newest = saved[-1].location if saved else None  # a notice may come before the first phase is entered
@@ -199,7 +201,7 @@ def _make_checked_plan(config: RunConfig, console: Console) -> Plan:
 
 
 @contextlib.contextmanager
-def _prepared(plan: Plan, console: Console) -> Iterator[tuple[Plan, Tokenizer, InitFrom, LogStore, StillHeld]]:
+def _prepared(plan: Plan, console: Console) -> Iterator[tuple[Plan, Tokenizer, InitFrom, LogStore, LeaseCheck]]:
     """Loads the tokenizer and finds the checkpoint to start from. Yields the plan updated for the tokenizer, both, the store
     of the logs, and what to call before each save.
 
@@ -211,7 +213,7 @@ def _prepared(plan: Plan, console: Console) -> Iterator[tuple[Plan, Tokenizer, I
     plan.checkpoints.open(console.log)
     check_init_from(plan)
     plan = with_past_references(plan)
-    for ref in plan.read_refs.values():
+    for ref in plan.active_refs.values():
         ref.identity()  # all processes read the references here; the next line is process 0's alone
     saved = main_only(lambda: check_same_run(plan))  # only process 0 may have these files
     for section in (*config.evals, *plan.data):
@@ -237,23 +239,23 @@ def _prepared(plan: Plan, console: Console) -> Iterator[tuple[Plan, Tokenizer, I
         # First what the kernel answers at once. A start that took the lease, and was then refused, would end a paused run.
         leases = (logs.locked, lambda: plan.checkpoints.locked(console.log))
         held = [main_only(lambda lease=lease: closing.enter_context(lease())) for lease in leases]
-        still_held = all_held(filter(None, held))
+        check_lease = all_held(filter(None, held))
         main_only(logs.check_writable)
         main_only(lambda: logs.fetch(replace=True))
         if is_main_process():
-            closing.callback(_upload, logs, still_held)
+            closing.callback(_upload, logs, check_lease)
         started = _start(plan, tokenizer, saved, console)
         try:
-            yield *started, logs, still_held
+            yield *started, logs, check_lease
         except SaveError:
-            still_held()  # a save that fails because another start has the folder says so
+            check_lease()  # a save that fails because another start has the folder says so
             raise
 
 
-def _upload(logs: LogStore, still_held: StillHeld) -> None:
+def _upload(logs: LogStore, check_lease: LeaseCheck) -> None:
     """Copies the logs, unless another start of the run, whose logs they are now, has taken over."""
     with contextlib.suppress(LeaseLostError):
-        still_held()
+        check_lease()
         logs.upload()
 
 
@@ -275,8 +277,8 @@ def _start(
     init_from = find_init_from(plan, console.log)
     if (source := init_from.weights or init_from.state) is not None:
         note("the checkpoint that the run starts from", source.checkpoint.read(CHECKSUMS).decode())
-    if (going_on := read_again(plan, init_from)).past_refs != plan.past_refs:
-        plan = going_on
+    if (resumed_plan := read_again(plan, init_from)).retired_refs != plan.retired_refs:
+        plan = resumed_plan
         check_references(plan, tokenizer, console.log)
     console.log(table("run", describe(plan, init_from.describe(plan))))
     if init_from.initializes(plan):
@@ -300,13 +302,13 @@ def _restore(run: Run, init_from: InitFrom) -> RunState:
     run.console.log(f"{progress}, from {checkpoint.location}")
     for line in changed_stages(checkpoint.cursor, checkpoint.position(), phase, plan):
         run.console.log(line)
-    run.beginning.then(lambda: settle(plan, run.writer, init_from, state, run.console.log))
+    run.on_start.add(lambda: settle(plan, run.writer, init_from, state, run.console.log))
     return state
 
 
 @contextlib.contextmanager
 def _open_phase(
-    run: Run, phase: Phase, state: RunState | None, conductor: Conductor, init_from: InitFrom
+    run: Run, phase: Phase, state: RunState | None, phase_runner: PhaseRunner, init_from: InitFrom
 ) -> Iterator[tuple[RunState, OpenPhase]]:
     """Enters a phase, or continues in the middle of it. Yields the state to train from, and the phase with all it needs.
 
@@ -314,9 +316,9 @@ def _open_phase(
         state: at the end of the phase before, or in the middle of this one; None at the start of a run.
     """
     plan, log = run.plan, run.console.log
-    with open_phase_data(run, phase, conductor.resumed) as data:
+    with open_phase_data(run, phase, phase_runner.resumed) as data:
         evaluated = check_same_files()
-        enter = _entry(run, phase, state, data, init_from) if conductor.resumed is None else None
+        enter = _entry(run, phase, state, data, init_from) if phase_runner.resumed is None else None
         # Compiled before the state is made: a step that does not fit into memory ends in a message, not in a killed machine.
         with run.clock.during(Activity.COMPILE):
             steps = compile_steps(plan, phase, data.first_step, log)
@@ -328,12 +330,12 @@ def _open_phase(
         with open_hooks(run, phase, data, steps, refs) as hooks:
             for line in evaluated_changes(run.writer.run_files, phase.name, evaluated | check_same_files()):
                 log(f"changed since the last start: {line}")
-            run.beginning.happen()
+            run.on_start.run()
             if enter is not None:
                 state, enter = enter(), None  # frees the references that its surgeries have read
             assert state is not None
             check_same_files()  # also what the loading of weights has read
-            saver = _begin_phase(run, phase, state, data, conductor)
+            saver = _begin_phase(run, phase, state, data, phase_runner)
             skipped = int(state.guard.skipped)
             note = run.records.decided
             control = Control(phase, saver, plan.layout, hooks.evaluations, skipped=skipped, note=note)
@@ -376,17 +378,17 @@ def _entry(
     )
 
 
-def _begin_phase(run: Run, phase: Phase, state: RunState, data: PhaseData, conductor: Conductor) -> Saver:
+def _begin_phase(run: Run, phase: Phase, state: RunState, data: PhaseData, phase_runner: PhaseRunner) -> Saver:
     """Saves the state with which a phase is entered, or to which the run went back. Returns what saves from here on."""
-    history, resumed = conductor.history, conductor.resumed
+    history, resumed = phase_runner.history, phase_runner.resumed
     before_save = [ledger.begin_line for ledger in run.records.ledgers]
     newest = None if resumed is None else replace(resumed.cursor, history=history).folder_name
     saver = Saver(run.writer, run.plan.config.trainer.checkpointer, phase, before_save, history, newest)
     if resumed is None:
         with run.clock.during(Activity.SAVE):
             saver.save_entry(state, data.batches.state())
-    elif conductor.num_skipped:
-        data.batches.skip(conductor.num_skipped)
+    elif phase_runner.num_skipped:
+        data.batches.skip(phase_runner.num_skipped)
         saver.save_rewound(state, resumed.cursor, data.batches.state())
         run.records.begin_attempt(saver.history, data.first_step)
     return saver

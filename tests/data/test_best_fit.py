@@ -161,7 +161,7 @@ def test_agrees_with_searching_a_list(lengths, seq_len, config):
     )
     assert rows_in(sequences) == expected
     in_rows = {(d, place) for row in expected for d, first, n in row for place in range(first, first + n)}
-    assert sequences._index.num_lost == sum(lengths) - len(in_rows)
+    assert sequences._index.num_dropped_tokens == sum(lengths) - len(in_rows)
     ends = {d: max(first + n for e, first, n in row if e == d) for row in expected for d, _, _ in row}
     assert ends.keys() >= {d for d, length in enumerate(lengths) if length > 1}
     if config.fill == "crop":
@@ -309,7 +309,7 @@ class TestIndexOnDisk:
         for name in ("firsts", "starts", "lengths"):
             np.testing.assert_array_equal(getattr(again, name), getattr(pack_best_fit(cache.offsets, 16, config), name))
             assert getattr(again, name).dtype == getattr(first, name).dtype
-        assert (again.num_cuts, again.num_lost) == (first.num_cuts, first.num_lost)
+        assert (again.num_cuts, again.num_dropped_tokens) == (first.num_cuts, first.num_dropped_tokens)
         open_rows(cache, 15, dataclasses.replace(config, document_mask=True))  # has the same rows
         assert builds == [16]
         others = [dataclasses.replace(config, **{name: value}) for name, value in (("fill", "pad"), ("buffer_size", 5))]
@@ -617,7 +617,7 @@ def test_a_larger_buffer_cuts_less():
     lengths = np.random.default_rng(0).integers(2, 400, 3000)
     offsets = np.concatenate([[0], np.cumsum(lengths)])
     lost = [
-        pack_best_fit(offsets, 129, BestFitConfig(buffer_size=size, refill_size=1)).num_lost
+        pack_best_fit(offsets, 129, BestFitConfig(buffer_size=size, refill_size=1)).num_dropped_tokens
         for size in (1, 10, 100, 1000)
     ]
     assert lost == sorted(lost, reverse=True)
@@ -637,7 +637,7 @@ def test_without_overlong_documents_the_rows_are_those_of_the_others(lengths, ca
     kept = np.concatenate([[0], np.cumsum(np.array(lengths)[fits])])
     documents = np.searchsorted(kept, expected.starts, side="right") - 1
     np.testing.assert_array_equal(found.starts, expected.starts + moved_by[documents])
-    assert (found.num_cuts, found.num_lost) == ((~fits).sum(), sum(lengths) - found.lengths.sum())
+    assert (found.num_cuts, found.num_dropped_tokens) == ((~fits).sum(), sum(lengths) - found.lengths.sum())
 
 
 @settings(max_examples=100)

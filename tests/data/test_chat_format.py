@@ -191,7 +191,7 @@ def test_truncation_is_counted_and_logged(config, tokenizer):
     lengths = [len(encoded(tokenizer, MARKED, messages)[1].ids) for messages in CONVERSATIONS]
     lost = sum(max(0, length - 65) for length in lengths)
     assert windows.packed is not None
-    assert (windows.packed.num_overlong, windows.packed.num_lost) == (sum(n > 65 for n in lengths), lost)
+    assert (windows.packed.num_overlong, windows.packed.num_dropped_tokens) == (sum(n > 65 for n in lengths), lost)
     assert f"documents are longer and were truncated, losing {lost:,} of {sum(lengths):,} tokens" in said[-1]
     first = encoded(tokenizer, MARKED, CONVERSATIONS[0])[1].target_mask
     with pytest.raises(

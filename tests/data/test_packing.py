@@ -135,7 +135,7 @@ def test_whole_documents_agree_with_packing_one_document_at_a_time(lengths, seq_
     )
     assert len(sequences) == len(expected)
     assert whole.num_overlong == sum(n > seq_len + 1 for n in lengths)
-    assert whole.num_lost == sum(max(0, n - seq_len - 1) for n in lengths)
+    assert whole.num_dropped_tokens == sum(max(0, n - seq_len - 1) for n in lengths)
     if expected:
         columns = sequences.read(np.arange(len(sequences)))
         found = np.stack([columns[n] for n in ("tokens", "loss_mask", "segment_ids", "positions")], axis=-1).tolist()

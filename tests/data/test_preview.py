@@ -51,10 +51,14 @@ def preview_of(config: TokensConfig, seq_len: int = 64, **format_keys) -> MaskPr
     return found
 
 
-FATES = {"keep_start": "lose their ends", "keep_end": "lose their beginnings", "drop_overlength": "are left out"}
+TRUNCATION_TEXT = {
+    "keep_start": "lose their ends",
+    "keep_end": "lose their beginnings",
+    "drop_overlength": "are left out",
+}
 
 
-@pytest.mark.parametrize("truncation", FATES)
+@pytest.mark.parametrize("truncation", TRUNCATION_TEXT)
 def test_the_shares_are_those_of_the_sequences_that_are_trained_on(config, truncation):
     preview = preview_of(config, truncation=truncation)
     changed = dataclasses.replace(config, format=dataclasses.replace(config.format, truncation=truncation))
@@ -64,7 +68,7 @@ def test_the_shares_are_those_of_the_sequences_that_are_trained_on(config, trunc
     assert (preview.num_records, preview.num_empty, preview.num_overlong) == (3, 1, 1)
     assert preview.describe() == (
         f"{preview.num_trained / preview.num_tokens:.1%} of {preview.num_tokens} tokens in the first 3 records; 1 records"
-        f" have none and are left out; 1 are longer than model.seq_len and {FATES[truncation]}"
+        f" have none and are left out; 1 are longer than model.seq_len and {TRUNCATION_TEXT[truncation]}"
     )
 
 

@@ -153,7 +153,7 @@ def test_one_source_with_a_signal_is_enough(open_with):
     opened = open_with(*KINDS["groups"])
     sound = opened([GROUP]).train[""]
     mixed = opened([useless, GROUP]).train[""]
-    assert (sound.no_signal(), mixed.no_signal()) == (None, None)
+    assert (sound.degenerate_reason(), mixed.degenerate_reason()) == (None, None)
     equal = type(mixed)(mixed._examples)
     equal._are_all_equal = True
     check_signals({"one": equal, "two": sound})

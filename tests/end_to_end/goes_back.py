@@ -13,7 +13,7 @@ from jaxlm import train
 from jaxlm.data.mixture import Mixture
 from jaxlm.engine.checkpoint.local import LocalFolder
 from jaxlm.engine.checkpoint.manager import Saver
-from jaxlm.engine.phase_runner import Conductor
+from jaxlm.engine.phase_runner import PhaseRunner
 from tests.systems.rl.dies import at_step, die, die_committing
 
 
@@ -37,7 +37,7 @@ def after_going_back(step: int, save=Saver.save_rewound) -> None:
 
 PLACES = {
     "in the streak": lambda: at_step(11),
-    "before going back": lambda: setattr(Conductor, "_go_back", die),
+    "before going back": lambda: setattr(PhaseRunner, "_go_back", die),
     "before the save": lambda: setattr(Saver, "save_rewound", die),
     "during the save": lambda: setattr(LocalFolder, "commit", die_committing("step-5-attempt-1", LocalFolder.commit)),
     "after going back": lambda: after_going_back(8),

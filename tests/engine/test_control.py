@@ -20,7 +20,7 @@ from jaxlm.engine.control import Control
 from jaxlm.engine.entry import StateBuilder
 from jaxlm.engine.loop import TrainingLoop
 from jaxlm.engine.metrics import MAX_IN_FLIGHT
-from jaxlm.engine.phase_runner import Conductor
+from jaxlm.engine.phase_runner import PhaseRunner
 from jaxlm.engine.sync import Done, Interrupted, Outcome
 from jaxlm.models.base import vocab_axis
 from jaxlm.optim.elementwise import AdamConfig
@@ -247,7 +247,7 @@ def test_a_plateau_goes_on_with_the_schedule(goes_on: bool):
     builder = StateBuilder(MODEL, vocab_axis(VOCAB), 0, F32, (first, second))
     at_its_end = SimpleNamespace(cursor=Cursor(20, 0, "train", False, False))
     history = History(1, controllers=memories)
-    conductor = Conductor(builder, layout(), cast(Any, None), print, cast(Any, at_its_end), history)
-    assert conductor.phase == second
+    phase_runner = PhaseRunner(builder, layout(), cast(Any, None), print, cast(Any, at_its_end), history)
+    assert phase_runner.phase == second
     staying = {"reduce_on_plateau": memories["reduce_on_plateau"]} if goes_on else {}
-    assert conductor.history == History(1, controllers=staying)
+    assert phase_runner.history == History(1, controllers=staying)

@@ -16,7 +16,7 @@ from jaxlm.engine.checkpoint.manifest import History
 from jaxlm.engine.checkpoint.store import SaveError
 from jaxlm.engine.loop import TrainingLoop
 from jaxlm.engine.metrics import NonFiniteError
-from jaxlm.engine.save_on_error import Rescue
+from jaxlm.engine.save_on_error import SaveOnError
 from jaxlm.session.exit_codes import _explained
 from tests.engine.test_loop import Sampled, opened_for, through_sampled_batches
 from tests.engine.test_peers import Service
@@ -89,7 +89,7 @@ class OtherIsLate(Service):
 
     def key_value_dir_get(self, prefix: str) -> list[tuple[str, str]]:
         found = super().key_value_dir_get(prefix)
-        self.key_value_set("jaxlm/rescue/0-5/1", "", allow_overwrite=True)
+        self.key_value_set("jaxlm/on_error/0-5/1", "", allow_overwrite=True)
         return found
 
 
@@ -114,8 +114,8 @@ def failing(error: Exception, *, step: int = 5, cannot_save: Exception | None = 
     saver, clock = Saver(cannot_save), ActivityClock()
     metrics: Any = SimpleNamespace(drain=lambda: None, rewind=rewind)
     batches: Any = SimpleNamespace(state=lambda: {"examples": 40})
-    rescue = Rescue(batches, metrics, saver, clock, first_step=2)  # type: ignore[arg-type]
-    with pytest.raises((type(error), SaveError)) as caught, rescue.between(lambda: "state", step):  # type: ignore[arg-type]
+    on_error = SaveOnError(batches, metrics, saver, clock, first_step=2)  # type: ignore[arg-type]
+    with pytest.raises((type(error), SaveError)) as caught, on_error.between(lambda: "state", step):  # type: ignore[arg-type]
         raise error
     assert bool(clock.seconds()[Activity.SAVE]) == (step > 2 and rewind is None)
     return saver.saved, caught.value
@@ -163,10 +163,10 @@ def test_what_is_saved_is_printed_after_errors_without_a_traceback():
 
 def test_a_process_saves_only_if_all_have_failed_at_the_same_place(monkeypatch):
     service = OtherIsLate()
-    assert rescues._agree(service, "jaxlm/rescue/0-5/", 0, 2)
+    assert rescues._agree(service, "jaxlm/on_error/0-5/", 0, 2)
     monkeypatch.setattr(rescues, "_OTHERS_S", 0.0)
-    assert not rescues._agree(service, "jaxlm/rescue/0-6/", 0, 2), "the other one has failed elsewhere"
-    assert not service.key_value_dir_get("jaxlm/rescue/0-6/"), "the other one would count on it later"
+    assert not rescues._agree(service, "jaxlm/on_error/0-6/", 0, 2), "the other one has failed elsewhere"
+    assert not service.key_value_dir_get("jaxlm/on_error/0-6/"), "the other one would count on it later"
     monkeypatch.setattr(rescues, "_all_have_failed", lambda folder: False)
     saved, error = failing(ConfigError("wrong"), step=1)
     assert saved == []

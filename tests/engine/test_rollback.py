@@ -10,7 +10,7 @@ from jaxlm.engine.checkpoint.local import LocalFolder
 from jaxlm.engine.checkpoint.manifest import Cursor, History
 from jaxlm.engine.checkpoint.policy import CheckpointerConfig
 from jaxlm.engine.checkpoint.writer import CheckpointWriter, SaveHealth
-from jaxlm.engine.phase_runner import Conductor
+from jaxlm.engine.phase_runner import PhaseRunner
 from jaxlm.models.families.gpt2 import Gpt2Config
 from jaxlm.optim.averaging import Ema
 from jaxlm.systems.orchestrate.portfolio import PortfolioConfig
@@ -47,13 +47,13 @@ def test_a_rollback_restores_every_bit_and_the_next_steps_repeat(tmp_path, devic
     metrics, after = trained(REPEATED), host(run)
     trained(ABANDONED - REPEATED)
 
-    conductor = Conductor(run.state_builder, run.where, folder, print, None, History())
+    phase_runner = PhaseRunner(run.state_builder, run.where, folder, print, None, History())
     bad = Rewind(SAVED + 1, SAVED + ABANDONED, "it went wrong", None, "a.key")
     with run.where.use():
-        run.state = conductor.act(bad, run.state, open_phase(run.where, PHASE, run.loop_step, batches))
-    assert conductor.resumed is not None
-    assert conductor.num_skipped == ABANDONED
-    batches.restore(conductor.resumed.position())
+        run.state = phase_runner.act(bad, run.state, open_phase(run.where, PHASE, run.loop_step, batches))
+    assert phase_runner.resumed is not None
+    assert phase_runner.num_skipped == ABANDONED
+    batches.restore(phase_runner.resumed.position())
     assert {"slots.ema", "slots.telemetry", "key", "step"} <= {".".join(path.split(".")[:2]) for path in before}
     assert_identical(host(run), before)
     assert trained(REPEATED) == metrics

@@ -166,12 +166,12 @@ def test_a_process_that_has_lost_its_run_writes_no_line_more(tmp_path):
     """Another start has the files: its lines and those would be of the same steps."""
     path, lost = tmp_path / "metrics.jsonl", []
 
-    def still_held():
+    def check_lease():
         if lost:
             raise LeaseLostError("another start has taken the run")
 
-    tracker = JsonlTracker(path, resume_step=0, still_held=still_held)
-    decisions = DecisionLog(LogFile(tmp_path / "decisions.jsonl", print, still_held), [], Console(), resume_step=0)
+    tracker = JsonlTracker(path, resume_step=0, check_lease=check_lease)
+    decisions = DecisionLog(LogFile(tmp_path / "decisions.jsonl", print, check_lease), [], Console(), resume_step=0)
     tracker.log(1, {"train/loss": 2.0})
     tracker.flush()
     lost.append(True)

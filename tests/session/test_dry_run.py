@@ -17,7 +17,7 @@ from jaxlm.plan.plan import make_plan
 from jaxlm.plan.run_config import RunConfig
 from jaxlm.reading.yaml import ConfigSource
 from jaxlm.session import dry_run as dry_runs
-from jaxlm.session.dry_run import _agreed_checks, _answers, _but, _checks, _previews, assumed_vocabulary
+from jaxlm.session.dry_run import _agreed_checks, _answers, _caveats, _checks, _previews, assumed_vocabulary
 from jaxlm.train import train
 from tests.answers import LLAMA, write_tokenizer
 from tests.session.test_mesh_plan import MODEL
@@ -151,12 +151,12 @@ def test_what_was_not_checked_qualifies_the_last_line(folder, tmp_path, monkeypa
         "weights": "not checked: someone/model is not on this disk",
         "start": "not checked: the checkpoints at gs://b/runs, which a start may download",
     }
-    assert _but(list(rows.items())) == ". Not everything was checked: see weights, start in the table"
-    assert _but([("data", "a start would end with: x"), *rows.items()]) == (
+    assert _caveats(list(rows.items())) == ". Not everything was checked: see weights, start in the table"
+    assert _caveats([("data", "a start would end with: x"), *rows.items()]) == (
         ", but a start would not get that far: see data in the table. Not everything was checked: see weights, start in the"
         " table"
     )
-    assert _but([("optimizer", "adam")]) == ""
+    assert _caveats([("optimizer", "adam")]) == ""
     monkeypatch.setattr(dry_runs, "_ANSWER_S", 0.0)
     never = threading.Event()
     (row,) = _answers([dry_runs._Question("text of data", never.wait, "the store")])

@@ -156,15 +156,15 @@ def test_data_that_stays_bad_ends_the_run_and_never_in_a_circle(runs, poison):
 @pytest.mark.slow
 def test_a_damaged_checkpoint_is_passed_over(runs, poison, monkeypatch):
     poison(5, 7)
-    from jaxlm.engine.phase_runner import Conductor
+    from jaxlm.engine.phase_runner import PhaseRunner
 
-    go_back = Conductor._go_back
+    go_back = PhaseRunner._go_back
 
-    def damaging(self: Conductor, *args: Any) -> Any:
+    def damaging(self: PhaseRunner, *args: Any) -> Any:
         (runs.place("damaged") / "step-4" / "run" / "manifest.json").write_text("{}")
         return go_back(self, *args)
 
-    monkeypatch.setattr(Conductor, "_go_back", damaging)
+    monkeypatch.setattr(PhaseRunner, "_go_back", damaging)
     runs.run("damaged", **RULE)
     assert "checkpoint step-4 is damaged" in runs.output
     assert "damaged/step-2 and past the data of the 5 steps since" in runs.output

@@ -213,10 +213,10 @@ def test_batches_are_closed_if_the_step_does_not_compile(monkeypatch):
     monkeypatch.setattr(phase, "step_options", mock.MagicMock())
     monkeypatch.setattr(train, "enter_phase", lambda *arguments, **named: None)
     monkeypatch.setattr(train, "compile_steps", mock.Mock(side_effect=ConfigError("too large")))
-    conductor = mock.MagicMock(resumed=None)
+    phase_runner = mock.MagicMock(resumed=None)
     init_from = mock.MagicMock()
     init_from.load_weights.return_value = (None, 0)
-    opening = train._open_phase(mock.MagicMock(), mock.MagicMock(), None, conductor, init_from)
+    opening = train._open_phase(mock.MagicMock(), mock.MagicMock(), None, phase_runner, init_from)
     with pytest.raises(ConfigError, match="too large"), opening:
         pass
     assert closed == ["batches"]

@@ -85,7 +85,7 @@ def test_flops_count_the_forward_pass_of_a_teacher_in_the_step(folder, tokenizer
 
 def test_flops_do_not_count_a_teacher_that_is_no_longer_read(folder, tokenizer, tmp_path):
     plan = plan_of(folder, tokenizer, refs={"teacher": {"type": "hf", "path": str(tmp_path / "gone")}})
-    left = dataclasses.replace(plan, past_refs={"teacher": {}})
+    left = dataclasses.replace(plan, retired_refs={"teacher": {}})
     assert flops_per_token(left, left.phases[0]) == plan.config.model.flops_per_token(tokenizer.vocab_size)
 
 

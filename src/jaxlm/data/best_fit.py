@@ -35,7 +35,7 @@ from jaxlm.data.batch import Columns
 from jaxlm.data.cache.derived_arrays import RowIndex, open_or_index
 from jaxlm.data.cache.token_cache import TokenCache
 from jaxlm.data.examples import Examples, documents_as_text
-from jaxlm.data.formats.base import FATES, Truncation
+from jaxlm.data.formats.base import TRUNCATION_TEXT, Truncation
 from jaxlm.reading.decode import encode
 
 Fill = Literal["crop", "split", "pad"]
@@ -109,7 +109,7 @@ def pack_rows(
         fill: as in `BestFitConfig`.
     """
     firsts, starts, lengths = array("q", [0]), array("q"), array("i")
-    num_cuts = num_lost = 0
+    num_cuts = num_dropped_tokens = 0
     while len(starts) < num_pieces:
         room = waiting.capacity
         while room:
@@ -124,7 +124,7 @@ def pack_rows(
                 start, whole = waiting.take_shortest()
                 length = room
                 if fill == "crop":
-                    num_cuts, num_lost = num_cuts + 1, num_lost + whole - room
+                    num_cuts, num_dropped_tokens = num_cuts + 1, num_dropped_tokens + whole - room
                 else:
                     num_cuts += room > 1
                     # The last token of a row is only a target. It is the first input of the rest.
@@ -135,12 +135,12 @@ def pack_rows(
         if waiting.capacity - room >= 2:
             firsts.append(len(starts))
             continue
-        num_lost += waiting.capacity - room  # a single token has no target
+        num_dropped_tokens += waiting.capacity - room  # a single token has no target
         del starts[firsts[-1] :], lengths[firsts[-1] :]
         if not waiting.count:
             break
     pieces = np.array(starts, np.int64), np.array(lengths, np.int32)
-    return RowIndex(np.array(firsts, np.int64), *pieces, num_cuts, num_lost)
+    return RowIndex(np.array(firsts, np.int64), *pieces, num_cuts, num_dropped_tokens)
 
 
 _PART = 1 << 16  # documents in the parts after the first: packed in a fifth of a second
@@ -320,8 +320,10 @@ def pack_best_fit(
     documents, waiting = _documents(starts_at, sizes - too_long), WaitingDocuments(capacity)
     batches = iter(lambda: list(itertools.islice(documents, config.refill_size)), [])
     index = pack_rows(waiting, batches, config.buffer_size, config.fill)
-    num_cuts, num_lost = int((too_long > 0).sum()), int(too_long.sum())
-    return replace(index, num_cuts=index.num_cuts + num_cuts, num_lost=index.num_lost + num_lost)
+    num_cuts, num_dropped_tokens = int((too_long > 0).sum()), int(too_long.sum())
+    return replace(
+        index, num_cuts=index.num_cuts + num_cuts, num_dropped_tokens=index.num_dropped_tokens + num_dropped_tokens
+    )
 
 
 def _documents(starts: np.ndarray, lengths: np.ndarray) -> Iterator[tuple[int, int]]:
@@ -385,7 +387,7 @@ class BestFitSequences(Examples):
         self._config = config
         self._ignored_id = ignored_id
         self._rows, self._index = rows, rows.first_pass
-        self._fate = FATES[truncation].done
+        self._fate = TRUNCATION_TEXT[truncation].done
 
     def __len__(self) -> int:
         return len(self._index)
@@ -400,17 +402,21 @@ class BestFitSequences(Examples):
         index, num_tokens = self._index, self.cache.num_tokens
         filled = f"{len(self):,} rows of {self.seq_len:,} tokens, packed by best fit, {self.padding:.2%} padding"
         if self._config.fill == "split":
-            lost = f"{index.num_lost:,} of {num_tokens:,} tokens are" if index.num_lost else "no token is"
+            lost = (
+                f"{index.num_dropped_tokens:,} of {num_tokens:,} tokens are"
+                if index.num_dropped_tokens
+                else "no token is"
+            )
             return f"{filled}; documents were cut {index.num_cuts:,} times, and {lost} lost"
         if self.is_endless:
             filled += ", and the next pass follows without a break"
             if self.cache.documents_of_groups is None:
                 filled += f" (an earlier version made {self.cache.location}, without the ends of row groups)"
-        lost = index.num_lost / num_tokens
+        lost = index.num_dropped_tokens / num_tokens
         advice = ". Set data.packing.fill: split, which loses none" if lost > _TOO_MANY_LOST else ""
         return (
             f"{filled}; {index.num_cuts:,} of {len(self.cache.offsets) - 1:,} documents were {self._fate}, losing"
-            f" {index.num_lost:,} of {num_tokens:,} tokens ({lost:.1%}){advice}"
+            f" {index.num_dropped_tokens:,} of {num_tokens:,} tokens ({lost:.1%}){advice}"
         )
 
     def starts(self, indices: np.ndarray) -> np.ndarray:

@@ -243,12 +243,12 @@ class DataConfig(SourceConfig, Registry, abc.ABC):
         if self.enforce_bos is not None:
             return self.enforce_bos
         formats = [source.config.format for source in self.sources() if source.has(TRAIN)]
-        are_answers = all(one.begins_as in ("prompt", "template") for one in formats)
+        are_answers = all(one.bos_policy in ("prompt", "template") for one in formats)
         return None if formats and are_answers else True
 
     def known_tokenizer(self) -> Tokenizer | None:
         """The tokenizer; None for one that is trained, or if no document depends on what it puts in front of a text."""
-        depends = self.enforce_bos is None and any(s.config.format.begins_as == "prompt" for s in self.sources())
+        depends = self.enforce_bos is None and any(s.config.format.bos_policy == "prompt" for s in self.sources())
         return None if bpe_config(self.tokenizer) or not depends else self.load_tokenizer(log=lambda _: None)
 
     def describe_begin(self) -> str:
@@ -388,7 +388,7 @@ class DataConfig(SourceConfig, Registry, abc.ABC):
         return examples
 
     def validation_documents(self) -> Iterator[str]:
-        if any(source.config.format.begins_as == "ids" for source in self.sources()):
+        if any(source.config.format.bos_policy == "ids" for source in self.sources()):
             return iter(())  # token ids are not the text they were made from
         return itertools.chain.from_iterable(source.documents(VALIDATION) for source in self.sources())
 

@@ -11,7 +11,7 @@ import numpy as np
 from jaxlm.core.errors import ConfigError
 from jaxlm.data.batch import Columns
 from jaxlm.data.cache.token_cache import TokenCache
-from jaxlm.data.formats.base import FATES, Truncation
+from jaxlm.data.formats.base import TRUNCATION_TEXT, Truncation
 
 _MASKED = ("⟦", "⟧")
 
@@ -45,7 +45,7 @@ class Examples(abc.ABC):
     def summary(self) -> str | None:
         """How the documents became examples, for the log; None if there is nothing to say."""
 
-    def no_signal(self) -> str | None:
+    def degenerate_reason(self) -> str | None:
         """Why nothing can be learned from any of the examples, and what to check; None if something can."""
         return None
 
@@ -125,8 +125,8 @@ class WrappedExamples(Examples):
     def summary(self) -> str | None:
         return self._examples.summary
 
-    def no_signal(self) -> str | None:
-        return self._examples.no_signal()
+    def degenerate_reason(self) -> str | None:
+        return self._examples.degenerate_reason()
 
     def num_apart_from(self, first: int) -> int:
         return self._examples.num_apart_from(first)
@@ -181,7 +181,11 @@ def no_targets_within(cache: TokenCache, seq_len: int, key: str, split: str, tru
     end, is_target = int(cache.offsets[1]), cache.read_target_mask(np.zeros(1, np.int64), int(cache.offsets[1]))[0]
     first = int(np.argmax(is_target)) + 1
     begins = f"begins at token {first:,}" if is_target.any() else "is on no token"
-    why = "" if truncation == "keep_start" else f" and longer documents {FATES[truncation].happens} (format.truncation)"
+    why = (
+        ""
+        if truncation == "keep_start"
+        else f" and longer documents {TRUNCATION_TEXT[truncation].happens} (format.truncation)"
+    )
     return (
         f"{key}: no document of the {split} text has a token to compute the loss on within model.seq_len ({seq_len}){why}."
         f" The first, {cache.source_of(0)}, has {end:,} tokens, and the loss {begins}. Set {key}.{split}_urls to other text,"
@@ -195,7 +199,7 @@ def check_signals(train: Mapping[str, Examples]) -> None:
     Args:
         train: by the names of the sources.
     """
-    signals = {name: examples.no_signal() for name, examples in train.items()}
+    signals = {name: examples.degenerate_reason() for name, examples in train.items()}
     if signals and all(signals.values()):
         name, problem = next(iter(signals.items()))
         raise ConfigError(f"data{f'.configs.{name}' if name else ''}: {problem}")

@@ -19,7 +19,7 @@ import numpy as np
 from jaxlm.data.base import given
 from jaxlm.data.cache.token_cache import TokenCache
 from jaxlm.data.examples import ContiguousExamples, documents_as_text
-from jaxlm.data.formats.base import FATES, Truncation
+from jaxlm.data.formats.base import TRUNCATION_TEXT, Truncation
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ class PackedDocuments:
         ends: int64 [sequences], end (exclusive) of each sequence's documents; past the sequence if a document that is too
             long keeps its beginning.
         num_overlong: documents longer than seq_len + 1 tokens (the last one is only a target).
-        num_lost: tokens of these documents that are in no sequence.
+        num_dropped_tokens: tokens of these documents that are in no sequence.
         num_without_targets: sequences left out because they contain no target token.
         truncation: what became of the documents that are too long.
     """
@@ -39,7 +39,7 @@ class PackedDocuments:
     starts: np.ndarray
     ends: np.ndarray
     num_overlong: int
-    num_lost: int
+    num_dropped_tokens: int
     num_without_targets: int
     truncation: Truncation = "keep_start"
 
@@ -68,12 +68,12 @@ def pack_documents(
     first = np.minimum(starts + 1, ends)
     has_targets = targets_before[np.minimum(ends, starts + seq_len + 1)] > targets_before[first]
     lost = np.maximum(lengths - (seq_len + 1), 0)
-    num_overlong, num_lost = int((lost > 0).sum()), int(lost.sum())
+    num_overlong, num_dropped_tokens = int((lost > 0).sum()), int(lost.sum())
     if truncation == "drop_overlength":
         fits = ends - starts <= seq_len + 1
-        num_lost = int((ends - starts)[~fits].sum())
+        num_dropped_tokens = int((ends - starts)[~fits].sum())
         starts, ends, has_targets = starts[fits], ends[fits], has_targets[fits]
-    counts = (num_overlong, num_lost, int((~has_targets).sum()))
+    counts = (num_overlong, num_dropped_tokens, int((~has_targets).sum()))
     return PackedDocuments(starts[has_targets], ends[has_targets], *counts, truncation=truncation)
 
 
@@ -139,10 +139,10 @@ class PackedSequences(ContiguousExamples):
         if self.cache.target_mask is not None:
             parts.append(f"loss on {self.cache.trained_share:.1%} of the documents' tokens")
         if packed.num_overlong:
-            fate = FATES[packed.truncation].done
+            fate = TRUNCATION_TEXT[packed.truncation].done
             parts.append(
                 f"{packed.num_overlong:,} documents are longer and were {fate}, losing"
-                f" {packed.num_lost:,} of {self.cache.num_tokens:,} tokens"
+                f" {packed.num_dropped_tokens:,} of {self.cache.num_tokens:,} tokens"
             )
         if packed.num_without_targets:
             parts.append(

@@ -15,7 +15,7 @@ from jaxlm.data.batch import BatchSpec, Column, Columns, random_tokens, shifted_
 from jaxlm.data.cache.token_cache import TokenCache
 from jaxlm.data.config import DataConfig
 from jaxlm.data.examples import ContiguousExamples, WrappedExamples, documents_as_text
-from jaxlm.data.formats.base import FATES, FormatConfig, Truncation
+from jaxlm.data.formats.base import TRUNCATION_TEXT, FormatConfig, Truncation
 from jaxlm.data.formats.completions import CompletionsFormat, GroupsFormat, PairsFormat, UnpairedFormat
 from jaxlm.data.sources.named import truncations
 from jaxlm.reading.choices import choice
@@ -82,7 +82,7 @@ class SeveralCompletions(ContiguousExamples):
         what = self._what
         parts = [f"{len(self):,} {what} of sequences of {self.seq_len:,} tokens, {self.padding:.1%} padding"]
         if self._num_long:
-            parts.append(f"longer {what} that were {FATES[self._truncation].done}: {self._num_long:,}")
+            parts.append(f"longer {what} that were {TRUNCATION_TEXT[self._truncation].done}: {self._num_long:,}")
         if self._num_without_targets:
             parts.append(
                 f"{self._num_without_targets:,} {what} left out: their prompt leaves no room for a token of a completion"
@@ -162,7 +162,7 @@ class ComparedCompletions(WrappedExamples):
     def summary(self) -> str | None:
         return "; ".join(filter(None, (super().summary, self._equal and f"{self._equal}: {self._consequence}")))
 
-    def no_signal(self) -> str | None:
+    def degenerate_reason(self) -> str | None:
         return f"all {self._equal}, {self._if_all}" if self._are_all_equal else None
 
 

@@ -185,7 +185,7 @@ class TokensConfig(DataConfig):
                 " true"
             )
         for source in self.sources():
-            if source.config.format.begins_as == "ids":
+            if source.config.format.bos_policy == "ids":
                 kind = choice_name(type(source.config.format))
                 raise ConfigError(
                     f"{source.key}.format.type: {kind} given, whose documents need not begin with BOS, but data.packing:"

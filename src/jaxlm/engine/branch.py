@@ -22,7 +22,7 @@ import numpy as np
 from jaxlm.controllers.base import Branch, Branched
 from jaxlm.engine.metrics import MAX_IN_FLIGHT
 from jaxlm.engine.open_phase import OpenPhase
-from jaxlm.engine.save_on_error import Rescue
+from jaxlm.engine.save_on_error import SaveOnError
 from jaxlm.engine.state import RunState
 from jaxlm.engine.step import StepReport
 
@@ -83,12 +83,12 @@ def branch_end(branch: Branch, step: int, at: OpenPhase) -> int | None:
 
 
 def run_branch(
-    branch: Branch, state: RunState, step: int, end: int, at: OpenPhase, rescue: Rescue
+    branch: Branch, state: RunState, step: int, end: int, at: OpenPhase, on_error: SaveOnError
 ) -> BranchResult | BranchStopped:
     """Runs a branch from after `step` to after `end`. The buffers of `state` are deleted.
 
     Args:
-        rescue: saves the state from before the branch if a batch cannot be made.
+        on_error: saves the state from before the branch if a batch cannot be made.
     """
     started, position = time.perf_counter(), at.batches.state()
     before = at.probe(state, branch.probe_batches)
@@ -103,7 +103,7 @@ def run_branch(
     at.log(f"branch at step {step}: trying {names} for {end - step:,} steps each, with a loss of {before:.4f} before")
     losses: dict[str, float] = {}
     best: tuple[str, _Parked, list[TakenStep]] | None = None
-    with rescue.between(at_its_start, step):
+    with on_error.between(at_its_start, step):
         for name, controls in branch.candidates.items():
             candidate = at.control.with_candidate(at_its_start(), controls)
             try:

@@ -193,16 +193,16 @@ class PhaseEntry:
         of the guards and, if the schedule goes on too, its position, averages and the objective's state.
         """
         assert self.previous is not None
-        goes_on = self.phase.schedule_start is not None
+        continues_schedule = self.phase.schedule_start is not None
         opt_state, old_slots = carried.opt_state, carried.slots
         for number, surgery in enumerate(self.phase.surgeries):
             sums = None if given is None else given.sums_of(number)
             opt_state, old_slots = _map_models(functools.partial(surgery.moved, sums=sums), (opt_state, old_slots))
         opt_state = _taken(fresh.opt_state, opt_state)
-        if not goes_on:
+        if not continues_schedule:
             opt_state = with_schedules_restarted(opt_state)
         names = {guard.name for guard in self.phase.guards(self.precision)}
-        if goes_on:
+        if continues_schedule:
             names |= set(self.phase.averages)
             if self.phase.objective == self.previous.objective and not self.phase.objective.holds_reference:
                 names.add(OBJECTIVE_SLOT)
@@ -210,7 +210,7 @@ class PhaseEntry:
             name: _taken(slot, old_slots[name]) if name in names & old_slots.keys() else slot
             for name, slot in fresh.slots.items()
         }
-        updates = carried.updates if goes_on else fresh.guard.updates
+        updates = carried.updates if continues_schedule else fresh.guard.updates
         return replace(fresh, opt_state=opt_state, guard=replace(fresh.guard, updates=updates), slots=slots)
 
 

@@ -13,7 +13,7 @@ from jaxlm.core.values.logged import Activity
 from jaxlm.engine.branch import BranchStopped, branch_end, run_branch
 from jaxlm.engine.hooks import Hook
 from jaxlm.engine.open_phase import OpenPhase
-from jaxlm.engine.save_on_error import AT_THE_END, Rescue
+from jaxlm.engine.save_on_error import AT_THE_END, SaveOnError
 from jaxlm.engine.state import RunState
 from jaxlm.engine.sync import Done, Interrupted, Outcome
 
@@ -37,7 +37,7 @@ class TrainingLoop:
     def __init__(self, state: RunState, at: OpenPhase):
         self.state, self.step = state, int(state.step)
         self._at = at
-        self._rescue = Rescue(at.batches, at.metrics, at.saver, at.clock, self.step)
+        self._on_error = SaveOnError(at.batches, at.metrics, at.saver, at.clock, self.step)
         self._is_first = True
 
     def run(self) -> tuple[RunState, Outcome]:
@@ -79,11 +79,11 @@ class TrainingLoop:
             at.metrics.drain()  # the run may go back, and the time that follows belongs to no step
             if at.metrics.rewind is not None:
                 return at.metrics.rewind
-            with self._rescue.between(lambda: self.state, self.step), pause(), clock.during(batches.refreshes_as):
+            with self._on_error.between(lambda: self.state, self.step), pause(), clock.during(batches.refreshes_as):
                 batches.refresh(self.state.model, self.step)
             at.metrics.skip_time()
         started = time.perf_counter()
-        with self._rescue.between(lambda: self.state, self.step), clock.during(Activity.DATA):
+        with self._on_error.between(lambda: self.state, self.step), clock.during(Activity.DATA):
             batch = next(batches)
         loading_s = time.perf_counter() - started
         flags = at.flag_sync.raised(save=at.saver.due_by_clock())
@@ -100,7 +100,7 @@ class TrainingLoop:
         if at.metrics.rewind is not None:
             return at.metrics.rewind
         with pause(), at.clock.during(Activity.BRANCH):
-            result = run_branch(branch, self.state, self.step, end, at, self._rescue)
+            result = run_branch(branch, self.state, self.step, end, at, self._on_error)
         self.state = result.state
         if isinstance(result, BranchStopped):
             with at.clock.during(Activity.SAVE):
@@ -150,7 +150,7 @@ class TrainingLoop:
         for number, hook in enumerate(due[num_run:], num_run):
             missed: dict[str, Any] = {"place": AT_THE_END} if is_end else {"hooks_run": number}
             with at.clock.during(hook.activity):
-                with self._rescue.between(lambda: self.state, self.step, **missed):
+                with self._on_error.between(lambda: self.state, self.step, **missed):
                     hook.run(self.step, self.state)
                 decided = at.control.after_evaluation(self.step) if hook is at.hooks.evaluations else None
             if decided is not None:

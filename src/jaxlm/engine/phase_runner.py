@@ -22,7 +22,7 @@ from jaxlm.engine.checkpoint.store import CheckpointFolder
 from jaxlm.engine.entry import StateBuilder
 from jaxlm.engine.open_phase import OpenPhase
 from jaxlm.engine.phases import Phase
-from jaxlm.engine.save_on_error import AT_THE_END, Rescue
+from jaxlm.engine.save_on_error import AT_THE_END, SaveOnError
 from jaxlm.engine.state import RunState, on_devices
 from jaxlm.engine.sync import Done, Interrupted, Next, Outcome, Rewind
 
@@ -31,7 +31,7 @@ class RewindError(Exception):
     """The run cannot go back: it has done so too often, or there is no undamaged checkpoint to go back to."""
 
 
-class Conductor:
+class PhaseRunner:
     """The place of a run in its phases. All processes act in the same way.
 
     Attributes:
@@ -114,8 +114,8 @@ class Conductor:
             history = replace(history, phase_ends=ends)
         is_last = phase.index + 1 == len(self.state_builder.phases)
         saver.history = _in_phase(None if is_last else self.state_builder.phases[phase.index + 1], history)
-        rescue = Rescue(ended.batches, ended.metrics, saver, ended.clock, phase.start, ends=True)
-        with rescue.between(lambda: state, step, place=AT_THE_END):
+        on_error = SaveOnError(ended.batches, ended.metrics, saver, ended.clock, phase.start, ends=True)
+        with on_error.between(lambda: state, step, place=AT_THE_END):
             if weights is not None and (evaluations := ended.hooks.evaluations) is not None:
                 with ended.clock.during(evaluations.activity):
                     evaluations.run_at_early_end(step, state)

@@ -28,7 +28,7 @@ _UNSAVED = "After that, the last step could not be saved"
 
 
 @dataclass(frozen=True)
-class Rescue:
+class SaveOnError:
     """Between two steps, the state and the position of the data belong together, so they can be saved.
 
     A process that fails alone cannot save: the others are in the next step already, and its results are not complete.
@@ -81,7 +81,7 @@ class Rescue:
 
     def _save(self, state: RunState, step: int, hooks_run: int | None, place: str) -> str:
         """Saves the state, if that is possible. Returns what a start continues from, for messages."""
-        if not _all_have_failed(f"jaxlm/rescue/{self.saver.history.attempt}-{step}/"):
+        if not _all_have_failed(f"jaxlm/on_error/{self.saver.history.attempt}-{step}/"):
             return (
                 "Not all processes of the run have failed after this step, so it could not be saved. The same command"
                 " continues from the newest checkpoint"

@@ -212,7 +212,7 @@ class LanguageModel(eqx.Module):
             ConfigError: the model has no tap of that name.
         """
 
-    def hidden_of(
+    def forward_layers(
         self,
         first: int,
         stop: int | None,

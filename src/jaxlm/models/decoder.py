@@ -381,16 +381,16 @@ class Decoder(TransformerModel):
         assert inputs.mask_fractions is not None
         parts = needed(self.denoisers, inputs.mask_range)
         if len(parts) == 1:
-            return self.hidden_of(parts[0].first, parts[0].stop, inputs, key=key)
+            return self.forward_layers(parts[0].first, parts[0].stop, inputs, key=key)
 
         def run(denoiser: Denoiser) -> NamedArray:
-            hidden = self.hidden_of(denoiser.first, denoiser.stop, inputs, key=key)
+            hidden = self.forward_layers(denoiser.first, denoiser.stop, inputs, key=key)
             assert not hidden.aux, "no family with experts attends to later tokens"
             return hax.auto_sharded(hidden.final)
 
         return Hidden(routed(parts, inputs.mask_fractions, run))
 
-    def hidden_of(
+    def forward_layers(
         self,
         first: int,
         stop: int | None,

@@ -80,7 +80,7 @@ def whole(model: M) -> M:
 
     def joined(body: Stacks) -> Body:
         result: Body = body
-        while isinstance(result, Stacks) and result.cuts and (after := result.joined()) is not result:
+        while isinstance(result, Stacks) and result.cuts and (after := result.unsplit()) is not result:
             result = after
         return dataclasses.replace(result, generation=0) if isinstance(result, Stack) else result
 

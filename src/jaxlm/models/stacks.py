@@ -117,8 +117,8 @@ def layer_contexts(
     ]
 
 
-class Visit(Protocol):
-    """What a pass over the layers does at each of them (`Body.over_layers`)."""
+class LayerFn(Protocol):
+    """What a pass over the layers does at each of them (`Body.map_layers`)."""
 
     def __call__(
         self,
@@ -140,7 +140,7 @@ class Visit(Protocol):
         ...
 
 
-Cut = tuple[tuple[int, ...], ...]
+SplitMap = tuple[tuple[int, ...], ...]
 """For each stack before a cut, the numbers of the stacks that it has become: one, or a lower and an upper one. Layers that a
 model has grown count as cut off from the stack beside them."""
 
@@ -160,7 +160,7 @@ class Body(abc.ABC):
 
     @property
     @abc.abstractmethod
-    def cuts(self) -> tuple["Cut", ...]:
+    def cuts(self) -> tuple["SplitMap", ...]:
         """What `split_at` and growth have done, the last one last."""
 
     @property
@@ -216,7 +216,7 @@ class Body(abc.ABC):
         stacks = []
         for number in numbers:
             places = [place for place, layer in enumerate(self.layer_numbers[number]) if layer in kept]
-            stacks.append(dataclasses.replace(self.stacks[number].taken(places), structure=len(stacks)))
+            stacks.append(dataclasses.replace(self.stacks[number].select(places), structure=len(stacks)))
         if len(stacks) == 1:
             return dataclasses.replace(stacks[0], final_norm=self.last_norm)
         return Stacks.of(stacks, tuple(numbers.index(number) for number in before), self.last_norm)
@@ -274,8 +274,8 @@ class Body(abc.ABC):
         tapped = {name: (residuals | {FINAL: final})[name] for name in taps}
         return Hidden(final, extended, concatenated(reported).aux_losses() if reported else {}, tapped)
 
-    def over_layers(
-        self, visit: Visit, x: NamedArray, inputs: Inputs, given: Any = None, key: jax.Array | None = None
+    def map_layers(
+        self, visit: LayerFn, x: NamedArray, inputs: Inputs, given: Any = None, key: jax.Array | None = None
     ) -> Any:
         """What `visit` returns at each layer, named arrays {layers, ...} from the first layer to the last. No norm follows.
 
@@ -317,7 +317,7 @@ class Body(abc.ABC):
         segment: Segment,
         x: NamedArray,
         shared: "ForwardPass",
-        visit: Visit | None = None,
+        visit: LayerFn | None = None,
         given: Any = None,
         *,
         keeps_streams: bool = False,
@@ -479,7 +479,7 @@ class Stack(Body, eqx.Module):
         return (0,) * self.Layers.size
 
     @property
-    def cuts(self) -> tuple[Cut, ...]:
+    def cuts(self) -> tuple[SplitMap, ...]:
         return ()
 
     @property
@@ -510,7 +510,7 @@ class Stack(Body, eqx.Module):
             kinds=shortest_period(self.kinds_between(start, stop)),
         )
 
-    def taken(self, places: Sequence[int]) -> "Stack":
+    def select(self, places: Sequence[int]) -> "Stack":
         """The layers at these places of the stack."""
         kinds = self.kinds_between(0, self.Layers.size)
         stacked = jax.tree.map(
@@ -519,7 +519,7 @@ class Stack(Body, eqx.Module):
         layers = dataclasses.replace(self.layers, stacked=stacked, Block=self.Layers.resize(len(places)))
         return dataclasses.replace(self, layers=layers, kinds=shortest_period([kinds[place] for place in places]))
 
-    def followed_by(self, upper: "Stack") -> "Stack":
+    def concat(self, upper: "Stack") -> "Stack":
         """The layers of both stacks, which must have the same structure, in one stack."""
         sizes = self.Layers.size, upper.Layers.size
         stacked = concatenated([self.layers.stacked, upper.layers.stacked])
@@ -560,7 +560,7 @@ class Stacks(Body):
 
     parts: tuple[Stack, ...]
     turns: tuple[int, ...]
-    cuts: tuple[Cut, ...] = ()
+    cuts: tuple[SplitMap, ...] = ()
 
     @staticmethod
     def of(parts: Sequence[Stack], turns: Sequence[int], final_norm: Norm) -> "Stacks":
@@ -577,20 +577,20 @@ class Stacks(Body):
     def order(self) -> tuple[int, ...]:
         return self.turns
 
-    def joined(self) -> Body:
+    def unsplit(self) -> Body:
         """The inverse of the last cut: joins the stacks that it has made, unless they differ in more than layers."""
         *earlier, cut = self.cuts
         if any(len({self.parts[number].form for number in numbers}) > 1 for numbers in cut):
             return self
-        parts = [functools.reduce(Stack.followed_by, (self.parts[number] for number in numbers)) for numbers in cut]
+        parts = [functools.reduce(Stack.concat, (self.parts[number] for number in numbers)) for numbers in cut]
         whole_of = {number: whole for whole, numbers in enumerate(cut) for number in numbers}
         whole = Stacks.of(parts, [whole_of[number] for number in self.turns], self.last_norm)
         return whole.parts[0] if len(parts) == 1 else dataclasses.replace(whole, cuts=tuple(earlier))
 
-    def tree_flatten_with_keys(self) -> tuple[list[tuple[Any, Stack]], tuple[tuple[int, ...], tuple[Cut, ...]]]:
+    def tree_flatten_with_keys(self) -> tuple[list[tuple[Any, Stack]], tuple[tuple[int, ...], tuple[SplitMap, ...]]]:
         children = [(jax.tree_util.SequenceKey(number), stack) for number, stack in enumerate(self.parts)]
         return children, (self.turns, self.cuts)
 
     @classmethod
-    def tree_unflatten(cls, layout: tuple[tuple[int, ...], tuple[Cut, ...]], stacks: Sequence[Stack]) -> "Stacks":
+    def tree_unflatten(cls, layout: tuple[tuple[int, ...], tuple[SplitMap, ...]], stacks: Sequence[Stack]) -> "Stacks":
         return cls(tuple(stacks), *layout)

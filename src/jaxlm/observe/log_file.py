@@ -13,7 +13,7 @@ from jaxlm.core.errors import ConfigError
 from jaxlm.core.redaction import write_text
 from jaxlm.core.safe_io import atomic_file
 from jaxlm.core.stores import check_store_writable, open_store, put_file, storage_errors
-from jaxlm.engine.checkpoint.lease import StillHeld, locked_file
+from jaxlm.engine.checkpoint.lease import LeaseCheck, locked_file
 from jaxlm.observe import environment
 from jaxlm.observe.records import CONFIG, ENVIRONMENT
 
@@ -29,9 +29,9 @@ class LogFile:
     Another thread may call `flush`. Then the others do not wait for the disk: what they append is written later.
     """
 
-    def __init__(self, path: Path, warn: Callable[[str], None], still_held: StillHeld = lambda: None):
-        """Args: still_held: called before lines are written; those of a process that has lost its run are dropped."""
-        self.path, self._still_held = path, still_held
+    def __init__(self, path: Path, warn: Callable[[str], None], check_lease: LeaseCheck = lambda: None):
+        """Args: check_lease: called before lines are written; those of a process that has lost its run are dropped."""
+        self.path, self._still_held = path, check_lease
         self._warn = warn
         self._file: BinaryIO | None = None
         self._size = 0  # bytes in the file
@@ -145,17 +145,17 @@ class LogStore:
         self._warn = warn
         self._uploaded: dict[Path, tuple[int, int]] = {}
         self._failing = False
-        self.still_held: StillHeld = lambda: None
+        self.check_lease: LeaseCheck = lambda: None
 
     @contextlib.contextmanager
-    def locked(self) -> Iterator[StillHeld]:
+    def locked(self) -> Iterator[LeaseCheck]:
         """Keeps other runs out of the local folder, where both would write the same files. The lock is a file beside it."""
         path = self._folder.with_name(f".{self._folder.name}.logs.lock")
         unwritable = lambda error: ConfigError(  # noqa: E731
             f"{_KEY}: {self._folder} cannot be written: {error.strerror}. Set it to a writable folder"
         )
-        with locked_file(path, f"write their logs to {self._folder.absolute()}", unwritable) as self.still_held:
-            yield self.still_held
+        with locked_file(path, f"write their logs to {self._folder.absolute()}", unwritable) as self.check_lease:
+            yield self.check_lease
 
     def fetch(self, *, replace: bool) -> None:
         """Downloads the files of earlier starts.

@@ -64,7 +64,7 @@ class Plan:
         data: data section of each phase.
         batches: batch sizes and their division into microbatches.
         refs: the references, by name. Nothing of them has been read.
-        past_refs: name -> identity of each reference that the run no longer reads. Its files may be gone.
+        retired_refs: name -> identity of each reference that the run no longer reads. Its files may be gone.
     """
 
     config: RunConfig
@@ -77,7 +77,7 @@ class Plan:
     data: tuple[DataConfig, ...]
     batches: BatchPlan
     refs: Mapping[str, Ref]
-    past_refs: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
+    retired_refs: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
 
     @property
     def precision(self) -> Precision:
@@ -93,9 +93,9 @@ class Plan:
         return self.state_builder.phases
 
     @property
-    def read_refs(self) -> dict[str, Ref]:
+    def active_refs(self) -> dict[str, Ref]:
         """The references that the run still reads."""
-        return {name: ref for name, ref in self.refs.items() if name not in self.past_refs}
+        return {name: ref for name, ref in self.refs.items() if name not in self.retired_refs}
 
     @property
     def num_steps(self) -> int:
@@ -152,7 +152,7 @@ class Plan:
         if config == self.config and vocab_size == self.state_builder.Vocab.size:
             return self
         # The same references, so that nothing of them is read twice.
-        return replace(make_plan(config, self.run_id, vocab_size), refs=self.refs, past_refs=self.past_refs)
+        return replace(make_plan(config, self.run_id, vocab_size), refs=self.refs, retired_refs=self.retired_refs)
 
 
 @gc_paused()
@@ -432,7 +432,7 @@ def plan_phases(config: RunConfig) -> tuple[tuple[Phase, ...], tuple[DataConfig,
         steps = config.trainer.num_train_steps if phase.num_train_steps is None else phase.num_train_steps
         optimizer = phase.optimizer or config.optimizer
         objective = phase.objective or config.objective
-        goes_on = phase.carry_optimizer and _check_carries(optimizer, objective, phases, index)
+        continues_schedule = phase.carry_optimizer and _check_carries(optimizer, objective, phases, index)
         phase = objective.prepare(replace(phase, data=phase.data or config.data, optimizer=optimizer))
         surgeries = phase.surgery
         for surgery in surgeries:
@@ -454,7 +454,7 @@ def plan_phases(config: RunConfig) -> tuple[tuple[Phase, ...], tuple[DataConfig,
                 averages={} if averaging is None else {"ema": averaging},
                 controllers=phase_controllers(config, phase, index),
                 carries_optimizer=phase.carry_optimizer,
-                schedule_start=phases[-1].first_scheduled if goes_on else None,
+                schedule_start=phases[-1].first_scheduled if continues_schedule else None,
                 scheduled_steps=scheduled,
             )
         )

@@ -130,13 +130,13 @@ def dry_run(plan: Plan, console: Console) -> None:
             refusals += too_large
             console.log(table(f"phase '{phase.name}'", [*phase_rows, *too_large]))
     console.log(f"schedule: {_plot_schedule(plan)}")
-    console.log(f"dry run complete: all training steps compile{_but(rows + refusals)}")
+    console.log(f"dry run complete: all training steps compile{_caveats(rows + refusals)}")
     refused = [answer for _, answer in rows + refusals if answer.startswith(_REFUSED)]
     if not all_processes(not refused):
         raise ConfigError("\n".join(dict.fromkeys(refused)) or "a start would end on another process; see its output")
 
 
-def _but(rows: Sequence[tuple[str, str]]) -> str:
+def _caveats(rows: Sequence[tuple[str, str]]) -> str:
     """What qualifies that all training steps compile."""
     but = ""
     for prefix, says in (

@@ -76,7 +76,7 @@ def final_report(plan: Plan, console: Console, *, has_template: bool) -> None:
 
 def chats(record_format: FormatConfig) -> bool:
     """Returns whether a model learns to answer in a chat template: texts need none."""
-    return record_format.begins_as == "template" or record_format.given_template() is not None
+    return record_format.bos_policy == "template" or record_format.given_template() is not None
 
 
 def how_to_train_longer(plan: Plan) -> list[tuple[str, str]]:

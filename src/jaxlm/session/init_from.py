@@ -249,7 +249,7 @@ class _ChangeOnRead:
 
 def import_notes(plan: Plan) -> list[str]:
     """What a start logs about the config.json of the weights and references that it loads. Reads no weights."""
-    config, notes = plan.config, [note for ref in plan.read_refs.values() for note in ref.notes()]
+    config, notes = plan.config, [note for ref in plan.active_refs.values() for note in ref.notes()]
     name = hf_name(config.initialize_from_hf, plan.data[0].tokenizer)
     if name is None or config.hf_weight_names:
         return notes

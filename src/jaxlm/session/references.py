@@ -38,15 +38,15 @@ def check_references(plan: Plan, tokenizer: Tokenizer, log: Log) -> None:
     """
     Vocab, names = plan.state_builder.Vocab, {name for phase in plan.phases for name in phase.objective.references}
     names |= {name for evaluation in plan.config.evals for name in evaluation.references}
-    for name, ref in plan.read_refs.items():
+    for name, ref in plan.active_refs.items():
         seq_len = max(phase.model.seq_len for phase in plan.phases) if name in names else 0
         check_reference(f"refs.{name}", ref, ref.abstract(Vocab), tokenizer, plan.layout, seq_len, log)
     for phase in plan.phases:
-        if phase.surgery_references and not plan.past_refs.keys() & set(phase.surgery_references):
+        if phase.surgery_references and not plan.retired_refs.keys() & set(phase.surgery_references):
             refs = {name: plan.refs[name].abstract(Vocab) for name in phase.surgery_references}
             plan.state_builder.check_references(phase, refs)
     for evaluation in plan.config.evals:
-        if not evaluation.references or plan.past_refs.keys() & set(evaluation.references):
+        if not evaluation.references or plan.retired_refs.keys() & set(evaluation.references):
             continue
         refs = {name: plan.refs[name].abstract(Vocab) for name in evaluation.references}
         for phase in (phase for phase in plan.phases if evaluation.runs_in(phase.name)):
@@ -107,7 +107,7 @@ def _check_divides(key: str, model: LanguageModel, layout: Layout) -> None:
 def references_identity(plan: Plan) -> dict[str, dict[str, str]]:
     """Name -> what identifies a reference. Plain JSON."""
     return {
-        name: dict(plan.past_refs[name]) if name in plan.past_refs else ref.identity()
+        name: dict(plan.retired_refs[name]) if name in plan.retired_refs else ref.identity()
         for name, ref in plan.refs.items()
     }
 
@@ -133,7 +133,7 @@ def flops_per_token(plan: Plan, phase: Phase) -> FlopsPerToken:
 
     references = [in_step(config, model)] * phase.objective.holds_reference
     for name in asked_in(plan, phase):
-        if name in plan.read_refs:
+        if name in plan.active_refs:
             of_teacher = replace(plan.refs[name].model_config(), seq_len=phase.model.seq_len)
             references.append(in_step(of_teacher, plan.refs[name].abstract(Vocab)))
     return phase.objective.flops_per_token(in_step(config, model, frozen), references)

@@ -407,13 +407,13 @@ def with_past_references(plan: Plan) -> Plan:
         saved = load_saved_run(plan) if names else None
         return {name: dict({} if saved is None else saved.references.get(name, {})) for name in names}
 
-    return replace(plan, past_refs=from_main(identities)) if plan.refs else plan
+    return replace(plan, retired_refs=from_main(identities)) if plan.refs else plan
 
 
 def read_again(plan: Plan, init_from: InitFrom) -> Plan:
     """The plan for where the run really goes on, which is earlier than expected if checkpoints are damaged."""
     past = _past(plan, None if init_from.state is None else init_from.state.cursor)
-    return replace(plan, past_refs={name: known for name, known in plan.past_refs.items() if name in past})
+    return replace(plan, retired_refs={name: known for name, known in plan.retired_refs.items() if name in past})
 
 
 def _past(plan: Plan, cursor: Cursor | None) -> list[str]:

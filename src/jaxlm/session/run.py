@@ -13,7 +13,7 @@ from jaxlm.core.values.logged import TOTAL_GFLOPS, TOTAL_TOKENS, Activity
 from jaxlm.data.tokenizer.chat_template import with_templates
 from jaxlm.data.tokenizer.tokenizer import Tokenizer
 from jaxlm.engine.activity import ActivityClock
-from jaxlm.engine.checkpoint.lease import StillHeld
+from jaxlm.engine.checkpoint.lease import LeaseCheck
 from jaxlm.engine.checkpoint.manifest import History
 from jaxlm.engine.checkpoint.writer import CheckpointWriter, SaveHealth
 from jaxlm.engine.metrics import Totals, Workload
@@ -54,17 +54,17 @@ from jaxlm.session.source import SOURCE, source_of_run
 from jaxlm.session.startup import run_info
 
 
-class Beginning:
+class OnStart:
     """What is done once nothing can refuse the start any more. A start that is refused leaves the run's records alone."""
 
     def __init__(self) -> None:
         self._actions: list[Callable[[], object]] = []
 
-    def then(self, action: Callable[[], object]) -> None:
+    def add(self, action: Callable[[], object]) -> None:
         """Adds what is done next."""
         self._actions.append(action)
 
-    def happen(self) -> None:
+    def run(self) -> None:
         """Does what has been added since the last call. All processes must call this."""
         while self._actions:
             self._actions.pop(0)()
@@ -124,7 +124,7 @@ class RunRecords:
 
 @contextlib.contextmanager
 def open_records(
-    plan: Plan, console: Console, init_from: InitFrom, clock: ActivityClock, beginning: Beginning, still_held: StillHeld
+    plan: Plan, console: Console, init_from: InitFrom, clock: ActivityClock, on_start: OnStart, check_lease: LeaseCheck
 ) -> Iterator[RunRecords]:
     """Opens a run's records as it begins, and closes them when the context exits, even after an error.
 
@@ -141,10 +141,10 @@ def open_records(
         again = {"resume_step": begin, "attempt": init_from.history.attempt}
 
         def write() -> None:
-            for tracker in _open_trackers(plan, console, init_from, {**again, "still_held": still_held}):
+            for tracker in _open_trackers(plan, console, init_from, {**again, "still_held": check_lease}):
                 opened.trackers.append(tracker)
                 closing.callback(tracker.close)
-            file = LogFile(plan.log_folder / records.DECISIONS, console.log, still_held)
+            file = LogFile(plan.log_folder / records.DECISIONS, console.log, check_lease)
             decisions = DecisionLog(file, opened.trackers, console, **again)
             opened.decision_logs.append(decisions)
             closing.callback(decisions.close)
@@ -152,7 +152,7 @@ def open_records(
             opened.write_ledgers()
             closing.callback(opened.write_ledgers)
 
-        beginning.then(lambda: main_only(write))
+        on_start.add(lambda: main_only(write))
         with callbacks:
             yield opened
 
@@ -192,7 +192,7 @@ def open_writer(
     init_from: InitFrom,
     log: Log,
     clock: ActivityClock,
-    still_held: StillHeld,
+    check_lease: LeaseCheck,
     flush: Sequence[Callable[[], None]],
 ) -> Iterator[CheckpointWriter]:
     """Opens what writes the run's checkpoints, and waits for it when the context exits.
@@ -209,7 +209,7 @@ def open_writer(
     health = SaveHealth(plan.config.trainer.checkpointer, newest, log)
     if init_from.resume_step is not None and checkpoint is not None:
         files[EVALUATED] = json.dumps(from_main(lambda: read_evaluated(checkpoint.checkpoint))).encode()
-    writer = CheckpointWriter(plan.checkpoints, files, health, log, still_held, flush, clock.progress)
+    writer = CheckpointWriter(plan.checkpoints, files, health, log, check_lease, flush, clock.progress)
     try:
         yield writer
     except Exception as error:
@@ -268,7 +268,7 @@ class Run:
         source: config.json of the model that training began with; empty for random weights.
         clock: what this process spends its time on.
         flag_sync: how the processes agree to save or stop.
-        beginning: what is written when the run begins: its records, and the checkpoint that it resumes from.
+        on_start: what is written when the run begins: its records, and the checkpoint that it resumes from.
     """
 
     plan: Plan
@@ -280,7 +280,7 @@ class Run:
     records: RunRecords
     writer: CheckpointWriter
     flag_sync: FlagSync
-    beginning: Beginning
+    on_start: OnStart
 
     def exporter(self, dtype: Any) -> Exporter:
         """Writes the run's models with weights of this dtype."""
@@ -295,11 +295,11 @@ def open_run(
     stop: StopRequest,
     init_from: InitFrom,
     logs: LogStore,
-    still_held: StillHeld,
+    check_lease: LeaseCheck,
     clock: ActivityClock,
 ) -> Iterator[Run]:
     """Opens a run's folders and records, and closes them when the context exits, even after an error."""
-    beginning, source = Beginning(), source_of_run(plan, init_from)
+    on_start, source = OnStart(), source_of_run(plan, init_from)
     saved_tokenizer = _with_templates(tokenizer, plan)
     files = run_files(plan, tokenizer, saved_tokenizer, source)
     plan.checkpoints.prepare()
@@ -307,10 +307,10 @@ def open_run(
         main_only(lambda: check_store_writable(exports, "hf_save_path"))
     if plan.config.hf_upload:
         main_only(lambda: check_upload("hf_upload"))
-    with open_records(plan, console, init_from, clock, beginning, logs.still_held) as records:
+    with open_records(plan, console, init_from, clock, on_start, logs.check_lease) as records:
         flush = [records.flush, *([logs.upload] if is_main_process() else [])]
-        with open_writer(plan, files, init_from, console.log, clock, still_held, flush) as writer:
-            opened = (console, clock, records, writer, FlagSync(plan.layout, stop), beginning)
+        with open_writer(plan, files, init_from, console.log, clock, check_lease, flush) as writer:
+            opened = (console, clock, records, writer, FlagSync(plan.layout, stop), on_start)
             yield Run(plan, tokenizer, saved_tokenizer, source, *opened)
 
 

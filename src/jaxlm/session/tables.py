@@ -219,10 +219,10 @@ def check_run_tables(plan: Plan, log: Log) -> None:
     if not tables:
         return
     check_names(plan.run_id, plan.refs)
-    readable, missing = _readable({name: plan.refs[name] for name in plan.past_refs})
+    readable, missing = _readable({name: plan.refs[name] for name in plan.retired_refs})
     for name, reason in missing.items():
         log(f"warning: the tables will lack refs.{name}, which cannot be read: {reason}")
-    seq_lens = {name: ref.model_config().seq_len for name, ref in {**plan.read_refs, **readable}.items()}
+    seq_lens = {name: ref.model_config().seq_len for name, ref in {**plan.active_refs, **readable}.items()}
     seq_lens[plan.run_id] = plan.phases[-1].model.seq_len
     data = plan.data[-1]
     check_tables(tables, seq_lens, has_validation=data.has_validation)

@@ -67,14 +67,14 @@ def of_dead_process() -> Holder:
 
 def test_a_second_start_is_refused_until_the_first_has_ended(url, patient):
     said = []
-    with Lease(url, print).held() as still_held:
+    with Lease(url, print).held() as check_lease:
         assert objects(url) == ["lease-1.json"]
         with pytest.raises(
             ConfigError, match=r"already being trained \(process \d+ on .+ since 20.+ UTC\): both would save to"
         ):
             Lease(url, said.append).held().__enter__()
         assert "watching" in said[0]
-        still_held()
+        check_lease()
     assert objects(url) == []
     with Lease(url, print).held():
         pass
@@ -142,7 +142,7 @@ def test_a_paused_process_finds_out_before_it_saves_and_undoes_nothing(url, monk
     # Its heartbeats stop before the first one.
     monkeypatch.setattr(paused, "_renew", lambda: (goes_on.wait(200), renew(), renewed.set()))
     holding = paused.held()
-    still_held = holding.__enter__()
+    check_lease = holding.__enter__()
     # Another machine, so that its process cannot be looked up.
     fs, path = fsspec.core.url_to_fs(url)
     fs.pipe_file(f"{path}/lease-1.json", replace(Holder.this_process(), host="other").to_json(token="t", beat=7))
@@ -151,7 +151,7 @@ def test_a_paused_process_finds_out_before_it_saves_and_undoes_nothing(url, monk
         assert renewed.wait(200)  # its thread has found the other one
         assert objects(url) == ["lease-2.json"]
         with pytest.raises(LeaseLostError, match=r"another start of this run has taken .* since 20"):
-            still_held()
+            check_lease()
         holding.__exit__(None, None, None)
         other_holds()
         assert objects(url) == ["lease-2.json"]
@@ -171,8 +171,8 @@ def test_a_process_that_was_paused_while_it_took_the_lease_leaves_the_next_one_a
         return found
 
     monkeypatch.setattr(paused, "_newest", pausing)
-    with paused.held() as still_held, pytest.raises(LeaseLostError, match="another start of this run has taken"):
-        still_held()
+    with paused.held() as check_lease, pytest.raises(LeaseLostError, match="another start of this run has taken"):
+        check_lease()
     assert objects(url) == ["lease-3.json"]
 
 
@@ -188,11 +188,11 @@ def test_in_a_store_that_cannot_create_exclusively_the_last_of_two_starts_holds(
         pipe(self, path, value, **kwargs)
 
     monkeypatch.setattr(type(fs), "pipe_file", piping)
-    with first.held() as still_held:
-        still_held()
+    with first.held() as check_lease:
+        check_lease()
         fs.pipe_file(f"{path}/lease-1.json", last._content())  # it saw no lease either
         with pytest.raises(LeaseLostError, match="another start of this run has taken"):
-            still_held()
+            check_lease()
         time.sleep(3 * INTERVAL_S)
     assert fs.cat_file(f"{path}/lease-1.json") == last._content()
 
@@ -201,16 +201,16 @@ def test_in_a_store_that_cannot_create_exclusively_the_last_of_two_starts_holds(
 def test_a_store_that_fails_for_a_while_costs_no_lease(url, monkeypatch):
     holding = Lease(url, print)
     fails = lambda: 1 / 0  # noqa: E731
-    with holding.held() as still_held:
+    with holding.held() as check_lease:
         with monkeypatch.context() as patch:
             patch.setattr(holding, "_numbers", fails)
             time.sleep(2 * INTERVAL_S)
-            still_held()
+            check_lease()
         before, end = holding._beat, time.monotonic() + 100
         while holding._beat == before and time.monotonic() < end:
             time.sleep(INTERVAL_S)
         assert holding._beat > before
-        still_held()
+        check_lease()
 
 
 def refuse_locks(monkeypatch, number: int) -> None:
@@ -233,8 +233,8 @@ PLACES = {
 def test_a_lease_takes_the_place_of_locks_that_a_file_system_does_not_have(tmp_path, monkeypatch, patient, number):
     refuse_locks(monkeypatch, number)
     holding = PLACES["checkpoints"]
-    with holding(tmp_path) as still_held:
-        still_held()
+    with holding(tmp_path) as check_lease:
+        check_lease()
         with pytest.raises(ConfigError, match=r"already being trained .*both would save"), holding(tmp_path):
             pass
     with holding(tmp_path):
@@ -259,14 +259,14 @@ def test_a_lock_that_fails_for_another_reason_is_not_passed(tmp_path, monkeypatc
 @pytest.mark.parametrize("holding", PLACES.values(), ids=PLACES)
 def test_every_place_that_holds_a_lease_learns_that_it_has_lost_it(tmp_path, monkeypatch, patient, holding):
     refuse_locks(monkeypatch, errno.ENOSYS)
-    with holding(tmp_path) as still_held:
-        still_held()
+    with holding(tmp_path) as check_lease:
+        check_lease()
         (taken,) = tmp_path.rglob("lease-1.json")
         taken.with_name("lease-2.json").write_bytes(
             replace(Holder.this_process(), host="other").to_json(token="t", beat=1)
         )
         with pytest.raises(LeaseLostError, match=r"another start of this run has taken .*process .* on other"):
-            still_held()
+            check_lease()
 
 
 def test_a_disk_that_cannot_hold_the_lease_is_named_with_its_key(tmp_path, monkeypatch):

@@ -13,7 +13,7 @@ from jaxlm import train
 from jaxlm.data.mixture import Mixture
 from jaxlm.engine import branch
 from jaxlm.engine.checkpoint.manager import Saver
-from jaxlm.engine.phase_runner import Conductor
+from jaxlm.engine.phase_runner import PhaseRunner
 from tests.systems.rl.dies import at_step, die, die_in_second_call
 
 
@@ -32,7 +32,7 @@ def damage(first: int, end: int, read=Mixture.read) -> None:
 PLACES = {
     "between decision and branch": lambda: at_step(22),
     "in a branch": lambda: setattr(branch, "_trained", die_in_second_call(branch._trained)),
-    "before going back": lambda: setattr(Conductor, "_go_back", die),
+    "before going back": lambda: setattr(PhaseRunner, "_go_back", die),
     "before the save": lambda: setattr(Saver, "save_rewound", die),
     "after going back": lambda: at_step(40),
 }

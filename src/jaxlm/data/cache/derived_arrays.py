@@ -93,7 +93,7 @@ class RowIndex:
         starts: int64 [pieces], the first token of each piece.
         lengths: int32 [pieces], tokens in each piece.
         num_cuts: how often a document was cut.
-        num_lost: how many tokens are in no row.
+        num_dropped_tokens: how many tokens are in no row.
         waiting: int64 [documents, 2], start and length of those that wait for the rows after these; None if none do.
     """
 
@@ -101,7 +101,7 @@ class RowIndex:
     starts: np.ndarray
     lengths: np.ndarray
     num_cuts: int
-    num_lost: int
+    num_dropped_tokens: int
     waiting: np.ndarray | None = None
 
     is_endless: ClassVar[bool] = False
@@ -166,7 +166,7 @@ def _write(folder: Path, index: RowIndex, key: str) -> None:
     metadata = {
         "made_from": key,
         "num_cuts": index.num_cuts,
-        "num_lost": index.num_lost,
+        "num_lost": index.num_dropped_tokens,
         "crc32": {name: zlib.crc32(array.data) for name, array in index.arrays.items()},
     }
     (folder / _METADATA).write_text(json.dumps(metadata))
@@ -181,7 +181,7 @@ def _open(path: Path, key: str) -> RowIndex | None:
         sums = {name: zlib.crc32(array.data) for name, array in arrays.items()}
         if metadata["made_from"] != key or metadata["crc32"] != sums:
             return None
-        return RowIndex(**arrays, num_cuts=metadata["num_cuts"], num_lost=metadata["num_lost"])
+        return RowIndex(**arrays, num_cuts=metadata["num_cuts"], num_dropped_tokens=metadata["num_lost"])
     # An empty file, and a damaged header, which numpy parses as Python.
     except (OSError, ValueError, KeyError, TypeError, RecursionError, EOFError, SyntaxError, tokenize.TokenError):
         return None

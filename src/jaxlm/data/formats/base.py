@@ -33,7 +33,7 @@ class Fate(NamedTuple):
     lost: str
 
 
-FATES: Mapping[Truncation, Fate] = {
+TRUNCATION_TEXT: Mapping[Truncation, Fate] = {
     "keep_start": Fate("truncated", "lose their ends", "the end"),
     "keep_end": Fate("truncated at the beginning", "lose their beginnings", "the beginning"),
     "drop_overlength": Fate("left out", "are left out", "the end"),
@@ -104,7 +104,7 @@ class FormatConfig(Registry, abc.ABC):
 
     makes: ClassVar[str] = "documents"
     """What the records become: the data section must read the same."""
-    begins_as: ClassVar[Begin] = "text"
+    bos_policy: ClassVar[Begin] = "text"
     """What documents begin with. `text`: with BOS, unless the data section says otherwise. `prompt`: if it does not say, as
     the tokenizer begins a text by itself, so that what a model answers looks the same in programs that only know the
     tokenizer. `template`: a chat template writes it. `ids`: with what they are given."""

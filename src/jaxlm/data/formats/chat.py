@@ -44,7 +44,7 @@ class ConversationFormat(MaskedFormat):
             it as `tools`. Records without the key have none. Null is `tools`, if the template reads them.
     """
 
-    begins_as: ClassVar[Begin] = "template"
+    bos_policy: ClassVar[Begin] = "template"
     keys_of_turns: ClassVar[tuple[str, ...]] = ("role", "content", *TRAINED_IF)
     newer_keys: ClassVar[tuple[str, ...]] = ("tools_field",)
 
@@ -236,7 +236,7 @@ def _untrained(messages: Messages, where: str) -> list[int]:
 
 def renders_messages(config: FormatConfig, files: Iterable[TextFile]) -> bool:
     """Returns whether a chat template writes tokens: in formats of conversations, and in others if a record has messages."""
-    if config.begins_as == "template":
+    if config.bos_policy == "template":
         return True
     records = (record for file in files for record in file.records((), config.keys))
     return any(_has_mapping(record.values.get(key)) for record in records for key in config.keys)

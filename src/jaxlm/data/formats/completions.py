@@ -62,7 +62,7 @@ class PromptedFormat(RecordsFormat):
             tokenizer's chat template.
     """
 
-    begins_as: ClassVar[Begin] = "prompt"
+    bos_policy: ClassVar[Begin] = "prompt"
 
     chat_template: str | None = field(default=None, kw_only=True)
 

@@ -70,7 +70,7 @@ class TextEncoder(Encoder):
 class IdsFormat(FormatConfig):
     """Base of formats with token ids."""
 
-    begins_as: ClassVar[Begin] = "ids"
+    bos_policy: ClassVar[Begin] = "ids"
 
     def texts(self, file: TextFile) -> Iterator[str]:
         raise ConfigError(

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from jaxlm.core.errors import ConfigError, listed
-from jaxlm.data.formats.base import FATES, Encoder, FormatConfig, TokenizedText, Truncation
+from jaxlm.data.formats.base import TRUNCATION_TEXT, Encoder, FormatConfig, TokenizedText, Truncation
 from jaxlm.data.formats.chat import (
     OF_TEMPLATE,
     REASONING,
@@ -178,7 +178,9 @@ class MaskPreview:
         if self.num_empty:
             parts.append(f"{self.num_empty:,} records have none and are left out")
         if self.num_overlong:
-            parts.append(f"{self.num_overlong:,} are longer than model.seq_len and {FATES[self.truncation].happens}")
+            parts.append(
+                f"{self.num_overlong:,} are longer than model.seq_len and {TRUNCATION_TEXT[self.truncation].happens}"
+            )
         return "; ".join(parts)
 
     def draw(self, *, colors: bool) -> str:
@@ -187,7 +189,7 @@ class MaskPreview:
             "what is green" if colors else "what is not in ⟦brackets⟧"
         )
         if any(piece.is_cut for piece in self.example):
-            legend += f"; {FATES[self.truncation].lost} is beyond model.seq_len"
+            legend += f"; {TRUNCATION_TEXT[self.truncation].lost} is beyond model.seq_len"
         if colors:
             return f"{legend}\n{''.join(piece.in_colors for piece in self.example)}"
         runs = itertools.groupby(self.example, key=lambda piece: piece.is_trained)

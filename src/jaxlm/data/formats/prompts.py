@@ -29,7 +29,7 @@ class PromptsFormat(RecordsFormat):
     """
 
     makes: ClassVar[str] = "prompts"
-    begins_as: ClassVar[Begin] = "prompt"
+    bos_policy: ClassVar[Begin] = "prompt"
 
     prompt_field: str = "prompt"
     chat_template: str | None = None

@@ -196,7 +196,7 @@ class NamedSource:
     @property
     def _bos(self) -> bool | None:
         """Whether documents begin with BOS; None for what the tokenizer itself does."""
-        return True if self.bos is None and self.config.format.begins_as != "prompt" else self.bos
+        return True if self.bos is None and self.config.format.bos_policy != "prompt" else self.bos
 
     def begin(self, tokenizer: Tokenizer | None) -> bool | list[int]:
         """Whether documents begin with BOS, or the other ids that the tokenizer itself puts in front of a text.
@@ -211,17 +211,17 @@ class NamedSource:
 
     def describe_begin(self, tokenizer: Tokenizer | None) -> str:
         """What documents begin with, and why. Args: tokenizer: None for one that is to be trained."""
-        begins_as = self.config.format.begins_as
-        if begins_as == "template":
+        bos_policy = self.config.format.bos_policy
+        if bos_policy == "template":
             return "begin as the chat template writes them"
-        if begins_as == "ids":
+        if bos_policy == "ids":
             return "begin with the ids that are given"
         begin = self.begin(tokenizer)
         ids = [] if begin is False or tokenizer is None else tokenizer.ids_before(bos=self._bos)
         names = "BOS" if begin is True else tokenizer.decode(ids, special=True) if tokenizer and ids else "no BOS"
         if self.bos is not None:
             return f"begin with {names} (data.enforce_bos: {str(self.bos).lower()})"
-        if begins_as == "text":
+        if bos_policy == "text":
             return f"begin with {names} (as plain text does without data.enforce_bos)"
         if tokenizer is None or tokenizer.text_prefix is None:
             return f"begin with {names} (the tokenizer was trained here; data.enforce_bos is null)"

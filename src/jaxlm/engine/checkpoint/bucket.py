@@ -16,7 +16,7 @@ from pathlib import Path
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.runtime import main_first, main_only
 from jaxlm.core.stores import probe_name, storage_errors
-from jaxlm.engine.checkpoint.lease import Lease, StillHeld
+from jaxlm.engine.checkpoint.lease import Lease, LeaseCheck
 from jaxlm.engine.checkpoint.manifest import (
     ABANDONED,
     CHECKSUMS,
@@ -125,7 +125,7 @@ class BucketFolder(CheckpointFolder):
     def check_free(self) -> None:
         return  # whether the holder of a lease is alive takes half a minute to see
 
-    def locked(self, log: Callable[[str], None]) -> AbstractContextManager[StillHeld]:
+    def locked(self, log: Callable[[str], None]) -> AbstractContextManager[LeaseCheck]:
         return Lease(self.location, log).held()
 
     def begin(self, name: str, files: Mapping[str, bytes]) -> None:

@@ -31,7 +31,7 @@ from jaxlm.core.errors import ConfigError
 from jaxlm.core.safe_io import NoLocksError, lock, open_regular, parse_json
 from jaxlm.core.stores import is_url, open_store, storage_errors
 
-StillHeld = Callable[[], object]
+LeaseCheck = Callable[[], object]
 """Raises `LeaseLostError` if another start of the run has taken the folder."""
 
 _NOWHERE = ""
@@ -98,10 +98,10 @@ class LeaseLostError(Exception):
     """Another start of the run has taken its folder, because this process did not answer for too long."""
 
 
-def all_held(checks: Iterable[StillHeld]) -> StillHeld:
+def all_held(checks: Iterable[LeaseCheck]) -> LeaseCheck:
     """Makes one check of several."""
     checks = list(checks)
-    return lambda: [still_held() for still_held in checks]
+    return lambda: [check_lease() for check_lease in checks]
 
 
 def held_by(holder: object, what: str) -> ConfigError:
@@ -155,7 +155,7 @@ class Lease:
         self._ended = threading.Event()
 
     @contextlib.contextmanager
-    def held(self) -> Iterator[StillHeld]:
+    def held(self) -> Iterator[LeaseCheck]:
         """Holds the lease while the context is open.
 
         Raises:
@@ -293,7 +293,7 @@ def locked_file(
     what: str,
     unwritable: Callable[[OSError], ConfigError],
     refusal: Callable[[object, str], ConfigError] = held_by,
-) -> Iterator[StillHeld]:
+) -> Iterator[LeaseCheck]:
     """Locks a file, which is created if it is missing. The kernel releases it when the process ends, however it ends.
 
     If the file system has no locks, as some network file systems, a lease in a folder beside the file takes its place.
@@ -307,14 +307,14 @@ def locked_file(
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             file = closing.enter_context(open(path, "a+b"))
-            still_held = lambda: None  # noqa: E731 - nobody else can take a lock
+            check_lease = lambda: None  # noqa: E731 - nobody else can take a lock
             try:
                 holder = _lock(file)
             except NoLocksError:
                 lease = path.absolute().with_name(f"{path.name}.lease")
                 lease.mkdir(exist_ok=True)
                 holding = Lease(str(lease), _say, lambda holder: refusal(holder, what)).held()
-                holder, still_held = None, closing.enter_context(holding)
+                holder, check_lease = None, closing.enter_context(holding)
             if holder is not None:
                 raise refusal(holder, what)
             file.truncate(0)
@@ -323,7 +323,7 @@ def locked_file(
         except OSError as error:
             raise unwritable(error) from error
         try:
-            yield still_held
+            yield check_lease
         finally:
             with contextlib.suppress(OSError):  # the disk is gone, and its locks with it
                 file.truncate(0)  # nobody holds it

@@ -16,7 +16,7 @@ from jaxlm.core.errors import ConfigError
 from jaxlm.core.runtime import all_processes, broadcast_from_main, main_only, same_on_all_processes
 from jaxlm.core.safe_io import free_path, fsync, read_bytes
 from jaxlm.core.stores import BRIEFLY_S, retried
-from jaxlm.engine.checkpoint.lease import StillHeld, check_unlocked, locked_file
+from jaxlm.engine.checkpoint.lease import LeaseCheck, check_unlocked, locked_file
 from jaxlm.engine.checkpoint.manifest import (
     ABANDONED,
     DAMAGED,
@@ -114,7 +114,7 @@ class LocalFolder(CheckpointFolder):
         except OSError as error:
             raise self._unwritable(error) from error
 
-    def locked(self, log: Callable[[str], None]) -> contextlib.AbstractContextManager[StillHeld]:
+    def locked(self, log: Callable[[str], None]) -> contextlib.AbstractContextManager[LeaseCheck]:
         return locked_file(self._lock, f"save to {self.location.absolute()}", self._unwritable)
 
     def begin(self, name: str, files: Mapping[str, bytes]) -> None:

@@ -10,7 +10,7 @@ from jaxlm.core.errors import ConfigError
 from jaxlm.core.runtime import is_main_process, main_only
 from jaxlm.core.safe_io import SMALL, read_bytes
 from jaxlm.core.stores import local_copy, storage_errors
-from jaxlm.engine.checkpoint.lease import Lease, StillHeld, all_held
+from jaxlm.engine.checkpoint.lease import Lease, LeaseCheck, all_held
 from jaxlm.engine.checkpoint.local import LocalCheckpoint, LocalFolder
 from jaxlm.engine.checkpoint.manifest import ABANDONED, CHECKSUMS, PENDING, CheckpointName, DamagedError, verify
 from jaxlm.engine.checkpoint.remote import RemoteFolder, find_remote
@@ -75,10 +75,10 @@ class StagedFolder(CheckpointFolder):
         self._local.check_free()
 
     @contextlib.contextmanager
-    def locked(self, log: Log) -> Iterator[StillHeld]:
-        with self._local.locked(log) as staging_held, Lease(self.location, log).held() as still_held:
+    def locked(self, log: Log) -> Iterator[LeaseCheck]:
+        with self._local.locked(log) as staging_held, Lease(self.location, log).held() as check_lease:
             self._fetch(log)  # the holder before may have saved since `open`
-            yield all_held([staging_held, still_held])
+            yield all_held([staging_held, check_lease])
 
     def begin(self, name: str, files: Mapping[str, bytes]) -> None:
         self._local.begin(name, files)

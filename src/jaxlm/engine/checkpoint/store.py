@@ -19,7 +19,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 
-from jaxlm.engine.checkpoint.lease import StillHeld
+from jaxlm.engine.checkpoint.lease import LeaseCheck
 from jaxlm.engine.checkpoint.manifest import Cursor
 
 ARRAYS = "state"
@@ -162,7 +162,7 @@ class CheckpointFolder(abc.ABC):
         """Raises `ConfigError` if it is known at once that another start of the run holds the folder. Writes nothing."""
 
     @abc.abstractmethod
-    def locked(self, log: Callable[[str], None]) -> AbstractContextManager[StillHeld]:
+    def locked(self, log: Callable[[str], None]) -> AbstractContextManager[LeaseCheck]:
         """Keeps a second start of the same run away while the context is open. Its value is called before each save.
 
         Raises:

@@ -27,7 +27,7 @@ import jax
 from jaxlm.core import tree
 from jaxlm.core.runtime import is_main_process
 from jaxlm.core.stores import AT_START_S, BRIEFLY_S, WHILE_TRAINING_S, retried
-from jaxlm.engine.checkpoint.lease import LeaseLostError, StillHeld
+from jaxlm.engine.checkpoint.lease import LeaseCheck, LeaseLostError
 from jaxlm.engine.checkpoint.manifest import Cursor
 from jaxlm.engine.checkpoint.policy import CheckpointerConfig
 from jaxlm.engine.checkpoint.store import ARRAYS, CURSOR, CheckpointFolder, SaveError
@@ -199,13 +199,13 @@ class CheckpointWriter:
         run_files: dict[str, bytes],
         health: SaveHealth,
         log: Callable[[str], None],
-        still_held: StillHeld,
+        check_lease: LeaseCheck,
         before_commit: Sequence[Callable[[], None]] = (),
         progress: Callable[[], None] = lambda: None,
     ):
         """Args:
         run_files: relative path -> content of the files in `run/` of every checkpoint (config, tokenizer). It may grow.
-        still_held: called in the thread before the folder is changed. It may ask a store.
+        check_lease: called in the thread before the folder is changed. It may ask a store.
         before_commit: called in the thread, so that what they flush is on disk before the checkpoint is visible.
         progress: called when a save that blocks is retried: the watchdog must not take its pauses for a hang.
         """
@@ -215,7 +215,7 @@ class CheckpointWriter:
         self._folder = folder
         self.run_files = run_files
         self._log = log
-        self._still_held = still_held
+        self._still_held = check_lease
         self._before_commit = before_commit
         self._progress = progress
         silence_repeated_errors()

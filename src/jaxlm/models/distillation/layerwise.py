@@ -110,7 +110,7 @@ def layer_streams(model: LanguageModel, inputs: Inputs, target: Target) -> Layer
         after, compared = _run(block, x, context, target, index=index, key=None)
         return after, LayerStreams(x, compared)
 
-    return body.over_layers(visit, _embedded(model, inputs), inputs)
+    return body.map_layers(visit, _embedded(model, inputs), inputs)
 
 
 def layer_errors(
@@ -165,7 +165,7 @@ def layer_errors(
         )
         return after, errors
 
-    return body.over_layers(visit, first, inputs, teacher, key)
+    return body.map_layers(visit, first, inputs, teacher, key)
 
 
 def _forward(run: Callable[..., tuple[NamedArray, NamedArray]], block: Block, x: NamedArray) -> NamedArray:

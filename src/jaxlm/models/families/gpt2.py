@@ -188,7 +188,7 @@ class Gpt2(TransformerModel):
         k_embed, k_body = (None, None) if key is None else jax.random.split(key)
         return self.body(self._embedded(inputs, k_embed), inputs, cache, k_body, taps)
 
-    def hidden_of(
+    def forward_layers(
         self,
         first: int,
         stop: int | None,

@@ -9,7 +9,7 @@ from typing import Any
 
 from jaxlm.core.redaction import redact
 from jaxlm.core.values.logged import DURATION, RESUMED_FROM, Completion, Histogram, Sample
-from jaxlm.engine.checkpoint.lease import StillHeld
+from jaxlm.engine.checkpoint.lease import LeaseCheck
 from jaxlm.observe.log_file import LogFile
 from jaxlm.observe.records import COMPLETIONS, EARLIER_COMPLETIONS, HISTOGRAMS, SAMPLES, drop_after, finite, unusable
 
@@ -31,7 +31,7 @@ class JsonlTracker:
         attempt: int = 0,
         warn: Callable[[str], None] = print,
         max_completions_bytes: float = math.inf,
-        still_held: StillHeld = lambda: None,
+        check_lease: LeaseCheck = lambda: None,
     ):
         """Args:
             resume_step: records of later steps are removed from the file, because the run logs them again.
@@ -53,12 +53,12 @@ class JsonlTracker:
             ]
             for drop in dropping:
                 drop()
-            self._file = LogFile(path, warn, still_held)
+            self._file = LogFile(path, warn, check_lease)
             self._file.open()
         except OSError as error:
             raise unusable(path, error) from error
-        self._histograms, self._samples = (LogFile(file, warn, still_held) for file in (histograms, samples))
-        self._completions = _RotatedFile(completions, earlier, max_completions_bytes, warn, still_held)
+        self._histograms, self._samples = (LogFile(file, warn, check_lease) for file in (histograms, samples))
+        self._completions = _RotatedFile(completions, earlier, max_completions_bytes, warn, check_lease)
         self._attempt = attempt
         self._resumed_from = resume_step
 
@@ -114,9 +114,11 @@ class JsonlTracker:
 class _RotatedFile:
     """A log file of limited size: a full one replaces the earlier one."""
 
-    def __init__(self, path: Path, earlier: Path, max_bytes: float, warn: Callable[[str], None], still_held: StillHeld):
+    def __init__(
+        self, path: Path, earlier: Path, max_bytes: float, warn: Callable[[str], None], check_lease: LeaseCheck
+    ):
         self._path, self._earlier, self._max_bytes, self._warn = path, earlier, max_bytes, warn
-        self._new_file = lambda: LogFile(path, warn, still_held)
+        self._new_file = lambda: LogFile(path, warn, check_lease)
         self._file = self._new_file()
         self._size = path.stat().st_size if path.exists() else 0
 

@@ -66,7 +66,7 @@ class ModelPart(LanguageModel):
         self, inputs: Inputs, *, cache: Any = None, taps: Sequence[str] = (), key: jax.Array | None = None
     ) -> Hidden:
         assert cache is None, "objectives do not decode"
-        return self.whole.hidden_of(self.first, self.stop, inputs, self.stream, taps=taps, key=key)
+        return self.whole.forward_layers(self.first, self.stop, inputs, self.stream, taps=taps, key=key)
 
     def lm_head(self) -> Weight | None:
         return self.whole.lm_head()
@@ -213,7 +213,7 @@ class CachedTrunk(ObjectiveConfig):
                 " recipe: tensorwise), so that it depends on the sequences beside it. Set recipe: rowwise, exclude the layers"
                 " of the trunk, or use the objective without cached_trunk"
             )
-        jax.eval_shape(lambda m, i: m.hidden_of(first, None, i, _stream(m, first, i)).final, model, inputs)
+        jax.eval_shape(lambda m, i: m.forward_layers(first, None, i, _stream(m, first, i)).final, model, inputs)
 
     def terms(
         self, model: LanguageModel, batch: Sequences, slot: Any, *, key: jax.Array | None

@@ -77,7 +77,7 @@ class SplitAtConfig(SurgeryConfig):
         return tree.map_modules(moments, Body, ".*", lambda body: body.split_at(self.layer))
 
     def merge(self, model: LanguageModel) -> LanguageModel:
-        return tree.map_modules(model, Stacks, ".*", Stacks.joined)
+        return tree.map_modules(model, Stacks, ".*", Stacks.unsplit)
 
 
 @choice(SurgeryConfig, "grow")

@@ -262,7 +262,7 @@ class TopologyModel(TransformerModel):
     ) -> Hidden:
         return self.body(self._embedded(inputs), inputs, cache, key, taps)
 
-    def hidden_of(
+    def forward_layers(
         self,
         first: int,
         stop: int | None,

@@ -17,7 +17,7 @@ from pathlib import Path
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.redaction import write_text
 from jaxlm.core.safe_io import atomic_file
-from jaxlm.engine.checkpoint.lease import StillHeld, locked_file
+from jaxlm.engine.checkpoint.lease import LeaseCheck, locked_file
 from jaxlm.plan.load_config import load_source
 from jaxlm.session.exit_codes import EXIT_INTERRUPTED, command
 from jaxlm.systems.nanochat.scaling_law import fit_law, law_as_json, scaling_plot
@@ -44,20 +44,20 @@ def main(arguments: Sequence[str]) -> int:
     source, stem = load_source(arguments, "jaxlm scaling", ScalingRunConfig)
     scaling, members = plan_study(source, stem)
     is_dry = bool(source.tree.get("dry_run"))
-    with contextlib.nullcontext(lambda: None) if is_dry else _locked(Path(scaling.output_dir)) as still_held:
+    with contextlib.nullcontext(lambda: None) if is_dry else _locked(Path(scaling.output_dir)) as check_lease:
         results = [result for member in members if (result := member.result()) is not None]
         finished = {result.name for result in results}
         print(plan_table(members, finished), flush=True)
         if is_dry:
             return 0
-        code = _train([member for member in members if member.name not in finished], scaling, results, still_held)
+        code = _train([member for member in members if member.name not in finished], scaling, results, check_lease)
         if not code or results:
-            still_held()
+            check_lease()
             print(_write(scaling, results))
         return code
 
 
-def _locked(folder: Path) -> contextlib.AbstractContextManager[StillHeld]:
+def _locked(folder: Path) -> contextlib.AbstractContextManager[LeaseCheck]:
     """Raises `ConfigError` if a study is at work in the folder: both would write the same results."""
     unwritable = functools.partial(_unwritable, folder)
     return locked_file(folder / _LOCK, f"write to {folder.absolute()}", unwritable, _held_by)
@@ -77,7 +77,7 @@ def _unwritable(folder: Path, error: OSError) -> ConfigError:
 
 
 def _train(
-    members: Sequence[Member], scaling: ScalingConfig, results: list[MemberResult], still_held: StillHeld
+    members: Sequence[Member], scaling: ScalingConfig, results: list[MemberResult], check_lease: LeaseCheck
 ) -> int:
     """Trains members and adds their results. Returns the exit code: that of the first member that does not finish.
 
@@ -90,7 +90,7 @@ def _train(
     ended = train_here(members) if scaling.ray is None else train_on_ray(members, scaling.ray, print)
     try:
         with contextlib.closing(ended):
-            return _collect(ended, len(members), scaling, results, still_held)
+            return _collect(ended, len(members), scaling, results, check_lease)
     except KeyboardInterrupt:
         print(
             f"interrupted: {len(results)} of the study's members have finished. Members that were training go on from their"
@@ -105,11 +105,11 @@ def _collect(
     num_members: int,
     scaling: ScalingConfig,
     results: list[MemberResult],
-    still_held: StillHeld,
+    check_lease: LeaseCheck,
 ) -> int:
     failed = 0
     for number, (member, code) in enumerate(ended, 1):
-        still_held()
+        check_lease()
         if code:
             print(
                 f"{member.name} ended with exit code {code}. To train it alone: jaxlm train --config_path"
