@@ -9,7 +9,7 @@ import fsspec
 import pytest
 
 from jaxlm.core.errors import ConfigError
-from jaxlm.core.stores import (
+from jaxlm.core.publish import (
     PublishError,
     check_folder_writable,
     check_unused,

@@ -7,7 +7,7 @@ import jax
 import pytest
 
 from jaxlm.core.errors import ConfigError, PeerError
-from jaxlm.core.stores import PublishError
+from jaxlm.core.publish import PublishError
 from jaxlm.core.values.logged import Activity
 from jaxlm.engine import save_on_error as rescues
 from jaxlm.engine.activity import ActivityClock

@@ -17,7 +17,7 @@ import pytest
 
 from jaxlm.core import tree
 from jaxlm.core.errors import ConfigError
-from jaxlm.core.stores import PublishError
+from jaxlm.core.publish import PublishError
 from jaxlm.interop.hf import weights
 from jaxlm.interop.hf.folder import ReadOptions, load_model, open_folder, parameter_dtype
 from jaxlm.interop.hf.safetensors_file import SafetensorsFile, TensorInfo, write_safetensors

@@ -15,7 +15,8 @@ from jaxlm.engine.metrics import Totals
 from jaxlm.observe import plots
 from jaxlm.observe.callbacks import Callbacks
 from jaxlm.observe.console import Console
-from jaxlm.observe.decisions import Band, DecisionLog, described, numbers, parse_decisions, strategy_bands
+from jaxlm.observe.decision_notes import Band, described, numbers, parse_decisions, strategy_bands
+from jaxlm.observe.decisions import DecisionLog
 from jaxlm.observe.events import MAX_MARKS
 from jaxlm.observe.log_file import LogFile
 from jaxlm.observe.logged_run import read_run, read_runs

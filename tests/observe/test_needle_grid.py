@@ -2,9 +2,10 @@
 
 import numpy as np
 
+from jaxlm.observe.curves import is_cell, needle_grids
 from jaxlm.observe.logged_run import LoggedRun, Series
 from jaxlm.observe.page.page import render
-from jaxlm.observe.plots import is_cell, needle_grids, needle_maps
+from jaxlm.observe.plots import needle_maps
 
 PHASE = """phase '{name}': parameters
   steps            {start} to {end}

@@ -16,11 +16,11 @@ import pytest
 from jaxlm.__main__ import main
 from jaxlm.core.values.logged import LayerTable
 from jaxlm.engine.activity import ActivityClock
+from jaxlm.observe.curves import extremes, half_window, smoothed
 from jaxlm.observe.ledger import Ledger
 from jaxlm.observe.logged_run import LoggedRun, Series, read_run, read_runs
 from jaxlm.observe.page.page import render
 from jaxlm.observe.page.sections import config_values
-from jaxlm.observe.plots import extremes, half_window, smoothed
 from jaxlm.session import final_report
 from tests.observe.page_reader import Page, check_numbers
 

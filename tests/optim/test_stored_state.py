@@ -15,7 +15,7 @@ import pytest
 
 from jaxlm.core import tree
 from jaxlm.core.errors import ConfigError
-from jaxlm.core.guards import Pace
+from jaxlm.core.pace import Pace
 from jaxlm.core.products.dynamic_map import dynamic_map, nearest_codes
 from jaxlm.engine.entry import StateBuilder
 from jaxlm.engine.state import shardings

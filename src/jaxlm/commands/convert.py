@@ -21,7 +21,7 @@ import numpy as np
 
 from jaxlm.core import tree
 from jaxlm.core.errors import ConfigError, Parser
-from jaxlm.core.stores import Location
+from jaxlm.core.publish import Location
 from jaxlm.interop.hf.folder import DTYPES, parse_dtype
 from jaxlm.interop.hf.hub import check_upload, check_upload_name, local_folder, upload_folder
 from jaxlm.interop.hf.model_card import README, ModelCard

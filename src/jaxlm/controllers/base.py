@@ -11,6 +11,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Protocol
 
+import draccus
+
 from jaxlm.reading.choices import Registry
 from jaxlm.reading.effects import Effect, follows
 
@@ -270,7 +272,7 @@ class OptimizerFacts:
 
 
 @dataclass(frozen=True)
-class ControllerConfig(Registry, abc.ABC):
+class ControllerConfig(Registry, draccus.ChoiceRegistry, abc.ABC):
     """Decides between steps, from metrics, what happens next in the run."""
 
     keys_effect: ClassVar[Effect] = follows("the controller decides by the new value from here")

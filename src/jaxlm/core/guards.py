@@ -14,10 +14,7 @@ import math
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
-import equinox as eqx
-import jax
-
-if TYPE_CHECKING:
+if TYPE_CHECKING:  # the report reads the names below, without jax
     import jax
 
 OBJECTIVE, GRADIENT_NORM, UPDATE_NORM = "train/objective", "grad/norm/total", "updates/norm/total"
@@ -128,17 +125,3 @@ KNOWN = (LR_SCALE, STRATEGY, NOWCAST)
 def scaled(learning_rate: Any, controls: Mapping[str, Any]) -> Any:
     """The learning rate that applies, given the scheduled one. Traceable."""
     return learning_rate * controls[LR_SCALE] if LR_SCALE in controls else learning_rate
-
-
-class Pace(eqx.Module):
-    """How the update of a step differs from what the optimizer computes.
-
-    Attributes:
-        factors: float32 {layers} by the path of the parameter: the factor of the update of each layer. Where it is 0, the
-            parameter and its optimizer state stay as they are, to the bit. Other parameters have the factor 1.
-        position: int32, number of updates since the optimizer and its schedule were last reset; 0 resets them. None never
-            resets them.
-    """
-
-    factors: Mapping[str, jax.Array]
-    position: jax.Array | None = None

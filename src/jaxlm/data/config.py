@@ -6,6 +6,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, ClassVar
 
+import draccus
+
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.field_types import PositiveFloat, PositiveInt
 from jaxlm.core.runtime import is_main_process
@@ -39,7 +41,7 @@ from jaxlm.reading.effects import Content, Harmless, Mixture
 
 
 @dataclass(frozen=True)
-class DataConfig(SourceConfig, Registry, abc.ABC):
+class DataConfig(SourceConfig, Registry, draccus.ChoiceRegistry, abc.ABC):
     """The training data: one source, or several under `configs`; the tokenizer; and the token caches. `type` says what an
     example is.
 

@@ -19,7 +19,8 @@ import optax
 
 from jaxlm.core import guards
 from jaxlm.core.axes import MICROBATCH
-from jaxlm.core.guards import GRADIENT_NORM, OBJECTIVE, SKIPPED, UPDATE_NORM, Pace, StepGuard, StepStats
+from jaxlm.core.guards import GRADIENT_NORM, OBJECTIVE, SKIPPED, UPDATE_NORM, StepGuard, StepStats
+from jaxlm.core.pace import Pace
 from jaxlm.core.precision import Precision
 from jaxlm.core.sharding import Layout, at_rest
 from jaxlm.core.tracing import tracing

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
+import draccus
 import jax
 import numpy as np
 
@@ -154,7 +155,7 @@ class EvalContext:
 
 
 @dataclass(frozen=True)
-class EvalConfig(Registry, abc.ABC):
+class EvalConfig(Registry, draccus.ChoiceRegistry, abc.ABC):
     """An evaluation. It runs every `trainer.steps_per_eval` steps and after the last step of each phase.
 
     Attributes:

@@ -6,6 +6,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+import draccus
+
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.precision import Precision
 from jaxlm.core.sharding import Layout
@@ -96,7 +98,7 @@ class Subject:
 
 
 @dataclass(frozen=True)
-class TableConfig(Registry, abc.ABC):
+class TableConfig(Registry, draccus.ChoiceRegistry, abc.ABC):
     """A table of the run's model and of each model in `refs`. `jaxlm train` writes all tables after the last phase, and
     `jaxlm tables` at any time.
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import draccus
 import jax
 import jax.numpy as jnp
 from haliax import NamedArray
@@ -31,7 +32,7 @@ from jaxlm.reading.yaml import merge
 
 
 @dataclass(frozen=True)
-class WeightFormat(Registry, abc.ABC):
+class WeightFormat(Registry, draccus.ChoiceRegistry, abc.ABC):
     """A form of pretrained models besides Hugging Face's."""
 
     @abc.abstractmethod

@@ -5,6 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any, Literal
 
+import draccus
 import equinox as eqx
 import jax
 import numpy as np
@@ -321,7 +322,7 @@ _FORMER_BACKENDS = {"blocks": "blockwise", "plain": "reference"}
 
 
 @dataclass(frozen=True)
-class ModelConfig(Registry, abc.ABC):
+class ModelConfig(Registry, draccus.ChoiceRegistry, abc.ABC):
     """Keys that all model families share. `type:` selects the family.
 
     Attributes:

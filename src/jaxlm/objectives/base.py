@@ -5,11 +5,12 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+import draccus
 import jax
 import jax.numpy as jnp
 
 from jaxlm.core.errors import ConfigError
-from jaxlm.core.guards import Pace
+from jaxlm.core.pace import Pace
 from jaxlm.core.values.batch_types import LabeledBatch, MaskedBatch, TokenBatch
 from jaxlm.core.values.sums import Largest, Sum
 from jaxlm.models.base import AuxLoss, Inputs, LanguageModel, ModelConfig
@@ -43,7 +44,7 @@ def auxiliary_terms(aux: Mapping[str, AuxLoss]) -> tuple[dict[str, Sum], Metrics
 
 
 @dataclass(frozen=True)
-class ObjectiveConfig(Registry, abc.ABC):
+class ObjectiveConfig(Registry, draccus.ChoiceRegistry, abc.ABC):
     """A loss as weighted sums.
 
     The engine divides each term by its weight over the *global* batch, so the gradient does not depend on how the batch is

@@ -9,6 +9,8 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Protocol, Self
 
+import draccus
+
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.field_types import PositiveInt
 from jaxlm.core.guards import SKIPPED
@@ -72,7 +74,7 @@ class CallbackContext:
 
 
 @dataclass(frozen=True)
-class CallbackConfig(Registry, abc.ABC):
+class CallbackConfig(Registry, draccus.ChoiceRegistry, abc.ABC):
     """A class that follows a run; `type:` selects it."""
 
     @abc.abstractmethod

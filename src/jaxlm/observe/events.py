@@ -16,7 +16,7 @@ from jaxlm.core.values.logged import (
     TOTAL_TOKENS,
     TRAIN_LOSS,
 )
-from jaxlm.observe.decisions import Band, strategy_bands
+from jaxlm.observe.decision_notes import Band, strategy_bands
 from jaxlm.observe.logged_run import LoggedRun, Series
 
 STEPS_ROW, LAYERS_ROW, TRAINS_ROW, HIDDEN_ROW = "steps", "layers", "trains", "hidden tokens"

@@ -14,7 +14,7 @@ from jaxlm.core.errors import ConfigError
 from jaxlm.core.redaction import redact, redacted
 from jaxlm.core.safe_io import read_bytes, read_stored
 from jaxlm.core.stores import is_url, open_store, storage_errors
-from jaxlm.observe.decisions import LoggedDecision, parse_decisions
+from jaxlm.observe.decision_notes import LoggedDecision, parse_decisions
 from jaxlm.observe.ledger import account, parse_lines
 from jaxlm.observe.records import (
     COMPLETIONS,

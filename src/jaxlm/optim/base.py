@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
+import draccus
 import jax
 import optax
 
@@ -47,7 +48,7 @@ class ParameterGroup:
 
 
 @dataclass(frozen=True)
-class OptimizerConfig(Registry, abc.ABC):
+class OptimizerConfig(Registry, draccus.ChoiceRegistry, abc.ABC):
     """Options shared by all optimizers. `type:` in YAML selects the optimizer.
 
     Lengths are steps or fractions. An integer is a number of steps, so `1` is one step. A number with a decimal point is a

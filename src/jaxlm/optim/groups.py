@@ -21,7 +21,7 @@ from haliax import NamedArray
 from jaxlm.core import tree
 from jaxlm.core.axes import LAYERS
 from jaxlm.core.errors import ConfigError
-from jaxlm.core.guards import Pace
+from jaxlm.core.pace import Pace
 from jaxlm.optim.base import OptimizerConfig, ParameterGroup, clip_by_norm
 from jaxlm.optim.curvature import Curvature
 from jaxlm.optim.matrices import NORM_BIAS_OR_EMBEDDING, matrix_paths

@@ -46,8 +46,11 @@ def _registrations() -> Mapping[str, Mapping[str, str]]:
     return found
 
 
-class Registry(draccus.ChoiceRegistry):
-    """A section whose `type:` selects a class. The module that registers it is imported when its name is first asked for."""
+class Registry(draccus.choice_types.ChoiceRegistryBase):
+    """A section whose `type:` selects a class. The module that registers it is imported when its name is first asked for.
+
+    Draccus knows a registry by its direct base, so a registry also names `draccus.ChoiceRegistry`.
+    """
 
     def __init_subclass__(cls, **kwargs: Any):
         super().__init_subclass__(**kwargs)

@@ -5,13 +5,15 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+import draccus
+
 from jaxlm.reading.choices import Registry
 from jaxlm.reading.targets import Resolved, Selection
 from jaxlm.reading.yaml import ConfigSource
 
 
 @dataclass(frozen=True)
-class ForeignConfig(Registry, abc.ABC):
+class ForeignConfig(Registry, draccus.ChoiceRegistry, abc.ABC):
     """The configuration files of another program. Its module imports no jax: files are recognized before jax is needed."""
 
     meaning: ClassVar[str]
@@ -30,7 +32,7 @@ class ForeignConfig(Registry, abc.ABC):
 
 
 @dataclass(frozen=True)
-class ForeignKeys(Registry, abc.ABC):
+class ForeignKeys(Registry, draccus.ChoiceRegistry, abc.ABC):
     """Keys of another program that a configuration of jaxlm may have."""
 
     @abc.abstractmethod

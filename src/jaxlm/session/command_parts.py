@@ -4,11 +4,13 @@ import abc
 from dataclasses import dataclass
 from typing import Any
 
+import draccus
+
 from jaxlm.reading.choices import Registry
 
 
 @dataclass(frozen=True)
-class CommandPart(Registry, abc.ABC):
+class CommandPart(Registry, draccus.ChoiceRegistry, abc.ABC):
     """Options of a command that only one capability needs, and what the command does when they are given.
 
     It is registered as `COMMAND NAME`.

@@ -19,8 +19,8 @@ from jaxlm.core.errors import (
     is_output_closed,
     raise_at_interrupt,
 )
+from jaxlm.core.publish import PublishError
 from jaxlm.core.redaction import command_line
-from jaxlm.core.stores import PublishError
 from jaxlm.engine.checkpoint.lease import LeaseLostError
 from jaxlm.engine.checkpoint.restore import NoUsableCheckpointError
 from jaxlm.engine.checkpoint.store import SaveError

@@ -9,17 +9,17 @@ from typing import Any
 import jax
 
 from jaxlm.core.errors import ConfigError
-from jaxlm.core.runtime import main_only
-from jaxlm.core.stores import (
+from jaxlm.core.publish import (
     Location,
     PublishError,
     check_folder_writable,
     check_unused,
     child_of,
     is_taken,
-    is_url,
     location_of,
 )
+from jaxlm.core.runtime import main_only
+from jaxlm.core.stores import is_url
 from jaxlm.core.values.logged import EVAL_PREFIX, Activity
 from jaxlm.data.config import DataConfig
 from jaxlm.data.tokenizer.tokenizer import Tokenizer

@@ -12,20 +12,13 @@ from jaxlm.core.stores import AT_START_S, retried
 from jaxlm.core.values.logged import BEST_BPB, EVAL_BPB, EVAL_CORE, EVAL_LOSS, TRAIN_LOSS, tables_in
 from jaxlm.data.formats.base import FormatConfig
 from jaxlm.observe.console import Console, table
+from jaxlm.observe.curves import needle_grids
 from jaxlm.observe.events import phase_history, skipped_steps
 from jaxlm.observe.ledger import account, read_lines
 from jaxlm.observe.logged_run import LoggedRun, read_run
 from jaxlm.observe.page.page import write_page
 from jaxlm.observe.page.sections import newest
-from jaxlm.observe.plots import (
-    layer_bars,
-    loss_curve,
-    needle_grids,
-    needle_maps,
-    schedule_curve,
-    step_time_histogram,
-    step_times,
-)
+from jaxlm.observe.plots import layer_bars, loss_curve, needle_maps, schedule_curve, step_time_histogram, step_times
 from jaxlm.observe.records import DECISIONS, METRICS, REPORT_PAGE, SAMPLES
 from jaxlm.plan.num_steps import steps_of_all_phases
 from jaxlm.plan.plan import Plan

@@ -12,8 +12,8 @@ import numpy as np
 
 from jaxlm.core.devices import peak_flops
 from jaxlm.core.errors import ConfigError
+from jaxlm.core.publish import location_of
 from jaxlm.core.runtime import from_main, main_first
-from jaxlm.core.stores import location_of
 from jaxlm.core.values.logged import Activity
 from jaxlm.core.values.sums import Sum
 from jaxlm.data.base import Batches

@@ -16,10 +16,10 @@ from jaxlm.core.errors import ConfigError, counted
 from jaxlm.core.exchange import exchange
 from jaxlm.core.precision import bfloat16_products, has_matrix_instruction
 from jaxlm.core.products.fp8 import has_fp8_products
+from jaxlm.core.publish import child_of, is_complete, location_of, names_in
 from jaxlm.core.redaction import without_secrets
 from jaxlm.core.runtime import differences_between_processes
 from jaxlm.core.sharding import axis_mapping_table
-from jaxlm.core.stores import child_of, is_complete, location_of, names_in
 from jaxlm.data.tokenizer.tokenizer import Tokenizer
 from jaxlm.engine.checkpoint.manifest import Cursor
 from jaxlm.engine.phases import Phase

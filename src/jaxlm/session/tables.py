@@ -15,10 +15,11 @@ import jax
 
 from jaxlm.core.errors import ConfigError, PeerError
 from jaxlm.core.precision import Precision
+from jaxlm.core.publish import Location, PublishError, child_of, location_of
 from jaxlm.core.redaction import write_text
 from jaxlm.core.runtime import all_processes, from_main, main_first, main_only
 from jaxlm.core.safe_io import atomic_file, parse_json, read_bytes, read_text
-from jaxlm.core.stores import Location, PublishError, child_of, location_of, open_store, put_folder, storage_errors
+from jaxlm.core.stores import open_store, put_folder, storage_errors
 from jaxlm.data.tokenizer.tokenizer import Tokenizer
 from jaxlm.engine.state import RunState
 from jaxlm.evals.base import ValidationSet

@@ -5,6 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import draccus
 import jax
 import numpy as np
 from haliax import NamedArray
@@ -17,7 +18,7 @@ from jaxlm.reading.choices import Registry
 
 
 @dataclass(frozen=True)
-class SurgeryConfig(Registry, abc.ABC):
+class SurgeryConfig(Registry, draccus.ChoiceRegistry, abc.ABC):
     """A change of the model at the start of a phase: `apply`, then `fill`, then `initial_leaves`."""
 
     @abc.abstractmethod

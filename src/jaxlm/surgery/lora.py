@@ -25,9 +25,9 @@ from jaxlm.core.axes import LORA, VOCAB, axes_of
 from jaxlm.core.errors import ConfigError, listed
 from jaxlm.core.field_types import BelowOne, NonNegativeFloat, NonNegativeInt, PositiveInt
 from jaxlm.core.products.stored_weights import StoredWeight
+from jaxlm.core.publish import Location
 from jaxlm.core.runtime import main_first
 from jaxlm.core.sharding import Layout
-from jaxlm.core.stores import Location
 from jaxlm.core.values.batch_types import TokenBatch
 from jaxlm.interop.hf.family import family_of_config
 from jaxlm.interop.hf.weights import axis_sizes

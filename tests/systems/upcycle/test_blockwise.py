@@ -14,7 +14,7 @@ import pytest
 from jaxlm.core import tree
 from jaxlm.core.axes import LAYERS
 from jaxlm.core.errors import ConfigError
-from jaxlm.core.guards import Pace
+from jaxlm.core.pace import Pace
 from jaxlm.models.base import vocab_axis
 from jaxlm.models.distillation.layerwise import Int8Array
 from jaxlm.objectives.next_token import NextToken

@@ -6,7 +6,7 @@ import fsspec
 import pytest
 
 from jaxlm.core.errors import ConfigError
-from jaxlm.core.stores import PublishError
+from jaxlm.core.publish import PublishError
 from jaxlm.core.values.batch_types import PairBatch
 from jaxlm.evals.tables import Table
 from jaxlm.plan.load_config import decode_run

@@ -5,6 +5,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any, ClassVar, Literal, NamedTuple
 
+import draccus
 import numpy as np
 
 from jaxlm.data.sources.document_files import has_records
@@ -99,7 +100,7 @@ class Encoder(abc.ABC):
 
 
 @dataclass(frozen=True)
-class FormatConfig(Registry, abc.ABC):
+class FormatConfig(Registry, draccus.ChoiceRegistry, abc.ABC):
     """Turns the records of a source into tokens. The fields named `..._field` and `..._key` hold the keys that it reads."""
 
     makes: ClassVar[str] = "documents"

@@ -14,6 +14,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
+import draccus
+
 from jaxlm.core.errors import ConfigError, counted
 from jaxlm.core.field_types import PositiveInt
 from jaxlm.core.safe_io import atomic_file, remove_leftovers
@@ -67,7 +69,7 @@ def _check_split(dataset_id: str, split: str, available: Sequence[str], named: s
 
 
 @dataclass(frozen=True)
-class CorpusConfig(Registry, abc.ABC):
+class CorpusConfig(Registry, draccus.ChoiceRegistry, abc.ABC):
     """A class that generates records: `type: arithmetic`, `type: my_package.my_module:MyCorpus`, or a name registered by a
     plugin."""
 

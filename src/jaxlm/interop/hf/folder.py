@@ -14,10 +14,10 @@ import numpy as np
 
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.hashing import note_file
+from jaxlm.core.publish import Location, PublishError, check_unused, publish_folder
 from jaxlm.core.runtime import is_main_process
 from jaxlm.core.safe_io import read_json_object
 from jaxlm.core.sharding import Layout
-from jaxlm.core.stores import Location, PublishError, check_unused, publish_folder
 from jaxlm.interop.hf.classifier import SCORE, classifier_keys, classifier_tensors, is_classifier, is_reward_model
 from jaxlm.interop.hf.family import (
     Family,

@@ -5,7 +5,7 @@ import re
 from pathlib import Path
 
 from jaxlm.core.errors import ConfigError, install_command
-from jaxlm.core.stores import PublishError
+from jaxlm.core.publish import PublishError
 from jaxlm.interop.torch.torch_file import TORCH_SUFFIXES
 
 _SMALL_FILES = ["*.json", "*.jinja", "tokenizer.model", "*.txt"]

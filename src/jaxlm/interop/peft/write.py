@@ -18,9 +18,9 @@ from haliax import NamedArray
 
 from jaxlm.core.axes import LAYERS, LORA, VOCAB, axes_of
 from jaxlm.core.errors import ConfigError
+from jaxlm.core.publish import Location, check_unused, publish_folder
 from jaxlm.core.runtime import is_main_process, main_only
 from jaxlm.core.sharding import Layout
-from jaxlm.core.stores import Location, check_unused, publish_folder
 from jaxlm.interop.hf.family import family_of_config
 from jaxlm.interop.hf.safetensors_file import TensorInfo, write_safetensors
 from jaxlm.interop.hf.weights import Sizes, Tensor

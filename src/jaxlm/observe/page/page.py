@@ -22,7 +22,8 @@ from jaxlm.core.values.logged import (
     TOKENS_PER_SECOND,
     TRAIN_LOSS,
 )
-from jaxlm.observe.decisions import Band
+from jaxlm.observe.curves import BAND_OPACITY, COLORS, band_colors, extremes, half_window, is_cell, smoothed
+from jaxlm.observe.decision_notes import Band
 from jaxlm.observe.events import MAX_MARKS, Mark, batch_sizes, events, strategies
 from jaxlm.observe.logged_run import LoggedRun, Series
 from jaxlm.observe.page.sections import (
@@ -39,7 +40,6 @@ from jaxlm.observe.page.sections import (
     samples,
     skipped,
 )
-from jaxlm.observe.plots import BAND_OPACITY, COLORS, band_colors, extremes, half_window, is_cell, smoothed
 
 _MAX_FURTHER = 40
 _NO_CURVES = {RESUMED_FROM, GLOBAL_STEP, PROGRESS}

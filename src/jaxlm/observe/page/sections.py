@@ -25,11 +25,11 @@ from jaxlm.core.values.logged import (
     Activity,
     tables_in,
 )
-from jaxlm.observe.decisions import described
+from jaxlm.observe.curves import COLORS, needle_grids
+from jaxlm.observe.decision_notes import described
 from jaxlm.observe.events import SkippedStep, phase_history, phase_table, resumes, skipped_steps
 from jaxlm.observe.ledger import IDLE
 from jaxlm.observe.logged_run import LoggedRun, Series
-from jaxlm.observe.plots import COLORS, needle_grids
 
 ABSENT = "–"
 _MAX_KEYS = 5000

@@ -5,6 +5,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+import draccus
+
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.values.logged import Completion, Histogram, Sample
 from jaxlm.reading.choices import Registry
@@ -92,7 +94,7 @@ class RunInfo:
 
 
 @dataclass(frozen=True)
-class TrackerConfig(Registry, abc.ABC):
+class TrackerConfig(Registry, draccus.ChoiceRegistry, abc.ABC):
     """Where to send metrics in addition to `metrics.jsonl`; `type:` selects the tracker."""
 
     @classmethod

@@ -9,6 +9,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+import draccus
+
 from jaxlm.reading.choices import Registry
 from jaxlm.reading.decode import choice_name, decode
 from jaxlm.reading.yaml import ConfigSource, KeyPath, merge
@@ -81,7 +83,7 @@ class Derivation:
 
 
 @dataclass(frozen=True)
-class PresetConfig(Registry, abc.ABC):
+class PresetConfig(Registry, draccus.ChoiceRegistry, abc.ABC):
     """Fills in keys of other sections. `type:` selects the preset."""
 
     phase_keys: ClassVar[tuple[str, ...]] = ()

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
+import draccus
 import jax.numpy as jnp
 from haliax import Axis
 
@@ -94,7 +95,7 @@ class SanityConfig:
 
 
 @dataclass(frozen=True)
-class RefConfig(Registry, abc.ABC):
+class RefConfig(Registry, draccus.ChoiceRegistry, abc.ABC):
     """A model that the objective queries, such as a teacher. It is loaded once, sharded like parameters, and never changes.
 
     Attributes:

@@ -39,7 +39,7 @@ _SCORED_AT_ONCE = 64  # batches, whose pairs are sorted by length together
 _Pair = tuple[np.ndarray, np.ndarray]  # context and continuation, int32 [tokens] each
 
 
-@choice(EvalConfig, CORE)
+@choice(EvalConfig, "core")
 class CoreEvalConfig(EvalConfig):
     """The CORE metric of 22 tasks, logged as `eval/core`. Each task is also logged by itself: `eval/core/<task>` is its
     accuracy on a scale where guessing is 0 and every answer right is 1, `eval/core/<task>/accuracy` the accuracy as it is.

@@ -15,10 +15,10 @@ import numpy as np
 
 from jaxlm.core.errors import ConfigError, install_command
 from jaxlm.core.hashing import note_file
+from jaxlm.core.publish import check_unused, publish_folder
 from jaxlm.core.runtime import is_main_process
 from jaxlm.core.safe_io import read_json_object
 from jaxlm.core.sharding import Layout
-from jaxlm.core.stores import check_unused, publish_folder
 from jaxlm.interop.hf.folder import PretrainedModel, ReadOptions
 from jaxlm.interop.hf.load import Change, load_weights
 from jaxlm.interop.hf.tensor_files import RenamedTensors

@@ -16,6 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, NamedTuple
 
+import draccus
 import numpy as np
 from annotated_types import Interval
 
@@ -86,7 +87,7 @@ class Curriculum(abc.ABC):
 
 
 @dataclass(frozen=True)
-class CurriculumConfig(Registry, abc.ABC):
+class CurriculumConfig(Registry, draccus.ChoiceRegistry, abc.ABC):
     """Which prompts are sampled for, and when."""
 
     @property

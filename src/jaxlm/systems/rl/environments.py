@@ -17,6 +17,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
+import draccus
+
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.field_types import PositiveInt, is_float32, shown, what_float32_needs
 from jaxlm.core.runtime import from_main, main_only
@@ -61,7 +63,7 @@ class Environment(abc.ABC):
 
 
 @dataclass(frozen=True)
-class EnvironmentConfig(Registry, abc.ABC):
+class EnvironmentConfig(Registry, draccus.ChoiceRegistry, abc.ABC):
     """An environment. The policy writes until an end-of-sequence token or one of `turn_ends`; then the environment speaks."""
 
     @property

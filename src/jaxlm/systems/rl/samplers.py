@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import draccus
 import jax
 import numpy as np
 
@@ -111,7 +112,7 @@ class Sampler(abc.ABC):
 
 
 @dataclass(frozen=True)
-class SamplerConfig(Registry, abc.ABC):
+class SamplerConfig(Registry, draccus.ChoiceRegistry, abc.ABC):
     """What samples the responses."""
 
     @classmethod

@@ -28,7 +28,7 @@ from jaxlm.core.field_types import (
     PositiveInt,
     ProperFraction,
 )
-from jaxlm.core.guards import Pace
+from jaxlm.core.pace import Pace
 from jaxlm.core.values.batch_types import TokenBatch
 from jaxlm.core.values.sums import Largest, Sum
 from jaxlm.models.base import Inputs, LanguageModel, ModelConfig

@@ -11,12 +11,14 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+import draccus
+
 from jaxlm.core.errors import ConfigError
 from jaxlm.reading.choices import Registry
 
 
 @dataclass(frozen=True)
-class Tool(Registry, abc.ABC):
+class Tool(Registry, draccus.ChoiceRegistry, abc.ABC):
     """A program that a model calls while it generates. `--tool` of `jaxlm chat` and `jaxlm sample` selects it by name."""
 
     @abc.abstractmethod

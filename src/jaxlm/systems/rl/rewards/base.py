@@ -9,6 +9,7 @@ from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from typing import TypeVar
 
+import draccus
 import numpy as np
 
 from jaxlm.core.errors import ConfigError
@@ -55,7 +56,7 @@ class Reward(abc.ABC):
 
 
 @dataclass(frozen=True)
-class RewardConfig(Registry, abc.ABC):
+class RewardConfig(Registry, draccus.ChoiceRegistry, abc.ABC):
     """A reward. A completion's total reward is the weighted sum of the rewards that apply to it.
 
     Attributes:

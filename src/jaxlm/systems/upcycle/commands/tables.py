@@ -13,8 +13,9 @@ import sys
 from collections.abc import Sequence
 
 from jaxlm.core.errors import ConfigError, Parser
+from jaxlm.core.publish import location_of
 from jaxlm.core.runtime import configure_jax, is_main_process
-from jaxlm.core.stores import AT_START_S, location_of, retried
+from jaxlm.core.stores import AT_START_S, retried
 from jaxlm.engine.peers import connect_if_it_fails, watch_peers
 from jaxlm.optim.averaging import AS_TRAINED
 from jaxlm.plan.load_config import given_distributed, load_config, refuse_dry_run, run_id_of
