@@ -1,9 +1,9 @@
-"""Digests of arrays and files, by which processes find out whether they have the same.
+"""Computes digests of arrays and files, by which processes find out whether they have the same.
 
-Compares the files that every process of a run reads by itself, such as weights: all copies must be the same.
-
-Each place that reads such a file notes it here. Small files are compared as a whole, larger ones by their size and by blocks
-that are spread evenly over them: a process reads only its own parts of large weights, and need not read the others for this.
+Files that every process of a run reads by itself, such as weights, must be the same everywhere. Each place that reads such
+a file notes it here (`note`, `note_file`). Small files are compared as a whole, larger ones by their size and by blocks
+that are spread evenly over them: a process reads only its own parts of large weights, and need not read the others for
+this.
 """
 
 import functools

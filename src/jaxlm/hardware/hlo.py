@@ -1,9 +1,7 @@
 """Reads compiled programs (HLO text): instructions, collectives with their bytes and devices, copies to the host, memory.
 
-Which devices take part in a collective, in the text of a compiled program.
-
-Devices are numbered in the order of the mesh. XLA writes groups in four forms: a list, a list of pairs (source, target), the
-numbers of an array reshaped and transposed, and the axes of a mesh.
+Devices are numbered in the order of the mesh. XLA writes the groups of devices that take part in a collective in four
+forms: a list, a list of pairs (source, target), the numbers of an array reshaped and transposed, and the axes of a mesh.
 """
 
 import dataclasses

@@ -1,6 +1,4 @@
-"""Parsing and formatting of durations such as `15m` or `1h30m`.
-
-Converts plain values to configuration dataclasses and back.
+"""Converts plain values to configuration dataclasses and back, and durations such as `15m` or `1h30m`.
 
 The registries (`type: llama` selects the class) come from Draccus. Decoding is stricter than in Draccus, which accepts null
 for an int, turns a list into a string if a union lists `str` first, and reports errors with a traceback. Here every error

@@ -1,13 +1,9 @@
 """What is logged of a run: the names of its metrics and activities, its texts, and the numbers of its layers.
 
-Names of the metrics of `optimizer.telemetry`, which controllers read.
-
-Each is a float32 scalar of every step. docs/design/0033 says what they mean.
-
-Names of the metrics of a training step, as in `metrics.jsonl`, for those who write and those who read them. Needs no jax.
-
-`core/guards.py` names those that decide whether an update is skipped. The metric `x` of an objective is `train/x`, that of an
-evaluation `eval/x`.
+The metrics of a training step have these names in `metrics.jsonl`, for those who write and those who read them. The metric
+`x` of an objective is `train/x`, that of an evaluation `eval/x`. `core/guards.py` names those that decide whether an update
+is skipped. Those of `optimizer.telemetry`, which controllers read, are float32 scalars of every step; docs/design/0033 says
+what they mean.
 """
 
 import enum

@@ -1,7 +1,5 @@
 """Builds token caches atomically, with workers: a cache either exists and is complete, or does not exist.
 
-Builds token caches atomically: a cache either exists and is complete, or does not exist.
-
 A cache is built in `<split>.building` and renamed when it is complete. Progress is saved in shards, so an interrupted build
 resumes where it stopped and produces the same bytes.
 """

@@ -1,8 +1,7 @@
 """Restores a checkpoint to arrays on the current mesh: finds, verifies, compares and reads it.
 
-Restores a whole state, in which the objective's own part may have another form than in the checkpoint.
-
-What an objective keeps between steps follows from `objective` and `trainer.mp`, which may change while a run goes on.
+The objective's own part of a state may have another form than in the checkpoint: what an objective keeps between steps
+follows from `objective` and `trainer.mp`, which may change while a run goes on.
 """
 
 import dataclasses

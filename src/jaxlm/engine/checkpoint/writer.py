@@ -1,9 +1,7 @@
 """Writes one state at a time to a `CheckpointFolder`, in a thread of its own, and knows how the saves are going.
 
-How the processes of a run tell each other whether their part of a save worked.
-
-Through the key-value store of jax's coordination service: at a barrier, the others would wait for a process that has failed
-until the barrier's timeout.
+The processes of a run tell each other whether their part of a save worked through the key-value store of jax's coordination
+service: at a barrier, the others would wait for a process that has failed until the barrier's timeout.
 """
 
 import asyncio
