@@ -23,6 +23,9 @@ from jaxlm.core.exchange import WORK, exchange
 from jaxlm.core.runtime import differences_between_processes
 from jaxlm.core.safe_io import open_regular, sha256
 
+_UNSIGNED = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32}
+_SALTS = (0x9E3779B9, 0x7F4A7C15)
+
 
 def array_digest(arrays: Any) -> str:
     """The same for trees with the same paths, shapes, dtypes and bits, however they are sharded; 16 hexadecimal digits.
@@ -55,10 +58,6 @@ def _mixed(x: jax.Array) -> jax.Array:
     x = (x ^ (x >> 16)) * jnp.uint32(0x85EBCA6B)
     x = (x ^ (x >> 13)) * jnp.uint32(0xC2B2AE35)
     return x ^ (x >> 16)
-
-
-_UNSIGNED = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32}
-_SALTS = (0x9E3779B9, 0x7F4A7C15)
 
 
 _WHOLE_BYTES = 256 << 20

@@ -89,6 +89,8 @@ _BRANCHES = re.compile(r"branch_computations=\{([^}]*)\}")
 _OFFLOADED = re.compile(r"custom-call-start\(.*called_computations=\{([^}]*)\}")
 _TRIPS = re.compile(r'"?known_trip_count"?:?=?\{"n":"(\d+)"\}')
 _TURNS = re.compile(r"/turns=([\d.e+\-]+)(?=/)")
+_PRODUCTS = re.compile(r"^(dot|convolution)\b|gemm|matmul|cublas|cutlass|onednn")
+_ATTENTION = re.compile(r"(^|[/(])attention\b|fmha|flash|splash", re.IGNORECASE)
 _CONDITION = re.compile(r"condition=%?([\w.\-]+)")
 _LIMIT = re.compile(r"= s32\[\]\S* constant\((\d+)\)")
 FP8_PRODUCTS = "fp8 products"
@@ -412,8 +414,6 @@ KINDS = (MATRIX, ATTENTION, FUSION, COLLECTIVE, COPY, OTHER)
 CONTAINERS = re.compile(r"(while|conditional|call)([.\d]*)$")
 
 _COLLECTIVES = re.compile(r"all-gather|all-reduce|reduce-scatter|all-to-all|collective|ncclDevKernel|^send\b|^recv\b")
-_PRODUCTS = re.compile(r"^(dot|convolution)\b|gemm|matmul|cublas|cutlass|onednn")
-_ATTENTION = re.compile(r"(^|[/(])attention\b|fmha|flash|splash", re.IGNORECASE)
 _MOVES = re.compile(
     r"(parameter|constant|copy|copy-start|copy-done|transpose|bitcast|reshape|slice|dynamic-slice|dynamic-update-slice"
     r"|broadcast|concatenate|pad|convert|tuple|get-tuple-element)$"

@@ -25,6 +25,8 @@ from jaxlm.reading.choices import NamedChoice, import_choice, is_import_path, re
 from jaxlm.reading.outline import ROOT, meant
 from jaxlm.reading.yaml import ConfigSource, KeyPath, without_quotes
 
+T = TypeVar("T")
+
 _UNITS = {"s": "seconds", "m": "minutes", "h": "hours", "d": "days"}
 _PART = re.compile(
     r"\s*(\d+(?:\.\d+)?)\s*(seconds?|secs?|s|minutes?|mins?|m|hours?|hrs?|h|days?|d)(?![a-z])", re.IGNORECASE
@@ -75,7 +77,6 @@ draccus.encode.register(timedelta, lambda value, _=None: format_duration(value))
 draccus.encode.register(Annotated, lambda value, kind: draccus.encode(value, get_args(kind)[0]))
 
 
-T = TypeVar("T")
 INHERITS = {"inherits": True}
 """Metadata of a list of sections. Each takes what it does not set from the section around the list: the `type`, and keys that
 are set there."""

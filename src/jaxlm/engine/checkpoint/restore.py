@@ -29,6 +29,9 @@ from jaxlm.engine.entry import StateBuilder
 from jaxlm.engine.phases import Phase
 from jaxlm.engine.state import OBJECTIVE_SLOT, RunState, place_state, shardings, with_controls, without_controls
 
+T = TypeVar("T")
+Log = Callable[[str], None]
+
 
 def resolve_folder(
     base: str, run_id: str | None, staging_dir: Path, *, delete_temporary: bool = True
@@ -62,7 +65,6 @@ def resolve_checkpoints(location: str, staging_dir: Path, *, of_runs: bool = Tru
     return [LocalCheckpoint(path) for path in paths]
 
 
-T = TypeVar("T")
 _OF_THE_MODEL = {"optimizer", "trainer.model_averaging"}  # their arrays have the shapes of the model's
 _MOST_SHOWN = 8
 
@@ -283,7 +285,6 @@ def _describe(leaf: Mapping[str, Any] | None) -> str:
     return "has no such array" if leaf is None else f"{leaf['dtype']}{leaf['shape']}"
 
 
-Log = Callable[[str], None]
 _PREFIX = f"slots.{OBJECTIVE_SLOT}."
 
 

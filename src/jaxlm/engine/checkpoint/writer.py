@@ -31,6 +31,8 @@ from jaxlm.engine.checkpoint.policy import CheckpointerConfig
 from jaxlm.engine.checkpoint.store import ARRAYS, CURSOR, CheckpointFolder, SaveError
 from jaxlm.engine.state import RunState
 
+T = TypeVar("T")
+
 _SHORTEST_POLL_S, _LONGEST_POLL_S = 0.05, 1.0
 _WORKED = "worked"
 
@@ -171,7 +173,6 @@ def _times(number: int) -> str:
     return f"{number} save" if number == 1 else f"{number} saves"
 
 
-T = TypeVar("T")
 _PATIENCE_S = 5.0  # until a save that is waited for is mentioned
 
 

@@ -177,7 +177,6 @@ HEAD = Recipe(
 )
 RECIPES = {"seed": SEED, "head": HEAD}
 
-
 BASE_TRAIN = "base_train.py"
 REFERENCE_BATCH = 2**19
 _REFERENCE_WIDTH = 768
