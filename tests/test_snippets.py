@@ -31,14 +31,17 @@ import jaxlm.__main__ as command_line
 from jaxlm.controllers.base import Controller, ControllerConfig
 from jaxlm.evals.base import Eval, EvalConfig
 from jaxlm.hardware.topologies import parse_topology
+from jaxlm.interop.pretrained import WeightFormat
 from jaxlm.models.base import Inputs, LanguageModel, ModelConfig
 from jaxlm.objectives.next_token import NextToken
 from jaxlm.observe.callbacks import Callback, CallbackConfig
 from jaxlm.observe.trackers import Tracker, TrackerConfig, read_jsonl
 from jaxlm.plan.load_config import decode_run
 from jaxlm.reading.choices import Registry, sources
+from jaxlm.reading.foreign import ForeignConfig, ForeignKeys
 from jaxlm.reading.overrides import override, parse_arguments
 from jaxlm.reading.yaml import ConfigSource
+from jaxlm.session.command_parts import CommandPart, parts_of
 from jaxlm.session.load_model import check_effective
 from tests.end_to_end.fork_server import fork_server
 from tests.objectives.test_next_token import a_batch, a_model
@@ -151,7 +154,8 @@ def check_jaxlm(name: str, arguments: list[str], monkeypatch) -> None:
     if name not in command_line.commands():
         assert command_line.main([name, *arguments]) == 0
         return
-    module = importlib.import_module("jaxlm.train" if name == "train" else f"jaxlm.commands.{name}")
+    module = importlib.import_module(command_line.commands()[name][0])
+    modules = [module, *(sys.modules[type(part).__module__] for part in parts_of(name))]
 
     def parsed_after(real):
         def planned(*given):
@@ -173,17 +177,12 @@ def check_jaxlm(name: str, arguments: list[str], monkeypatch) -> None:
         return opened
 
     with monkeypatch.context() as patched:
-        for function in (
-            "open_model",
-            "evaluate_tasks",
-            "read_runs",
-            "fetch_bundle",
-            "build_bundle",
-        ):
-            if hasattr(module, function):
-                patched.setattr(module, function, stop_after(None))
-        if hasattr(module, "load_config"):
-            patched.setattr(module, "load_config", stop_after(module.load_config))
+        for one in modules:
+            for function in ("open_model", "evaluate_tasks", "read_runs", "fetch_bundle", "build_bundle"):
+                if hasattr(one, function):
+                    patched.setattr(one, function, stop_after(None))
+            if hasattr(one, "load_config"):
+                patched.setattr(one, "load_config", stop_after(one.load_config))
         if hasattr(module, "plan_study"):
             patched.setattr(module, "plan_study", parsed_after(module.plan_study))
         try:
@@ -362,7 +361,8 @@ def test_the_table_of_base_classes_has_every_one_and_what_it_requires():
         if re.search(r"^class \w+\(.*\bRegistry\b", text, re.M):
             importlib.import_module(name)
     known = {kind for kind in Registry.__subclasses__() if kind.__module__.startswith("jaxlm.")}
-    assert known == set(listed)
+    doors = {CommandPart, ForeignConfig, ForeignKeys, WeightFormat}  # no `type:` names them
+    assert known - doors == set(listed)
 
 
 def test_the_objective_from_scratch_is_its_formula():

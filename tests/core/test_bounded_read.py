@@ -42,7 +42,7 @@ LIMIT = 10_000
 DEVICE = Path("/dev/zero")
 # Files of the package itself, of Python and of the kernel, and what this run has just written.
 TRUSTED = {
-    *("reading/recipes.py", "reading/outline.py", "engine/preemption.py", "engine/activity.py"),
+    *("reading/recipes.py", "reading/choices.py", "engine/preemption.py", "engine/activity.py"),
     *("engine/checkpoint/lease.py", "core/devices.py", "data/sources/stdlib.py", "data/annotations.py"),
     "data/sources/tasks/pass_keys.py",
     *("session/run.py", "core/safe_io.py", "systems/rl/rewards/supervisor.py"),

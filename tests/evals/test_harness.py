@@ -238,7 +238,7 @@ def test_impossible_tasks_are_refused_before_the_first_step(monkeypatch, options
 @pytest.mark.parametrize("name", ["batch_size", "limit"])
 def test_a_zero_on_the_command_line_overrides_the_default(monkeypatch, capsys, name):
     harness_with(monkeypatch, choice={"output_type": "multiple_choice"})
-    named = SimpleNamespace(model=MODEL)
+    named = SimpleNamespace(model=MODEL, check_predicts_next_tokens=lambda option: None)
     monkeypatch.setattr("jaxlm.session.harness_tasks.open_model", lambda *options: named)
     assert evaluate.main(["--checkpoint", "hf", "--tasks", "choice", f"--{name}", "0"]) == 2
     assert f"{name}: 0 given, must be at least 1" in capsys.readouterr().err
@@ -264,6 +264,7 @@ def test_standard_errors_are_in_the_table_and_in_the_json(monkeypatch, capsys):
     monkeypatch.setattr("jaxlm.session.harness_tasks.open_tasks", lambda *options: tasks)
     named = SimpleNamespace(
         plan=SimpleNamespace(layout=layout()),
+        check_predicts_next_tokens=lambda option: None,
         model=MODEL,
         location="hf",
         tokenizer=None,

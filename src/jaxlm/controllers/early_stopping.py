@@ -1,12 +1,10 @@
 """Ends a phase early: a metric is good enough or no longer improves, updates are skipped, or nothing is left to train.
 
-Source: Prechelt 1998, Early Stopping - But When?, in Neural Networks: Tricks of the Trade (criterion UP, with the best
-weights kept).
+If too many updates are skipped in a row, the run goes back, if it may, or ends.
 
-Counts the updates that were skipped in a row. If there are too many, the run goes back or ends.
-
-Source: the remedy for loss spikes in Chowdhery et al. 2022, PaLM (arXiv:2204.02311), section 5.1: continue from an earlier
-checkpoint and skip the batches that were read since.
+Source: `EarlyStopping`: Prechelt 1998, Early Stopping - But When?, in Neural Networks: Tricks of the Trade (criterion UP,
+with the best weights kept). `BadStreak`: the remedy for loss spikes in Chowdhery et al. 2022, PaLM (arXiv:2204.02311),
+section 5.1: continue from an earlier checkpoint and skip the batches that were read since.
 """
 
 import math

@@ -19,7 +19,6 @@ from jaxlm.core.field_types import NonNegativeInt, PositiveInt
 
 _SLURM = ("SLURM_JOB_ID", "SLURM_STEP_NODELIST", "SLURM_NTASKS", "SLURM_PROCID", "SLURM_LOCALID")
 
-
 # jaxlm should notice first, and say why. jax's own timeouts are later than the configured ones by this time, which gives a
 # busy process time to report.
 _JAX_LATER_S = 60.0

@@ -1,4 +1,4 @@
-"""How commands end without a traceback: exceptions that are printed as messages, checks that raise them, and Ctrl-C."""
+"""Ends commands without a traceback: exceptions that are printed as messages, checks that raise them, and Ctrl-C."""
 
 import argparse
 import difflib
@@ -19,7 +19,6 @@ EXIT_FAILED = 1
 EXIT_CONFIG = 2
 EXIT_HUNG = 75  # EX_TEMPFAIL of sysexits.h: a start may succeed
 EXIT_CLOSED_OUTPUT = 128 + signal.SIGPIPE
-
 
 _MAX_CHARACTERS = 2000  # of a line of a message
 _MAX_LINES = 50

@@ -1,12 +1,10 @@
-"""What the compiled step asks about its update: guards that may skip it, controls, and the pace of each layer.
+"""What the compiled step asks about its update: guards that may skip it, and controls.
 
-Guards inspect every step's loss and gradient norm, and may skip its update.
+Guards inspect every step's loss and gradient norm, and may skip its update. That of a non-finite step is always skipped,
+whatever the guards say.
 
-The update of a non-finite step is always skipped, regardless of the guards.
-
-Controls: numbers that the compiled step reads from the state, so that they change between steps without compiling again.
-
-A `Controller` (`controllers/`) declares and sets them; the engine keeps them in `state.slots["controls"]` as float32 scalars.
+Controls are numbers that the step reads from the state, so that they change between steps without compiling again. A
+`Controller` (`controllers/`) declares and sets them; the engine keeps them in `state.slots["controls"]` as float32 scalars.
 """
 
 import abc
@@ -114,9 +112,9 @@ LR_SCALE = "lr_scale"
 """Multiplies the learning rate of all updates, and so the decoupled weight decay."""
 
 STRATEGY = "strategy"
-"""The row of the table of a portfolio of optimizers that makes the updates (`optim/portfolio/`)."""
+"""The row of the table of a portfolio of optimizers that makes the updates (`systems/orchestrate/superset.py`)."""
 NOWCAST = "nowcast"
-"""How many steps ahead the weights are extrapolated, once (`optim/portfolio/`); 0 does not."""
+"""How many steps ahead the weights are extrapolated, once (`systems/orchestrate/portfolio.py`); 0 does not."""
 
 KNOWN = (LR_SCALE, STRATEGY, NOWCAST)
 """The controls that a step reads."""

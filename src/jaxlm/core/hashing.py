@@ -1,9 +1,9 @@
-"""Digests of arrays and files, by which processes find out whether they have the same.
+"""Computes digests of arrays and files, by which processes find out whether they have the same.
 
-Compares the files that every process of a run reads by itself, such as weights: all copies must be the same.
-
-Each place that reads such a file notes it here. Small files are compared as a whole, larger ones by their size and by blocks
-that are spread evenly over them: a process reads only its own parts of large weights, and need not read the others for this.
+Files that every process of a run reads by itself, such as weights, must be the same everywhere. Each place that reads such
+a file notes it here (`note`, `note_file`). Small files are compared as a whole, larger ones by their size and by blocks
+that are spread evenly over them: a process reads only its own parts of large weights, and need not read the others for
+this.
 """
 
 import functools
@@ -22,6 +22,9 @@ from jaxlm.core.errors import ConfigError
 from jaxlm.core.exchange import WORK, exchange
 from jaxlm.core.runtime import differences_between_processes
 from jaxlm.core.safe_io import open_regular, sha256
+
+_UNSIGNED = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32}
+_SALTS = (0x9E3779B9, 0x7F4A7C15)
 
 
 def array_digest(arrays: Any) -> str:
@@ -55,10 +58,6 @@ def _mixed(x: jax.Array) -> jax.Array:
     x = (x ^ (x >> 16)) * jnp.uint32(0x85EBCA6B)
     x = (x ^ (x >> 13)) * jnp.uint32(0xC2B2AE35)
     return x ^ (x >> 16)
-
-
-_UNSIGNED = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32}
-_SALTS = (0x9E3779B9, 0x7F4A7C15)
 
 
 _WHOLE_BYTES = 256 << 20

@@ -1,5 +1,7 @@
 """Mixed precision: storage and compute dtypes by parameter path (`trainer.mp`), and loss scaling for float16.
 
+`auto` chooses by whether a device multiplies matrices faster in bfloat16 than in float32.
+
 Source of loss scaling: Micikevicius et al. 2018, Mixed Precision Training (arXiv:1710.03740), section 3.2; the scale is
 adjusted as in the same group's later libraries. It is a power of two, so scaling is exact unless it overflows or underflows.
 """
@@ -21,6 +23,8 @@ from jaxlm.core.errors import ConfigError
 from jaxlm.core.guards import StepGuard, StepStats, Verdict, is_finite
 from jaxlm.core.products.stored_weights import StoredWeight
 from jaxlm.core.tree import closest_paths, compile_pattern, dotted, is_inexact, is_named, leaves
+
+T = TypeVar("T")
 
 AUTO = "auto"
 _FAST, _SLOW = "p=f32,c=bfloat16", "f32"  # the policies of `trainer.mp` that `auto` chooses from
@@ -75,9 +79,6 @@ def _of_processor(instructions: frozenset[str], version: tuple[int, ...]) -> Bfl
 def _instructions() -> frozenset[str]:
     """What Linux says that the processor has; empty elsewhere."""
     return frozenset(processor_facts().get("flags", "").split())
-
-
-T = TypeVar("T")
 
 
 class LossScale(abc.ABC):

@@ -1,9 +1,7 @@
 """Reads files that may be damaged, endless or no files, and writes files that are complete or absent.
 
-Reads files that this run has not just written, without trusting that they are files or that they end.
-
-A pipe waits forever, a device never ends, and a damaged file may be one line of any length. Everything that reads a whole
-file, or a line of it, does so here.
+What this run has not just written is read without trust. A pipe waits forever, a device never ends, and a damaged file may
+be one line of any length. Everything that reads a whole file, or a line of it, does so here.
 """
 
 import contextlib

@@ -1,10 +1,5 @@
 """Packs documents into full rows: each row takes the largest waiting documents that fit, and cuts one for what is left.
 
-Rows that never end: after the last document comes the first again, and the documents of both passes wait together.
-
-Like nanochat's loader (github.com/karpathy/nanochat, nanochat/dataloader.py). A row follows from all before it, so rows are
-packed in parts, each from what waited at the end of the part before. The first part is one pass over the documents.
-
 waiting   5 9 3 20 7 16 2 11        tokens of each document, BOS included
 rows      16 | 11 5 | 9 7 | ...     rows of 16 tokens: 15 inputs, and one more for the last target
 
@@ -13,6 +8,12 @@ document is lost, unless it waits for a later row (`fill: split`).
 
 The rows follow from the lengths of the documents. They are computed once (`data/cache/derived_arrays.py`), so a row is read
 by its number, like any other example.
+
+Rows may never end (`WrappedRows`): after the last document comes the first again, and the documents of both passes wait
+together. A row follows from all before it, so rows are packed in parts, each from what waited at the end of the part
+before. The first part is one pass over the documents.
+
+Source: nanochat's loader (github.com/karpathy/nanochat, nanochat/dataloader.py).
 """
 
 import heapq

@@ -1,18 +1,11 @@
 """The section `data.masking`: which tokens of a sequence are hidden from the model that predicts them.
 
-Uniform random numbers that depend on what they are for, and on nothing that was drawn before.
+How many are hidden follows from the time of the sequence (`core/values/mask_schedule.py`). Which ones, and the times, are
+uniform random numbers that depend on what they are for, and on nothing that was drawn before.
 
-Source: SplitMix64's finalizer as a hash of a counter (Steele et al. 2014); the radical inverse of van der Corput 1935, with a
-random digital shift.
-
-How many tokens of a sequence are hidden, by its time in [0, 1].
-
-Source: masking as in StackWise (`num_time_steps`, `time_step_mask_fractions`, ...); continuous times and their weights in the
-bound: Sahoo et al. 2024, "Simple and Effective Masked Diffusion Language Models" (arXiv:2406.07524), equation 10, where the
-mask fraction is 1 - alpha.
-
-Source: masked language modeling: Devlin et al. 2019 (arXiv:1810.04805), section 3.1; a random fraction of each sequence: Nie
-et al. 2025, "Large Language Diffusion Models" (arXiv:2502.09992), section 2.2.
+Source: masked language modeling: Devlin et al. 2019 (arXiv:1810.04805), section 3.1; a random fraction of each sequence:
+Nie et al. 2025, "Large Language Diffusion Models" (arXiv:2502.09992), section 2.2; random numbers: SplitMix64's finalizer
+as a hash of a counter (Steele et al. 2014), and the radical inverse of van der Corput 1935 with a random digital shift.
 """
 
 from collections.abc import Iterator, Sequence

@@ -41,6 +41,8 @@ from jaxlm.models.base import LanguageModel, ModelConfig
 from jaxlm.optim.groups import with_schedules_restarted
 from jaxlm.surgery.base import SurgeryConfig
 
+T = TypeVar("T")
+Leaves = Mapping[str, hax.NamedArray]
 OpenBatches = Callable[[], Batches]
 
 
@@ -77,11 +79,9 @@ def calibrate(
     return sums
 
 
-T = TypeVar("T")
 # Folded into the run's key first, so that no two uses share randomness.
 _INIT, _SURGERY, _STEPS = 0, 1, 2
 _VALUES = 1  # folded into a surgery's key for `fill`
-Leaves = Mapping[str, hax.NamedArray]
 
 
 class Given(eqx.Module):

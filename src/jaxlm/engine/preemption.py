@@ -1,19 +1,18 @@
-"""Preemption: SIGTERM, Ctrl-C (SIGINT), and notices that a machine will stop. The first one saves and stops.
+"""Stops a run on SIGTERM (preemption), on Ctrl-C (SIGINT), and on notices that the machine will stop.
 
-Preemption (SIGTERM) and Ctrl-C (SIGINT): the first signal saves and stops, the second exits at once.
+The first of them saves and stops, a second signal exits at once. Python runs signal handlers on the main thread, which may
+be inside a compilation or a long step for minutes. So a thread watches the file descriptor to which Python writes each
+signal at once, and answers for the main thread.
 
-Python runs signal handlers on the main thread, which may be inside a compilation or a long step for minutes. So a thread
-watches the file descriptor to which Python writes each signal at once, and answers for the main thread.
-
-Google Compute Engine says beforehand that it will stop a machine: a spot machine, or one whose host gets maintenance.
-
-The machine's metadata server has `preempted` (30 s before a spot machine stops) and `maintenance-event` (60 s before a
-machine stops for maintenance, an hour if it has GPUs). A request with `wait_for_change` is answered when something changes,
-so one thread with one open request notices both at once. The shutdown itself comes later, as SIGTERM, and may leave too
-little time.
+Google Compute Engine says beforehand that it will stop a machine: a spot machine, or one whose host gets maintenance. The
+machine's metadata server has `preempted` (30 s before a spot machine stops) and `maintenance-event` (60 s before a machine
+stops for maintenance, an hour if it has GPUs). A request with `wait_for_change` is answered when something changes, so one
+thread with one open request notices both at once. The shutdown itself comes later, as SIGTERM, and may leave too little
+time.
 
 A live migration (`MIGRATE_ON_HOST_MAINTENANCE`) does not stop a machine. Neither does a notice that was there before this
-process stop it again: after an hour's notice, a run that saved and restarted on the same machine would otherwise never train.
+process stop it again: after an hour's notice, a run that saved and restarted on the same machine would otherwise never
+train.
 """
 
 import contextlib
@@ -31,7 +30,7 @@ from types import FrameType
 from typing import Any
 
 PREEMPTED = int(signal.NSIG)
-"""In the place of a signal's number: the machine said that it will stop (`engine/preemption.py`)."""
+"""In the place of a signal's number: the machine said that it will stop (`watch_notices`)."""
 
 # The devices work on steps that the loop has dispatched: `MAX_IN_FLIGHT` of engine/metrics.py.
 _SAVING = "saving after the steps that are under way, then stopping"

@@ -1,7 +1,5 @@
 """How a phase ends, and how all processes decide it at the same step.
 
-Lets all processes make the same decision at the same step.
-
 A signal reaches one process, and only process 0 reads the clock, yet all processes must save and stop at the same step.
 Each process passes its flags into the compiled step, which reduces them over all devices. The result comes back with the
 metrics that are fetched anyway, so no process waits for another. A single process acts on its own flags at once.

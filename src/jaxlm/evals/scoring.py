@@ -15,12 +15,11 @@ from jaxlm.core.sharding import replicated
 from jaxlm.models.base import Inputs, LanguageModel
 from jaxlm.models.inference.kv_cache import program_rows
 
+TokenIds = Sequence[int] | np.ndarray
+
 _MIN_LENGTH = 32
 # Positions per row for which logits are computed at once, so that [position, vocab] never exists in full.
 _LOGIT_CHUNK = 64
-
-
-TokenIds = Sequence[int] | np.ndarray
 
 
 @dataclass(frozen=True)

@@ -1,9 +1,7 @@
 """Reads compiled programs (HLO text): instructions, collectives with their bytes and devices, copies to the host, memory.
 
-Which devices take part in a collective, in the text of a compiled program.
-
-Devices are numbered in the order of the mesh. XLA writes groups in four forms: a list, a list of pairs (source, target), the
-numbers of an array reshaped and transposed, and the axes of a mesh.
+Devices are numbered in the order of the mesh. XLA writes the groups of devices that take part in a collective in four
+forms: a list, a list of pairs (source, target), the numbers of an array reshaped and transposed, and the axes of a mesh.
 """
 
 import dataclasses
@@ -91,6 +89,8 @@ _BRANCHES = re.compile(r"branch_computations=\{([^}]*)\}")
 _OFFLOADED = re.compile(r"custom-call-start\(.*called_computations=\{([^}]*)\}")
 _TRIPS = re.compile(r'"?known_trip_count"?:?=?\{"n":"(\d+)"\}')
 _TURNS = re.compile(r"/turns=([\d.e+\-]+)(?=/)")
+_PRODUCTS = re.compile(r"^(dot|convolution)\b|gemm|matmul|cublas|cutlass|onednn")
+_ATTENTION = re.compile(r"(^|[/(])attention\b|fmha|flash|splash", re.IGNORECASE)
 _CONDITION = re.compile(r"condition=%?([\w.\-]+)")
 _LIMIT = re.compile(r"= s32\[\]\S* constant\((\d+)\)")
 FP8_PRODUCTS = "fp8 products"
@@ -414,8 +414,6 @@ KINDS = (MATRIX, ATTENTION, FUSION, COLLECTIVE, COPY, OTHER)
 CONTAINERS = re.compile(r"(while|conditional|call)([.\d]*)$")
 
 _COLLECTIVES = re.compile(r"all-gather|all-reduce|reduce-scatter|all-to-all|collective|ncclDevKernel|^send\b|^recv\b")
-_PRODUCTS = re.compile(r"^(dot|convolution)\b|gemm|matmul|cublas|cutlass|onednn")
-_ATTENTION = re.compile(r"(^|[/(])attention\b|fmha|flash|splash", re.IGNORECASE)
 _MOVES = re.compile(
     r"(parameter|constant|copy|copy-start|copy-done|transpose|bitcast|reshape|slice|dynamic-slice|dynamic-update-slice"
     r"|broadcast|concatenate|pad|convert|tuple|get-tuple-element)$"

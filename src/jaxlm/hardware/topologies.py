@@ -228,8 +228,6 @@ class Speed:
 # attention 350 to 500, and elementwise kernels 4.0 of 4.8 TB/s (public measurements on Hopper). Attention to long rows:
 # docs/benchmarks.md, "Long rows on a card".
 _PRODUCTS_SHARE, _ATTENTION_SHARE, _MEMORY_SHARE = 0.66, 0.43, 0.83
-
-
 _LONG_ATTENTION_SHARE = 0.555
 
 

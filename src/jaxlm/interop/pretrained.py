@@ -1,10 +1,11 @@
 """Pretrained models in a folder: opened, as the `model` section, and with rows for new tokens.
 
-Adds rows to the embedding and the head of a pretrained model, for tokens that were added to its tokenizer.
+The embedding and the head get a row for each token that was added to the tokenizer: the mean of the rows there are. With
+random rows, a new token would take most of the probability before anything is trained; with the mean, it takes at most an
+average share.
 
-Source: Hewitt 2021, "Initializing New Word Embeddings for Pretrained Language Models"
-(https://nlp.stanford.edu/~johnhew/vocab-expansion.html): a new row is the mean of the rows there are. With random rows, a new
-token would take most of the probability before anything is trained; with the mean, it takes at most an average share.
+Source: new rows: Hewitt 2021, "Initializing New Word Embeddings for Pretrained Language Models"
+(https://nlp.stanford.edu/~johnhew/vocab-expansion.html).
 """
 
 import abc

@@ -1,14 +1,10 @@
-"""The three matrix products with the head in a chunked loss: logits, gradient of the hidden states, gradient of the head.
-
-Shapes: B batch, S position, C tokens of a chunk, D embed, V vocab (this device's shard of it).
-
-Losses on logits that are never materialized for all tokens, with their gradient computed in the forward pass.
+"""Computes losses on logits that are never materialized for all tokens, with their gradient in the forward pass.
 
 The logits of all tokens, [tokens, vocab] in float32, would be by far the largest array of a training step. Instead, a
 scan runs over chunks of tokens. Each step computes the logits of its chunk, the loss and its gradient with respect to
 the logits, and multiplies the latter into the gradients of the hidden states and the head. That takes three matrix
-products, as many as without chunks; recomputing the logits in the backward pass would take four. Only tokens are split,
-never the vocabulary, and the last chunk is padded, so the matrix products stay large.
+products with the head, as many as without chunks (`HeadProducts`); recomputing the logits in the backward pass would take
+four. Only tokens are split, never the vocabulary, and the last chunk is padded, so the matrix products stay large.
 
 On a mesh, each device processes its own tokens (`jax.shard_map`). The gradient of the head is reduced once, at the end,
 and scattered to the parameter's sharding.

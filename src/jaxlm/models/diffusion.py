@@ -1,13 +1,12 @@
 """What masked diffusion adds to a model: the time as an input, and parts that fill in hidden tokens by themselves.
 
-Parts of a model that fill in hidden tokens by themselves, each in texts of which a certain share is hidden.
+The time, which is the fraction of hidden tokens, is added to the token embeddings of a sequence (`TimeEmbedding`).
+
+Each part fills in texts of which a certain share is hidden (`Denoiser`). The last stack has the texts with the fewest
+hidden tokens:
 
     blocks        embeddings -> the layers of one stack -> final norm, head             (DiffusionBlocks)
     suffixes      embeddings -> a stack and all stacks after it -> final norm, head     (time as depth)
-
-The last stack has the texts with the fewest hidden tokens.
-
-Time as an input: what masked diffusion adds to the token embeddings of a sequence, by the fraction of hidden tokens.
 
 Source: sinusoidal features of the noise level and an MLP as in Ho et al. 2020 (arXiv:2006.11239), appendix B; a last layer
 that starts at zero as in Peebles and Xie 2023 (arXiv:2212.09748), section 3.2.

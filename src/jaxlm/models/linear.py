@@ -1,8 +1,7 @@
 """Linear layers between named axes, and which parameters of a model are matrices.
 
-Which parameters are matrices, and which of their axes are inputs and outputs, for optimizers such as Muon.
-
-A layer that knows declares it (`DeclaresMatrices`). Everywhere else the named axes of the array decide.
+For optimizers such as Muon, a layer declares which of its parameters are matrices, and which of their axes are inputs and
+outputs (`DeclaresMatrices`). Everywhere else the named axes of the array decide.
 """
 
 import abc

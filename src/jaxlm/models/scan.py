@@ -20,6 +20,7 @@ from jaxlm.core.tree import is_named
 from jaxlm.models.remat import RematPolicy, offloads
 
 T = TypeVar("T")
+Carry = TypeVar("Carry")
 Turn = tuple[int, Any]
 """The number of a layer's stack, and its kind."""
 
@@ -89,7 +90,6 @@ def _divided(layers: tuple[tuple[int, int], ...]) -> tuple[tuple[int, int, int],
     return best[0][2]
 
 
-Carry = TypeVar("Carry")
 _MAX_UNROLLED = 32
 
 

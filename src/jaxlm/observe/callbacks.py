@@ -1,4 +1,4 @@
-"""The callback interface: a callback follows a run, and changes nothing."""
+"""Callbacks (`trainer.callbacks`): classes of your own that follow a run and change nothing, and what calls them."""
 
 import abc
 import re
@@ -235,6 +235,3 @@ class PrintMetrics(Callback):
         if info.step % self._every == 0:
             shown = [f"{name} {value:.6g}" for name, value in sorted(info.metrics.items()) if self._names.search(name)]
             self._log(f"step {info.step}: {'  '.join(shown) or 'no metric matches'}")
-
-
-__all__ = ["Callback", "CallbackConfig", "CallbackContext", "CallbackListener", "Callbacks", "open_callbacks"]

@@ -1,15 +1,14 @@
-"""Limits on updates (clipping, cautious masks) and on the gradient of each tensor (AdaGC).
-
-Numbers that an optimizer keeps for each tensor.
+"""Limits updates (clipping, cautious masks) and the gradient of each tensor (AdaGC).
 
 A tensor is what one layer has of a parameter, and of an expert's parameter what one expert has. Layers are stacked, so an
-array contains many tensors, and the numbers have the axes that tell them apart: {layers}, {layers, experts} or none. All
-heads of a projection are one tensor.
+array contains many tensors, and the numbers that an optimizer keeps for each have the axes that tell them apart: {layers},
+{layers, experts} or none. All heads of a projection are one tensor.
 
-AdaGC: scales the gradient of each tensor down if its norm is large compared with its own recent norms.
+AdaGC scales the gradient of a tensor down if its norm is large compared with its own recent norms. Its defaults are those
+of public ports; the authors' code (github.com/lishuai-97/AdaGC) has 1.04 and 0.99.
 
-Source: Wang et al. 2025, AdaGC: Enhancing LLM Pretraining Stability via Adaptive Gradient Clipping (arXiv:2502.11034),
-algorithm 1. The defaults are those of public ports; the authors' code (github.com/lishuai-97/AdaGC) has 1.04 and 0.99.
+Source: AdaGC: Wang et al. 2025, AdaGC: Enhancing LLM Pretraining Stability via Adaptive Gradient Clipping
+(arXiv:2502.11034), algorithm 1.
 """
 
 import math
@@ -156,7 +155,7 @@ _SMALLEST = 1e-30  # of a norm that another one is divided by
 
 
 class AdaGcState(NamedTuple):
-    """State of AdaGC. Each tree has the structure of the parameters, and one number for each tensor (`optim/clipping.py`).
+    """State of AdaGC. Each tree has the structure of the parameters, and one number for each tensor (`per_tensor`).
 
     Attributes:
         count: int32, number of steps so far in which the tensor had a gradient.

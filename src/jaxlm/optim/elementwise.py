@@ -1,26 +1,20 @@
 """Optimizers that treat every element alike: AdamW, Adagrad, Lion, and MARS, which reduces the gradient's variance.
 
-AdamW.
+AdamW divides the running mean of gradients by the root of that of their squares, Adagrad gradients by the root of their
+accumulated squares. Lion takes the sign of an interpolation of momentum and gradient. MARS is AdamW on gradients whose
+variance is reduced with the gradient of the step before: in the approximate form, which takes that of the earlier batch, so
+that each step computes one gradient. Weight decay is decoupled.
 
-Source: Kingma and Ba 2015, Adam (arXiv:1412.6980), algorithm 1; Loshchilov and Hutter 2019, Decoupled Weight Decay
-Regularization (arXiv:1711.05101), algorithm 2; norm clipping comes first, as in Pascanu et al. 2013 (arXiv:1211.5063).
-Dozat 2016 for `nesterov`; Defazio 2025 (arXiv:2506.02285), algorithm 1, for `adamc_weight_decay`; Liang et al. 2024
-(arXiv:2411.16085), algorithm 1, for `cautious`.
-
-Adagrad: gradients divided by the root of their accumulated squares.
-
-Source: Duchi et al. 2011, Adaptive Subgradient Methods for Online Learning and Stochastic Optimization, figure 1 (the
-diagonal form), with decoupled weight decay.
-
-Lion: the sign of an interpolation of momentum and gradient.
-
-Source: Chen et al. 2023, Symbolic Discovery of Optimization Algorithms (arXiv:2302.06675), algorithm 2.
-
-MARS: AdamW on gradients whose variance is reduced with the gradient of the step before.
-
-Source: Yuan et al. 2024, MARS: Unleashing the Power of Variance Reduction for Training Large Models (arXiv:2411.10438),
-algorithm 2 (MARS-AdamW) in its approximate form: the earlier gradient is that of the earlier batch, so that each step
-computes one gradient.
+Source:
+    AdamW: Kingma and Ba 2015, Adam (arXiv:1412.6980), algorithm 1; Loshchilov and Hutter 2019, Decoupled Weight Decay
+    Regularization (arXiv:1711.05101), algorithm 2; norm clipping comes first, as in Pascanu et al. 2013 (arXiv:1211.5063).
+    Dozat 2016 for `nesterov`; Defazio 2025 (arXiv:2506.02285), algorithm 1, for `adamc_weight_decay`; Liang et al. 2024
+    (arXiv:2411.16085), algorithm 1, for `cautious`.
+    Adagrad: Duchi et al. 2011, Adaptive Subgradient Methods for Online Learning and Stochastic Optimization, figure 1 (the
+    diagonal form).
+    Lion: Chen et al. 2023, Symbolic Discovery of Optimization Algorithms (arXiv:2302.06675), algorithm 2.
+    MARS: Yuan et al. 2024, MARS: Unleashing the Power of Variance Reduction for Training Large Models (arXiv:2411.10438),
+    algorithm 2 (MARS-AdamW).
 """
 
 from collections.abc import Mapping, Sequence

@@ -1,8 +1,8 @@
-"""An optimizer whose updates an objective slows down, or stops, layer by layer (`core/guards.py`).
-
-Parameter groups: assigns every trainable parameter to one optimizer, and combines the optimizers into one.
+"""Assigns every trainable parameter to one optimizer (parameter groups), and combines the optimizers into one.
 
 optimizer.groups, first match wins -> group_0, group_1, ..., rest; each split by update rule and weight decay
+
+An objective may slow down, or stop, the updates of single layers (`paced`; `Pace` in `core/guards.py`).
 """
 
 import contextlib

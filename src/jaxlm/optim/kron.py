@@ -1,16 +1,15 @@
-"""Kronecker factors that whiten a matrix: the square of a factor Q multiplies one side, and Q is fitted without inverses.
+"""PSGD Kron: whitens the momentum of hidden matrices from both sides, and uses Adam for all other parameters.
 
-Source: Li 2015 (arXiv:1512.04202) for the criterion tr(P g g') + tr(P^-1), which is smallest when the whitened P g has
-uncorrelated entries of variance 1. Li 2024 (arXiv:2402.11858) for fitting it in a group. The step is the variant QUAD of
-github.com/lixilinx/psgd_torch: Q <- (1 - E) Q (1 - E), which keeps Q symmetric and positive with products alone.
+The square of a factor Q multiplies one side of a matrix (`Factor`), and Q is fitted without inverses. The step of Q is the
+variant QUAD of github.com/lixilinx/psgd_torch: Q <- (1 - E) Q (1 - E), which keeps Q symmetric and positive with products
+alone.
 
 Two differences make the result deterministic and equal on every mesh. The damping noise is integrated out instead of
 sampled. The spectral norm is bounded from below by two Frobenius norms, without an argmax that could differ between meshes.
 
-PSGD Kron: whitens the momentum of hidden matrices from both sides, and uses Adam for all other parameters.
-
-Source: Li 2015, Preconditioned Stochastic Gradient Descent (arXiv:1512.04202), and github.com/lixilinx/psgd_torch, which
-whitens the momentum with Kronecker products. `jaxlm.optim.kron` lists the differences.
+Source: Li 2015, Preconditioned Stochastic Gradient Descent (arXiv:1512.04202), for the criterion tr(P g g') + tr(P^-1),
+which is smallest when the whitened P g has uncorrelated entries of variance 1; Li 2024 (arXiv:2402.11858) for fitting Q in
+a group; github.com/lixilinx/psgd_torch, which whitens the momentum with Kronecker products.
 """
 
 import abc

@@ -1,9 +1,9 @@
-"""Finds the parameters that are matrices, reshapes each of them to a matrix, and combines an update rule for matrices with
-Adam for all other parameters, for optimizers such as Muon.
+"""Finds the parameters that are matrices, reshapes them, and combines an update rule for matrices with Adam for the others.
 
-The weight of a linear layer has named axes in any order: {layers, heads, head_size, embed} is one matrix per layer, with
-heads x head_size outputs and embed inputs. Layers that know their inputs and outputs declare them. Any other parameter is
-a matrix if its named axes form two sides, or if it has two unnamed axes; the first is then the output.
+Optimizers such as Muon need this. The weight of a linear layer has named axes in any order: {layers, heads, head_size,
+embed} is one matrix per layer, with heads x head_size outputs and embed inputs. Layers that know their inputs and outputs
+declare them. Any other parameter is a matrix if its named axes form two sides, or if it has two unnamed axes; the first is
+then the output.
 """
 
 import dataclasses

@@ -1,26 +1,28 @@
 """Orthogonalizes matrices with matrix products alone, each on one device as a whole, and normalizes their rows (NorMuon).
 
-Orthogonalization of matrices with matrix products alone: all singular values move towards 1, singular vectors stay.
+Orthogonalization moves all singular values towards 1; singular vectors stay. Its iterations are odd quintics of each
+singular value s: a s + b s^3 + c s^5.
 
-Source: Jordan et al. 2024 (kellerjordan.github.io/posts/muon) for `quintic`; Amsel et al. 2025, The Polar Express
-(arXiv:2505.16932), algorithm 1, for `polar_express`, with the coefficients of github.com/karpathy/nanochat (five
-iterations, safety factor 0.02). Both are odd quintics a s + b s^3 + c s^5 of each singular value s.
+NorMuon divides the rows of orthogonalized matrices by their usual size. As in github.com/karpathy/nanochat, a matrix with
+more columns than rows is divided by columns instead, the running mean has no bias correction, and the result keeps the
+Frobenius norm of its input.
 
-NorMuon: divides the rows of orthogonalized matrices, or their columns, by their usual size.
-
-Source: Li et al. 2025, NorMuon: Making Muon more efficient and scalable (arXiv:2510.05491), algorithm 1. As in
-github.com/karpathy/nanochat, a matrix with more columns than rows is divided by columns instead, the running mean has no
-bias correction, and the result keeps the Frobenius norm of its input.
-
-Divides matrices among the devices: each device holds some of them whole, and no two that share a model do the same work.
+Matrices are divided among the devices: each device holds some of them whole, and no two that share a model do the same
+work.
 
     matrices of one shape, sharded like parameters -> one stack -> all-to-all: whole matrices -> change -> all-to-all -> back
 
 Devices along the mesh axis `replica` have a model each. They repeat this work, like the rest of the update, so that nothing
 travels between them.
 
-Source: the division of the optimizer's work in ZeRO, Rajbhandari et al. 2020 (arXiv:1910.02054), section 5.1, by matrices
-instead of elements, because the orthogonalization of a part of a matrix is not part of its orthogonalization.
+Source:
+    `quintic`: Jordan et al. 2024 (kellerjordan.github.io/posts/muon).
+    `polar_express`: Amsel et al. 2025, The Polar Express (arXiv:2505.16932), algorithm 1, with the coefficients of
+    github.com/karpathy/nanochat (five iterations, safety factor 0.02).
+    NorMuon: Li et al. 2025, NorMuon: Making Muon more efficient and scalable (arXiv:2510.05491), algorithm 1.
+    Division among devices: that of the optimizer's work in ZeRO, Rajbhandari et al. 2020 (arXiv:1910.02054), section 5.1,
+    by matrices instead of elements, because the orthogonalization of a part of a matrix is not part of its
+    orthogonalization.
 """
 
 import math

@@ -1,10 +1,10 @@
 """Schedules of the learning rate, with the shapes of its decay, of a momentum and of the weight decay.
 
-Learning-rate schedules: [warmup] -> [stable] -> [decay] -> {[rewarmup] -> [stable] -> [decay]} per additional cycle.
+The learning rate: [warmup] -> [stable] -> [decay] -> {[rewarmup] -> [stable] -> [decay]} per additional cycle. Its schedule
+is a table of segments with a single lookup, which works for Python integers and traced ones.
 
-A schedule is a table of segments with a single lookup, which works for Python integers and traced ones.
-Source of the warmup-stable-decay form: Hu et al. 2024, MiniCPM (arXiv:2404.06395), section 4; of its cycles: Wen et al.
-2024 (arXiv:2410.05192), section 4.
+Source: the warmup-stable-decay form: Hu et al. 2024, MiniCPM (arXiv:2404.06395), section 4; its cycles: Wen et al. 2024
+(arXiv:2410.05192), section 4.
 """
 
 import abc

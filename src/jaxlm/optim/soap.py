@@ -1,21 +1,19 @@
-"""The eigenbasis of the running mean of G G', for one side of each stacked matrix G.
+"""SOAP: Adam in the eigenbasis of Shampoo's preconditioner for hidden matrices, and Adam for all other parameters.
 
-Source: Vyas et al. 2024 (arXiv:2409.11321), algorithm 4: one power iteration, orthonormalized by a QR decomposition. As in
-github.com/nikhilvyas/SOAP, the first basis is from an eigenvalue decomposition, and columns are sorted by their estimated
-eigenvalues before each iteration.
+For one side of each stacked matrix G, the basis is that of the running mean of G G' (`Eigenbasis`): one power iteration,
+orthonormalized by a QR decomposition. As in github.com/nikhilvyas/SOAP, the first basis is from an eigenvalue
+decomposition, and columns are sorted by their estimated eigenvalues before each iteration.
 
-Two differences. The first basis is found from G in parts: in G G', the rounding errors of the largest eigenvalues hide those
-below 1e-6 of them, which are most in gradients of language models. And it is equal on every mesh: the eigenvectors of
-eigenvalues below 1e-8 of the largest, which G G' has for every tall G, depend on how a mesh rounds the gradient. Householder
-reflections complete the other eigenvectors instead.
+Two differences. The first basis is found from G in parts: in G G', the rounding errors of the largest eigenvalues hide
+those below 1e-6 of them, which are most in gradients of language models. And it is equal on every mesh: the eigenvectors of
+eigenvalues below 1e-8 of the largest, which G G' has for every tall G, depend on how a mesh rounds the gradient.
+Householder reflections complete the other eigenvectors instead.
 
 Every device decomposes all matrices, one after the other. jaxlib's LAPACK calls split a batch over the threads that
 simulated devices run in, so that eight devices would wait for each other forever.
 
-SOAP: Adam in the eigenbasis of Shampoo's preconditioner for hidden matrices, and Adam for all other parameters.
-
 Source: Vyas et al. 2024, SOAP: Improving and Stabilizing Shampoo using Adam (arXiv:2409.11321), algorithm 3, with section 6
-for `one_diag`; github.com/nikhilvyas/SOAP for the first step. `jaxlm.optim.soap` lists the differences.
+for `one_diag`; algorithm 4 for the basis; github.com/nikhilvyas/SOAP for the first step.
 """
 
 from collections.abc import Callable, Sequence

@@ -1,6 +1,6 @@
 """How an optimizer's state is stored between updates: in the dtypes of its computation, or in 8 bits in blocks of 256.
 
-A moment in 8 bits: a code for each element, and the largest absolute value of each block of 256 elements.
+A moment in 8 bits has a code for each element, and the largest absolute value of each block of 256 elements.
 
 Source: Dettmers et al. 2022, 8-bit Optimizers via Block-wise Quantization (arXiv:2110.02861), section 2.1; bitsandbytes
 0.50.2 for the block size (2048 in the paper) and for multiplying by the reciprocal of the largest value.

@@ -1,12 +1,7 @@
-"""Telemetry: running means, spikes and plateaus of the loss and the gradient norm, computed in the step.
+"""Measures in every step what tells whether training goes well: means, spikes and plateaus of loss and gradient norm.
 
-The trend of a number that changes slowly, such as the loss: outliers in units of its own noise, and its slope.
-
-Source: the trend is Brown's double exponential smoothing (Smoothing, Forecasting and Prediction of Discrete Time Series,
-1963) as discounted least squares, which is exact from the first value; the scale is the median absolute residual (Huber,
-Robust Statistics, 1981, section 5.1). Residuals are winsorized before either learns from them.
-
-Measures in every step what tells whether training goes well; it changes no update.
+It changes no update. Outliers of a number that changes slowly, such as the loss, are in units of its own noise around its
+trend (`Trend`).
 
 What the detectors do was chosen by measurement, on noise around a constant and around a falling loss and on 20,280 steps of
 15 runs of small models (1 to 30 million parameters, batches of 8 to 32 rows):
@@ -18,6 +13,10 @@ What the detectors do was chosen by measurement, on noise around a constant and 
   with noise of 0.05 and of 0.27 nats, and none where the loss falls by 0.001 a step. On the runs, it flags 2 % of the steps
   where the loss fell by more than 2 % in 200 steps, and 85 % where it fell by less than 1 %. A limit on the slope itself, or
   patience on a running mean, found fewer or flagged more (docs/log.md).
+
+Source: the trend is Brown's double exponential smoothing (Smoothing, Forecasting and Prediction of Discrete Time Series,
+1963) as discounted least squares, which is exact from the first value; the scale is the median absolute residual (Huber,
+Robust Statistics, 1981, section 5.1). Residuals are winsorized before either learns from them.
 """
 
 from collections import defaultdict

@@ -1,4 +1,4 @@
-"""When phases may begin, because a phase before them may end early."""
+"""The controllers of each phase, the metrics that they need, and when phases may begin if one before them ends early."""
 
 from collections.abc import Sequence
 

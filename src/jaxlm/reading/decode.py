@@ -1,6 +1,4 @@
-"""Parsing and formatting of durations such as `15m` or `1h30m`.
-
-Converts plain values to configuration dataclasses and back.
+"""Converts plain values to configuration dataclasses and back, and durations such as `15m` or `1h30m`.
 
 The registries (`type: llama` selects the class) come from Draccus. Decoding is stricter than in Draccus, which accepts null
 for an int, turns a list into a string if a union lists `str` first, and reports errors with a traceback. Here every error
@@ -26,6 +24,8 @@ from jaxlm.core.redaction import without_secrets
 from jaxlm.reading.choices import NamedChoice, import_choice, is_import_path, registered_class, signature_problems
 from jaxlm.reading.outline import ROOT, meant
 from jaxlm.reading.yaml import ConfigSource, KeyPath, without_quotes
+
+T = TypeVar("T")
 
 _UNITS = {"s": "seconds", "m": "minutes", "h": "hours", "d": "days"}
 _PART = re.compile(
@@ -77,7 +77,6 @@ draccus.encode.register(timedelta, lambda value, _=None: format_duration(value))
 draccus.encode.register(Annotated, lambda value, kind: draccus.encode(value, get_args(kind)[0]))
 
 
-T = TypeVar("T")
 INHERITS = {"inherits": True}
 """Metadata of a list of sections. Each takes what it does not set from the section around the list: the `type`, and keys that
 are set there."""

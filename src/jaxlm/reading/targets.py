@@ -1,9 +1,4 @@
-"""Values that a configuration names once (`vars`), and variants of a run in one file (`targets`).
-
-A text that is nothing but `${name}` becomes the value itself, with its type. Inside a longer text, the value is written out.
-`$${name}` stands for the text `${name}`.
-
-Variants of a run in one file.
+"""Reads values that a configuration names once (`vars`), and variants of a run in one file (`targets`).
 
     vars: {steps: 500, seq_len: 2048}
     targets:
@@ -11,9 +6,11 @@ Variants of a run in one file.
       paper: {}
     entrypoints: {default: paper, q: quick}
 
+A text that is nothing but `${name}` becomes the value itself, with its type. Inside a longer text, the value is written
+out. `$${name}` stands for the text `${name}`. It has a meaning only in a file that has one of these three keys.
+
 The keys of the target override those of the file, as the command line would: sections are merged, lists are replaced, and
 `phases.0.num_train_steps` reaches into a list. `entrypoints.default` is used unless the command line names another.
-`${name}` (`jaxlm.reading.targets`) has a meaning only in a file that has one of these three keys.
 """
 
 import copy

@@ -1,12 +1,13 @@
-"""Named parameters as matrices of plain arrays, layer by layer, for decompositions.
+"""Sums first and second moments of the inputs of linear layers over tokens, and returns matrices layer by layer.
 
-First and second moments of the inputs of linear layers, summed over tokens, without a change of the models.
-
-Each layer is wrapped. The wrapper returns the layer's output and has a parameter that it never reads. The cotangent of that
-parameter is *defined* as the moments of the inputs, so that one backward pass returns the sums of all layers: a loop over
-layers stacks them, remat recomputes what they need, and a sharded batch is summed over devices, as for any gradient.
+The models do not change: each layer is wrapped. The wrapper returns the layer's output and has a parameter that it never
+reads. The cotangent of that parameter is *defined* as the moments of the inputs, so that one backward pass returns the sums
+of all layers: a loop over layers stacks them, remat recomputes what they need, and a sharded batch is summed over devices,
+as for any gradient.
 
     x {batch, position, *In}  ->  count, sum of x, sum of x x^T over the tokens that are not padding
+
+For decompositions, named parameters are matrices of plain arrays, layer by layer (`by_layer`, `flat`).
 """
 
 import functools

@@ -1,38 +1,40 @@
 r"""Layers with low-rank adapters: the change W + scale * B A, how it starts, and DoRA's magnitudes.
 
-A low-rank change of a weight, W + scale * B A, and DoRA's magnitudes.
+The linear layer (`LoraLinear`):
 
-Source: Hu et al. 2021 (arXiv:2106.09685), section 4.1. Liu et al. 2024, DoRA: Weight-Decomposed Low-Rank Adaptation
-(arXiv:2402.09353), equation 5: every output has a magnitude m that trains, W' = m (W + scale * B A) / ||W + scale * B A||
-with the norm over the inputs. Its section 4.3: the norm gets no gradient.
+x {.., In} --- W (frozen) -------------------------------------+--- {.., Out}
+           \-- dropout -- A {rank, In} -- B {Out, rank} * scale --/
+
+Of an embedding table, and of a head that is tied to it (`LoraEmbedding`), A is a table of its own, zero at the start, and B
+maps its rows to the embedding.
+
+With DoRA, every output has a magnitude m that trains, W' = m (W + scale * B A) / ||W + scale * B A|| with the norm over the
+inputs. The norm gets no gradient.
 
 If ranks differ between the layers of a stack, all arrays have the largest rank. Entries beyond a layer's rank are zero in A
 and in B. They are never read, so their gradient is zero and most optimizers leave them zero; some that mix rows (`kron`) do
 not.
 
-How adapters start: from the weight that they change, or from the inputs of their layer.
-
-Source: Meng et al. 2024, PiSSA: Principal Singular Values and Singular Vectors Adaptation (arXiv:2404.02948), equations 2
-to 4. Büyükakyüz 2024, OLoRA: Orthonormal Low-Rank Adaptation (arXiv:2406.01775), algorithm 1. Paischer et al. 2024, Explained
-Variance Adaptation (arXiv:2410.07170), section 3, with the same rank for all layers (rho = 1). Where the papers leave it
-open, as PEFT has it (`peft/tuners/lora/layer.py`, `eva.py`): decompositions in float32, PiSSA divides the singular values by
-the adapter's scale, OLoRA does not, and EVA centers the inputs.
+Adapters start at random, from the weight that they change, or from the inputs of their layer:
 
     pissa   A = sqrt(S / scale) V^T, B = U sqrt(S / scale) of the largest singular values; the weight keeps the rest
     olora   A = the first rows of R, B = the first columns of Q, of the weight's QR decomposition; likewise
     eva     A = the principal components of the inputs, B = 0
 
-Signs follow PEFT's EVA: the entry of each row of A with the largest absolute value is positive.
+Where the papers leave it open, as PEFT has it (`peft/tuners/lora/layer.py`, `eva.py`): decompositions in float32, PiSSA
+divides the singular values by the adapter's scale, OLoRA does not, and EVA centers the inputs. Signs follow PEFT's EVA: the
+entry of each row of A with the largest absolute value is positive.
 
-The linear layer with a low-rank adapter.
-
-x {.., In} --- W (frozen) -------------------------------------+--- {.., Out}
-           \-- dropout -- A {rank, In} -- B {Out, rank} * scale --/
-
-Adapters of an embedding table, and of a head that is tied to it.
-
-Source: Hu et al. 2021 (arXiv:2106.09685); for embeddings as in the released code (microsoft/LoRA, `loralib/layers.py`)
-and in PEFT: A is a table of its own, zero at the start, and B maps its rows to the embedding.
+Source:
+    LoRA: Hu et al. 2021 (arXiv:2106.09685), section 4.1; for embeddings as in the released code (microsoft/LoRA,
+    `loralib/layers.py`) and in PEFT.
+    DoRA: Liu et al. 2024, DoRA: Weight-Decomposed Low-Rank Adaptation (arXiv:2402.09353), equation 5, and section 4.3 for
+    the norm.
+    PiSSA: Meng et al. 2024, PiSSA: Principal Singular Values and Singular Vectors Adaptation (arXiv:2404.02948), equations
+    2 to 4.
+    OLoRA: Büyükakyüz 2024, OLoRA: Orthonormal Low-Rank Adaptation (arXiv:2406.01775), algorithm 1.
+    EVA: Paischer et al. 2024, Explained Variance Adaptation (arXiv:2410.07170), section 3, with the same rank for all
+    layers (rho = 1).
 """
 
 import dataclasses

@@ -359,9 +359,9 @@ def command(bundle, monkeypatch, *options):
     where = layout()
     named = SimpleNamespace(
         model=SimpleNamespace(is_causal=True), plan=SimpleNamespace(layout=where), location="m", tokenizer=small(),
-        for_inference=lambda quantize: sharded(LLAMA, where),
+        for_inference=lambda quantize: sharded(LLAMA, where), check_predicts_next_tokens=lambda option: None,
     )  # fmt: skip
-    monkeypatch.setattr("jaxlm.session.harness_tasks.open_model", lambda *arguments: named)
+    monkeypatch.setattr("jaxlm.systems.nanochat.command_parts.open_model", lambda *arguments: named)
     return evaluate.main(["--checkpoint", "m", "--core_bundle", str(bundle), *options])
 
 

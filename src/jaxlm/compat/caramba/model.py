@@ -1,4 +1,4 @@
-"""The `system` section of a target: a tree of layers, as a model of jaxlm.
+"""Translates the section `system` of a target, a tree of layers, to a model of jaxlm.
 
 A stack of pre-norm blocks of attention and SwiGLU is `llama`, or `dba` with decoupled attention. Any other tree is
 `topology`. A target that upcycles has the model of its teacher: only the sizes are read, and the attention becomes a surgery.

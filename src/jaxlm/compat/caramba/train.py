@@ -1,10 +1,9 @@
-"""The `train` section of a run: optimizer, precision, batches, objective, orchestration, and how it is distributed.
+"""Translates the section `train` of a run: optimizer, precision, batches, objective, orchestration, and its devices.
 
-`distributed_strategy` of a run, and the keys of `DistributedConfig`, as keys of jaxlm's mesh.
-
-Every strategy computes the same numbers. They differ in what a device holds: DDP all parameters, FULL_SHARD its share of
-them, of the gradients and of the optimizer's state. SHARD_GRAD_OP keeps gathered parameters from the forward to the
-backward pass; XLA decides that anew for each program, so it is FULL_SHARD here.
+`distributed_strategy`, and the keys of `DistributedConfig`, become keys of jaxlm's mesh. Every strategy computes the same
+numbers. They differ in what a device holds: DDP all parameters, FULL_SHARD its share of them, of the gradients and of the
+optimizer's state. SHARD_GRAD_OP keeps gathered parameters from the forward to the backward pass; XLA decides that anew for
+each program, so it is FULL_SHARD here.
 """
 
 from typing import Any, Literal

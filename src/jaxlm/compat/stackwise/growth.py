@@ -1,9 +1,8 @@
-"""`training.progressive`, and what belongs to it in `training`, as the preset: growth, and the adapters of the trunk.
+"""Translates `training.progressive`, and what belongs to it in `training`, to the preset: growth and adapters.
 
-The adapters of a trunk: `qlora_...` of `training.progressive`, or the section `training.qlora`.
-
-In StackWise a stack has adapters of its own, and further ones when it becomes part of the trunk. Both train from then on and
-are added up, so here they are one adapter, whose rank is the sum.
+The adapters of the trunk are `qlora_...` of `training.progressive`, or the section `training.qlora`. In StackWise a stack
+has adapters of its own, and further ones when it becomes part of the trunk. Both train from then on and are added up, so
+here they are one adapter, whose rank is the sum.
 """
 
 from collections.abc import Collection, Mapping

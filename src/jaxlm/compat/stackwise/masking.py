@@ -1,4 +1,4 @@
-"""Masks and time: `data.masking`, `model.time_embedding` and `preset.depth_times`."""
+"""Translates masks and time: `data.masking`, `model.time_embedding` and `preset.depth_times`."""
 
 from collections.abc import Sequence
 from typing import Any

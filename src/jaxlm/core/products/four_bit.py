@@ -1,20 +1,18 @@
-"""Weights in four bits: codes in blocks of consecutive elements, each block with a scale. NF4 and NVFP4 are two of them.
+"""Stores weights in four bits (NF4 and NVFP4): codes in blocks of consecutive elements, each block with a scale.
 
-Blocks follow the flattened order of (outputs, inputs), which is how PyTorch stores the weight of a linear layer. So codes and
-scales can be those of other programs, number by number.
+Blocks follow the flattened order of (outputs, inputs), which is how PyTorch stores the weight of a linear layer. So codes
+and scales can be those of other programs, number by number.
 
-NF4: weights in 4-bit NormalFloat, with scales that are quantized too.
+NF4 is 4-bit NormalFloat, with scales that are quantized too. Where the papers leave it open, as bitsandbytes has it: blocks
+of 64 and of 256, scales minus their mean, the first code in the high bits.
 
-Source: Dettmers et al. 2023, QLoRA: Efficient Finetuning of Quantized LLMs (arXiv:2305.14314), section 3 and appendix E. The
-8-bit codes of scales: Dettmers 2015, 8-Bit Approximations for Parallelism in Deep Learning (arXiv:1511.04561), section 3.
-Where the papers leave it open, as bitsandbytes has it: blocks of 64 and of 256, scales minus their mean, the first code in
-the high bits.
+NVFP4 is 4-bit floating point, with scales in 8-bit floating point: e2m1 in blocks of 16, each with an e4m3 scale, and a
+float32 scale that moves the largest block scale to the largest e4m3 number. Here each matrix has one of those. The first
+code of a byte is in its low bits, as in checkpoints of NVIDIA's ModelOpt.
 
-NVFP4: weights in 4-bit floating point, with scales in 8-bit floating point.
-
-Source: NVIDIA 2025, Pretraining Large Language Models with NVFP4 (arXiv:2509.25149), section 2 and appendix B: e2m1 in blocks
-of 16, each with an e4m3 scale, and a float32 scale that moves the largest block scale to the largest e4m3 number. Here each
-matrix has one of those. The first code of a byte is in its low bits, as in checkpoints of NVIDIA's ModelOpt.
+Source: NF4: Dettmers et al. 2023, QLoRA: Efficient Finetuning of Quantized LLMs (arXiv:2305.14314), section 3 and appendix
+E; the 8-bit codes of its scales: Dettmers 2015, 8-Bit Approximations for Parallelism in Deep Learning (arXiv:1511.04561),
+section 3. NVFP4: NVIDIA 2025, Pretraining Large Language Models with NVFP4 (arXiv:2509.25149), section 2 and appendix B.
 """
 
 import abc

@@ -1,13 +1,9 @@
 """What is logged of a run: the names of its metrics and activities, its texts, and the numbers of its layers.
 
-Names of the metrics of `optimizer.telemetry`, which controllers read.
-
-Each is a float32 scalar of every step. docs/design/0033 says what they mean.
-
-Names of the metrics of a training step, as in `metrics.jsonl`, for those who write and those who read them. Needs no jax.
-
-`core/guards.py` names those that decide whether an update is skipped. The metric `x` of an objective is `train/x`, that of an
-evaluation `eval/x`.
+The metrics of a training step have these names in `metrics.jsonl`, for those who write and those who read them. The metric
+`x` of an objective is `train/x`, that of an evaluation `eval/x`. `core/guards.py` names those that decide whether an update
+is skipped. Those of `optimizer.telemetry`, which controllers read, are float32 scalars of every step; docs/design/0033 says
+what they mean.
 """
 
 import enum
@@ -17,6 +13,71 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from jaxlm.core.guards import EVAL_PREFIX as EVAL_PREFIX
+
+TRAIN_LOSS = "train/loss"
+"""Mean over the targets of the batch, in nats."""
+
+SMOOTHED_LOSS = "train/smoothed_loss"
+"""Moving average of `train/loss` over all steps so far (decay 0.9, without bias towards zero), also of earlier starts."""
+
+EVAL_LOSS = "eval/loss"
+"""Mean over the targets of the validation data, in nats per token."""
+EVAL_BPB = "eval/bpb"
+"""Bits per byte of the validation text."""
+BEST_BPB = "eval/best_bpb"
+"""The lowest `eval/bpb` of the run so far, also of earlier starts."""
+EVAL_CORE = "eval/core"
+"""The CORE metric. Each of its tasks has `eval/core/<task>`, centered, and `eval/core/<task>/accuracy`."""
+
+LEARNING_RATE = "optim/learning_rate"
+"""Of the update that the step made. That of a parameter group is `optim/learning_rate/<name>`."""
+
+GLOBAL_STEP = "global_step"
+"""Steps done, with this one."""
+PROGRESS = "run_progress"
+"""`global_step` as a fraction of the steps of the whole run."""
+
+TOTAL_TOKENS = "throughput/total_tokens"
+"""Tokens trained on since the start of the run, with padding."""
+TOTAL_GFLOPS = "throughput/total_gflops"
+"""Model FLOPs since the start of the run, in units of 1e9."""
+
+DURATION = "throughput/duration"
+"""Seconds of the step. Only records of training steps have it, not those of evaluations."""
+TRAINING_TIME = "throughput/training_time"
+"""Seconds of all steps so far, also of earlier starts, without evaluations, saves and compiling."""
+LOADING_TIME = "throughput/loading_time"
+"""Seconds that the host waited for the batch."""
+HOOK_TIME = "throughput/hook_time"
+"""Seconds of evaluations and saves before the step; they are not in its duration."""
+
+EXAMPLES_PER_SECOND = "throughput/examples_per_second"
+TOKENS_PER_SECOND = "throughput/tokens_per_second"
+GFLOPS_PER_SECOND = "throughput/gflops_per_second"
+MFU = "throughput/mfu"
+"""Model FLOP/s as a fraction of the peak of all devices. Missing if the peak is not known."""
+
+GOODPUT = "throughput/goodput"
+"""Share of the run's wall time, since its first start, in which training made progress that is kept."""
+RESUMED_FROM = "throughput/resumed_from"
+"""Steps of the checkpoint that the process resumed from. Only its first training record has it."""
+
+TELEMETRY = "telemetry"
+"""Name of the guard that measures the following, and of its slot."""
+LOSS = "telemetry/loss"
+LOSS_REFERENCE = "telemetry/loss_reference"
+LOSS_SCORE = "telemetry/loss_score"
+GRAD_NORM_SCORE = "telemetry/grad_norm_score"
+GRAD_NORM_RATIO = "telemetry/grad_norm_ratio"
+IS_SPIKE = "telemetry/is_spike"
+NUM_SPIKES = "telemetry/num_spikes"
+IS_PLATEAU = "telemetry/is_plateau"
+SLOPE = "telemetry/slope"
+LAYER_RATIO = "telemetry/layer_ratio"
+UPDATE_RATIO = "telemetry/update_ratio"
+
+TOTAL = "reward"
+"""Name of the weighted sum of all rewards."""
 
 
 @dataclass(frozen=True)
@@ -153,74 +214,6 @@ class Activity(enum.StrEnum):
     EVAL = "eval"
     SAVE = "save"
     BRANCH = "branch"
-
-
-TELEMETRY = "telemetry"
-"""Name of the guard that measures them, and of its slot."""
-LOSS = "telemetry/loss"
-LOSS_REFERENCE = "telemetry/loss_reference"
-LOSS_SCORE = "telemetry/loss_score"
-GRAD_NORM_SCORE = "telemetry/grad_norm_score"
-GRAD_NORM_RATIO = "telemetry/grad_norm_ratio"
-IS_SPIKE = "telemetry/is_spike"
-NUM_SPIKES = "telemetry/num_spikes"
-IS_PLATEAU = "telemetry/is_plateau"
-SLOPE = "telemetry/slope"
-LAYER_RATIO = "telemetry/layer_ratio"
-UPDATE_RATIO = "telemetry/update_ratio"
-
-
-TRAIN_LOSS = "train/loss"
-"""Mean over the targets of the batch, in nats."""
-
-SMOOTHED_LOSS = "train/smoothed_loss"
-"""Moving average of `train/loss` over all steps so far (decay 0.9, without bias towards zero), also of earlier starts."""
-
-EVAL_LOSS = "eval/loss"
-"""Mean over the targets of the validation data, in nats per token."""
-EVAL_BPB = "eval/bpb"
-"""Bits per byte of the validation text."""
-BEST_BPB = "eval/best_bpb"
-"""The lowest `eval/bpb` of the run so far, also of earlier starts."""
-EVAL_CORE = "eval/core"
-"""The CORE metric. Each of its tasks has `eval/core/<task>`, centered, and `eval/core/<task>/accuracy`."""
-
-LEARNING_RATE = "optim/learning_rate"
-"""Of the update that the step made. That of a parameter group is `optim/learning_rate/<name>`."""
-
-GLOBAL_STEP = "global_step"
-"""Steps done, with this one."""
-PROGRESS = "run_progress"
-"""`global_step` as a fraction of the steps of the whole run."""
-
-TOTAL_TOKENS = "throughput/total_tokens"
-"""Tokens trained on since the start of the run, with padding."""
-TOTAL_GFLOPS = "throughput/total_gflops"
-"""Model FLOPs since the start of the run, in units of 1e9."""
-
-DURATION = "throughput/duration"
-"""Seconds of the step. Only records of training steps have it, not those of evaluations."""
-TRAINING_TIME = "throughput/training_time"
-"""Seconds of all steps so far, also of earlier starts, without evaluations, saves and compiling."""
-LOADING_TIME = "throughput/loading_time"
-"""Seconds that the host waited for the batch."""
-HOOK_TIME = "throughput/hook_time"
-"""Seconds of evaluations and saves before the step; they are not in its duration."""
-
-EXAMPLES_PER_SECOND = "throughput/examples_per_second"
-TOKENS_PER_SECOND = "throughput/tokens_per_second"
-GFLOPS_PER_SECOND = "throughput/gflops_per_second"
-MFU = "throughput/mfu"
-"""Model FLOP/s as a fraction of the peak of all devices. Missing if the peak is not known."""
-
-GOODPUT = "throughput/goodput"
-"""Share of the run's wall time, since its first start, in which training made progress that is kept."""
-RESUMED_FROM = "throughput/resumed_from"
-"""Steps of the checkpoint that the process resumed from. Only its first training record has it."""
-
-
-TOTAL = "reward"
-"""Name of the weighted sum of all rewards."""
 
 
 @dataclass(frozen=True)

@@ -13,11 +13,8 @@ import numpy as np
 
 ScheduleType = Literal["linear", "cosine", "exponential"]
 
-
 NEARLY_NONE = 0.01
 """The largest fraction to hide at time 0 for a bound. The bound lacks as large a share."""
-
-
 WITHOUT_BOUND = (
     "num_time_steps, time_step_mask_fractions, mode, random_fraction, unchanged_fraction, min_mask_fraction above"
     f" {NEARLY_NONE}, max_mask_fraction below 1 and a single time in times"

@@ -1,7 +1,5 @@
 """Builds token caches atomically, with workers: a cache either exists and is complete, or does not exist.
 
-Builds token caches atomically: a cache either exists and is complete, or does not exist.
-
 A cache is built in `<split>.building` and renamed when it is complete. Progress is saved in shards, so an interrupted build
 resumes where it stopped and produces the same bytes.
 """
@@ -39,6 +37,11 @@ from jaxlm.data.cache.token_cache import (
 from jaxlm.data.formats.base import Encoder, RawContent, TokenizedText
 from jaxlm.data.sources.record_files import TextFile
 
+_SHARD_CHARACTERS = 1 << 22  # at most this much work is lost if the process is killed
+_SHARD_VERSION = 2  # of what a shard file has
+_LOG_INTERVAL_S = 2.0
+_PLAN = "plan.json"
+
 
 class EncodingPool(NamedTuple):
     """Workers bound to an encoder.
@@ -71,12 +74,6 @@ class LocalWorkers(Workers):
 
 
 LOCAL_WORKERS = LocalWorkers()
-
-
-_SHARD_CHARACTERS = 1 << 22  # at most this much work is lost if the process is killed
-_SHARD_VERSION = 2  # of what a shard file has
-_LOG_INTERVAL_S = 2.0
-_PLAN = "plan.json"
 
 
 class _Shard(NamedTuple):

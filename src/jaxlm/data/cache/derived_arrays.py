@@ -1,12 +1,10 @@
-"""Arrays that follow from the tokens of a cache, on disk: computed once, memory-mapped from then on.
+"""Keeps arrays that follow from the tokens of a cache on disk: computed once, memory-mapped from then on.
 
-Small arrays that follow from the tokens of a run, on disk: computed once.
+Small arrays are in one file (`open_or_compute`):
 
 <cache_dir>/derived/<digest of the key>.npz    the key, and the arrays by name
 
-The arrays follow from the key, so a file that is damaged is computed again.
-
-Which tokens of a cache each row consists of, on disk: computed once, memory-mapped from then on.
+The index says which tokens of a cache each row consists of (`open_or_index`):
 
 <folder of the source>/packed/<digest of the key>/firsts.npy     int64 [rows + 1]
                                                   starts.npy     int64 [pieces]
@@ -14,7 +12,7 @@ Which tokens of a cache each row consists of, on disk: computed once, memory-map
                                                   waiting.npy    int64 [documents, 2], if documents still wait
                                                   index.json     the key, counts, and checksums
 
-The index follows from the key, so one that is damaged is computed again.
+Both follow from their key, so what is damaged is computed again.
 """
 
 import hashlib

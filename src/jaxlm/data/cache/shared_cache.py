@@ -1,10 +1,7 @@
-"""Token caches and tokenizers in a store at a URL: built by one machine, then used by the others.
+"""Shares token caches and tokenizers through a store at a URL: built by one machine, then used by the others.
 
-Shares token caches and tokenizers through a URL: built by one machine, then used by the others.
-
-Tokenizers are copied, and caches that cannot be read in blocks (`shared_cache.py`).
-
-Opens a token cache in a store without copying its tokens, and makes caches that can be opened this way.
+Tokenizers are copied, and caches that cannot be read in blocks (`CacheStore`). Other caches are opened in the store without
+copying their tokens (`open_in_store`).
 
 <local folder>/<split>          a whole cache: built on this machine, or copied because the store has no blocks.crc32
                <split>.parts    everything except tokens.bin, which is read in blocks

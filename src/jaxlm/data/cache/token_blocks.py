@@ -1,6 +1,8 @@
-"""The tokens of a cache at a URL, read in blocks: each is checked and kept in a mirror of limited size.
+"""Reads the tokens of a cache at a URL in blocks: each is checked and kept in a mirror of limited size.
 
-A folder of limited size with copies of blocks of remote files. The least recently used blocks are deleted first.
+blocks.crc32, next to tokens.bin in the store, has the checksum of each block. Caches that have none are copied as a whole.
+
+The mirror is a folder with copies of blocks, of which the least recently used are deleted first:
 
 cache/blocks/<identity of the file>/<number of the block>
              .size    bytes that are counted against the limit, at least those that the blocks take
@@ -8,8 +10,6 @@ cache/blocks/<identity of the file>/<number of the block>
 
 Several processes may share the folder. A block is complete or absent: it is renamed into place. Nothing is synced to disk:
 if the machine crashes, a block may be left with a wrong checksum, and readers then replace it.
-
-blocks.crc32, next to tokens.bin in the store, has the checksum of each block. Caches that have none are copied as a whole.
 """
 
 import contextlib

@@ -15,8 +15,6 @@ from jaxlm.reading.choices import Registry
 from jaxlm.reading.decode import encode
 
 Truncation = Literal["keep_start", "keep_end", "drop_overlength"]
-
-
 Begin = Literal["text", "prompt", "template", "ids"]
 
 

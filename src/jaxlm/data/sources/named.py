@@ -1,6 +1,6 @@
 """A configured source of text, its token caches, and the ledger of what remote text contained.
 
-Remembers the content of remote text, so that it is read once, and not by every machine at every start.
+The ledger lets remote text be read once, and not by every machine at every start:
 
 <folder of the source>/text.json    identity of a remote file, as the server reports it -> SHA-256 of its content
 

@@ -1,9 +1,8 @@
 """The configuration of one source: files, a Hugging Face dataset, or records that a class of yours or a task generates.
 
-Generated records instead of files: `data.source` names a class, of `data/sources/tasks/` or in your own package.
-
-The records are written once to <cache_dir>/mirror/<hash of config and version>/<split>.jsonl and then read like any other
-file, so formats, tokenization, interruption and resumption work the same way.
+Generated records (`data.source` names a class, of `data/sources/tasks/` or in your own package) are written once to
+<cache_dir>/mirror/<hash of config and version>/<split>.jsonl and then read like any other file, so formats, tokenization,
+interruption and resumption work the same way.
 """
 
 import abc

@@ -1,10 +1,9 @@
-"""Renders chat templates in a process of their own: see `rendering`.
-
-Chat templates: render conversations the way transformers does, and find the assistant's text in the result.
+"""Renders conversations with chat templates the way transformers does, and finds the assistant's text in the result.
 
 Templates run in the Jinja2 sandbox with `trim_blocks`, `lstrip_blocks`, `break` and `continue`, `raise_exception`, `tojson`
 without HTML escapes, and the block `{% generation %}`. The date (`strftime_now`), `lipsum` and the filter `random` are not
-supported: with them, the same data would give different tokens every day. They run in a process of their own, with limits.
+supported: with them, the same data would give different tokens every day. They run in a process of their own, with limits
+(`data/tokenizer/rendering.py`).
 """
 
 import atexit

@@ -1,12 +1,12 @@
-"""Who holds a run's folder: a locked file on a disk, a lease where there are no locks, and what a second start is told.
+"""Says who holds a run's folder: a locked file on a disk, or a lease where there are no locks.
 
-A lease on a run's folder in a store, or on a disk, that has no locks.
+A second start is told who holds it. A lease is for a folder in a store, or on a disk that has no locks:
 
     <folder>/lease-N.json    who holds the folder, and a count that the holder raises every INTERVAL_S
 
 The highest N holds the folder. A start takes it by creating the next number, and never writes the object of another one. So
-a process that was paused for long, whose lease was taken meanwhile, undoes nothing when it goes on: it finds a higher number
-before it saves again.
+a process that was paused for long, whose lease was taken meanwhile, undoes nothing when it goes on: it finds a higher
+number before it saves again.
 
 GCS and S3 let only one client create an object. Where a store cannot do this, the last of several starts at the same moment
 holds the folder, and the others find its token before they save.

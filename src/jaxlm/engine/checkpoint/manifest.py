@@ -17,6 +17,8 @@ from typing import Any, TypeVar
 from jaxlm.core.safe_io import SMALL, UnreadableFileError, fsync, open_regular, read_bytes
 from jaxlm.core.stores import BRIEFLY_S, retried
 
+T = TypeVar("T")
+
 CHECKSUMS = "checksums.json"
 SHA256, MD5 = "sha256", "md5"
 """Kinds of checksums: the one that jaxlm computes, and the one that object stores keep for every object."""
@@ -127,9 +129,6 @@ def _digest(path: Path, kind: str = SHA256, *, sync: bool = False) -> str:
     if sync:
         fsync(path)
     return digest
-
-
-T = TypeVar("T")
 
 
 @dataclass(frozen=True)

@@ -1,8 +1,7 @@
 """Restores a checkpoint to arrays on the current mesh: finds, verifies, compares and reads it.
 
-Restores a whole state, in which the objective's own part may have another form than in the checkpoint.
-
-What an objective keeps between steps follows from `objective` and `trainer.mp`, which may change while a run goes on.
+The objective's own part of a state may have another form than in the checkpoint: what an objective keeps between steps
+follows from `objective` and `trainer.mp`, which may change while a run goes on.
 """
 
 import dataclasses
@@ -29,6 +28,9 @@ from jaxlm.engine.checkpoint.writer import flat_arrays, manifest
 from jaxlm.engine.entry import StateBuilder
 from jaxlm.engine.phases import Phase
 from jaxlm.engine.state import OBJECTIVE_SLOT, RunState, place_state, shardings, with_controls, without_controls
+
+T = TypeVar("T")
+Log = Callable[[str], None]
 
 
 def resolve_folder(
@@ -63,7 +65,6 @@ def resolve_checkpoints(location: str, staging_dir: Path, *, of_runs: bool = Tru
     return [LocalCheckpoint(path) for path in paths]
 
 
-T = TypeVar("T")
 _OF_THE_MODEL = {"optimizer", "trainer.model_averaging"}  # their arrays have the shapes of the model's
 _MOST_SHOWN = 8
 
@@ -284,7 +285,6 @@ def _describe(leaf: Mapping[str, Any] | None) -> str:
     return "has no such array" if leaf is None else f"{leaf['dtype']}{leaf['shape']}"
 
 
-Log = Callable[[str], None]
 _PREFIX = f"slots.{OBJECTIVE_SLOT}."
 
 

@@ -1,9 +1,7 @@
 """Writes one state at a time to a `CheckpointFolder`, in a thread of its own, and knows how the saves are going.
 
-How the processes of a run tell each other whether their part of a save worked.
-
-Through the key-value store of jax's coordination service: at a barrier, the others would wait for a process that has failed
-until the barrier's timeout.
+The processes of a run tell each other whether their part of a save worked through the key-value store of jax's coordination
+service: at a barrier, the others would wait for a process that has failed until the barrier's timeout.
 """
 
 import asyncio
@@ -32,6 +30,8 @@ from jaxlm.engine.checkpoint.manifest import Cursor
 from jaxlm.engine.checkpoint.policy import CheckpointerConfig
 from jaxlm.engine.checkpoint.store import ARRAYS, CURSOR, CheckpointFolder, SaveError
 from jaxlm.engine.state import RunState
+
+T = TypeVar("T")
 
 _SHORTEST_POLL_S, _LONGEST_POLL_S = 0.05, 1.0
 _WORKED = "worked"
@@ -173,7 +173,6 @@ def _times(number: int) -> str:
     return f"{number} save" if number == 1 else f"{number} saves"
 
 
-T = TypeVar("T")
 _PATIENCE_S = 5.0  # until a save that is waited for is mentioned
 
 

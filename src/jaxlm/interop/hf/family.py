@@ -1,12 +1,11 @@
-"""Keys of config.json that a family does not read: some are known to be harmless, some to change what the model computes, and
-the others are not known.
-
-transformers ignores a key that the family's class does not know, so ignoring it gives the same numbers. A key that another
-family uses to change them is refused all the same: a model with it was not trained to be computed without it.
-
-Model families of Hugging Face: their keys in config.json and their weight names.
+"""Model families of Hugging Face: their keys in config.json, their weight names, and what their unread keys mean.
 
 Every family is one file in `jaxlm.interop.hf.families`, or in a wing. Its tables define both directions, import and export.
+
+Of the keys that a family does not read, some are known to be harmless, some to change what the model computes, and the
+others are not known. transformers ignores a key that the family's class does not know, so ignoring it gives the same
+numbers. A key that another family uses to change them is refused all the same: a model with it was not trained to be
+computed without it.
 """
 
 import contextlib

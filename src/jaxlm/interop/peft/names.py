@@ -1,8 +1,7 @@
 """The names in PEFT's files of a model's modules and parameters, fused matrices, and rows of the vocabulary.
 
-One layer's LoRA of a matrix that is several parameters in jaxlm, such as queries, keys and values.
-
-jaxlm has an adapter for each parameter, and PEFT one for the whole matrix. The rows of each parameter get ranks of their own:
+A fused matrix is several parameters in jaxlm, such as queries, keys and values. jaxlm has an adapter for each parameter,
+and PEFT one for the whole matrix. The rows of each parameter get ranks of their own:
 
     B_q  0   0        A_q
      0  B_k  0    x   A_k
@@ -12,10 +11,9 @@ Conversely, in any adapter of the whole matrix, the rows of B that belong to a p
 whole A. If only some ranks have values in these rows, the others can be left out. DoRA's norms are over the inputs, so each
 row has its own magnitude, which is that of its parameter.
 
-Rows of the vocabulary that the base of an adapter has and the trained model does not.
-
-A run's embedding has a row for each token of its tokenizer; published tables often have more. PEFT loads adapters only into
-a base with as many rows as they have.
+The base of an adapter may have rows of the vocabulary that the trained model does not: a run's embedding has a row for each
+token of its tokenizer, and published tables often have more. PEFT loads adapters only into a base with as many rows as they
+have.
 """
 
 import dataclasses

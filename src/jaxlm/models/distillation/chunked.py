@@ -1,25 +1,21 @@
-"""Divergences of a student's distribution from a teacher's, in chunks of tokens.
+"""Computes divergences of a student's distribution Q from a teacher's P, and their gradients, in chunks of tokens.
 
-Divergences between a teacher's distribution P and a student's Q, and their gradients.
+Both distributions are softened by a temperature T, and the divergence is multiplied by T**2, so that the size of its
+gradient hardly depends on T. The gradient is with respect to the logits u of the student, Q = softmax(u): dD/du_i = q_i
+(g_i - sum_j q_j g_j), where g = dD/dq.
 
-Source: the generalized Jensen-Shannon divergence is equation 1 of Agarwal et al. 2024, "On-Policy Distillation of
-Language Models" (arXiv:2306.13649): beta KL(P || M) + (1 - beta) KL(Q || M) with M = beta P + (1 - beta) Q.
-
-All functions work on log-probabilities [C, outcomes]. `total` sums over the outcomes, on all devices that hold some.
-The gradient is with respect to the logits u of the student, Q = softmax(u):
-dD/du_i = q_i (g_i - sum_j q_j g_j), where g = dD/dq.
-
-The loss of a student that learns from a teacher's distribution, in chunks of tokens.
-
-Source: Hinton et al. 2015, "Distilling the Knowledge in a Neural Network" (arXiv:1503.02531), section 2: both
-distributions are softened by a temperature T, and the divergence is multiplied by T**2, so that the size of its gradient
-hardly depends on T. Divergences: `jaxlm.models.distillation.chunked`.
+The functions of divergences work on log-probabilities [C, outcomes]. `total` sums over the outcomes, on all devices that
+hold some.
 
 The teacher is known either by its hidden states and head (`TeacherStates`), so that its logits are computed chunk by
 chunk beside the student's, or by its top k tokens (`TeacherTopK`). The top k are compared as k + 1 outcomes: each of the
 k tokens, and one for all other tokens together. Merging outcomes never increases a divergence, so this is a lower bound
 of the divergence over the vocabulary; and it is 0 for a student that equals the teacher. Renormalizing the top k instead
 would train the student to consider all other tokens impossible, and would make the reverse KL infinite.
+
+Source: Hinton et al. 2015, "Distilling the Knowledge in a Neural Network" (arXiv:1503.02531), section 2; the generalized
+Jensen-Shannon divergence, beta KL(P || M) + (1 - beta) KL(Q || M) with M = beta P + (1 - beta) Q: equation 1 of Agarwal et
+al. 2024, "On-Policy Distillation of Language Models" (arXiv:2306.13649).
 
 Shapes: those of `jaxlm.models.chunked_loss`; k tokens of the teacher, O outcomes.
 """

@@ -1,14 +1,12 @@
-"""The residual streams of a model, layer by layer: what each layer computes, and how far it is from a teacher's.
+"""Compares models layer by layer: what each layer computes by itself, and how far a residual stream is from a teacher's.
 
-What each layer of a model computes by itself, and how far each layer of another model is from it.
+Layers that are compared one by one get the same inputs (`layer_errors`), and no gradient passes from one to another. Whole
+streams are compared at equal fractions of the depth (`hidden_distance`), relative to the size of the teacher's stream,
+which grows from layer to layer.
 
-Source: Bick et al. 2024, "Transformers to SSMs" (MOHAWK, arXiv:2408.10189), section 3: layers are matched one by one, given
-the same inputs, first in how attention mixes tokens, then in what they return. No gradient passes from one layer to another.
-
-How far a model's residual stream is from a teacher's, layer by layer.
-
-Source: Jiao et al. 2020, TinyBERT (arXiv:1909.10351), section 3.1: each layer of the student learns from one of the
-teacher's, at equal steps. Distances are relative to the size of the teacher's stream, which grows from layer to layer.
+Source: layers one by one, first in how attention mixes tokens, then in what they return: Bick et al. 2024, "Transformers to
+SSMs" (MOHAWK, arXiv:2408.10189), section 3. Whole streams, where each layer of the student learns from one of the
+teacher's, at equal steps: Jiao et al. 2020, TinyBERT (arXiv:1909.10351), section 3.1.
 """
 
 import dataclasses

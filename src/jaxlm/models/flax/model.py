@@ -1,11 +1,9 @@
-"""A common functional interface to NNX and Linen modules: parameters by path, tokens to logits.
+"""Flax modules (NNX or Linen) as language models, through one functional interface: parameters by path, tokens to logits.
 
-A module maps tokens [batch, position] to logits [batch, position, vocab]. It is called with those of these keyword
-arguments that it accepts: `positions`, `segment_ids`, `train`, `deterministic`, `rngs`.
+A module maps tokens [batch, position] to logits [batch, position, vocab], so `lm_head` is None. It is called with those of
+these keyword arguments that it accepts: `positions`, `segment_ids`, `train`, `deterministic`, `rngs`.
 
-Flax modules (NNX or Linen) as language models. They return logits, so `lm_head` is None.
-
-Their parameters become arrays with named axes, from the module's partitioning metadata or a table, so that they are
+Its parameters become arrays with named axes, from the module's partitioning metadata or a table, so that they are
 sharded, checkpointed, averaged and updated like those of every other model. Layers are not gathered one by one: all
 parameters are gathered at once before the forward pass.
 """

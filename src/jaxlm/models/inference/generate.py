@@ -28,15 +28,13 @@ from jaxlm.models.inference.tools.calls import ToolCalls
 from jaxlm.models.inference.unstacked import Generator, unstack
 from jaxlm.models.layers import activation_dtype
 
+T = TypeVar("T")
 CacheDtype = Literal["float32", "bfloat16", "int8"]
 CACHE_DTYPES: dict[str, Any] = {"float32": jnp.float32, "bfloat16": jnp.bfloat16, "int8": jnp.int8}
 """Allowed dtypes of keys and values in the cache."""
 _STOP_IDS_MULTIPLE = 4
 _NO_TOKEN = -1
 _CHECK_EVERY = 16  # tokens between calls of a stop function on the host
-T = TypeVar("T")
-
-
 _OF_KEYS = ("max_new_tokens", "temperature", "top_k", "top_p", "min_p", "repetition_penalty", "seed", "cache_dtype")
 
 

@@ -1,7 +1,7 @@
 """Creates and updates KV caches, and pads the prompts that fill them on the left.
 
-Batches prompts. They are padded on the left, so that all rows end at the same slot, and to one of few lengths, so
-that few shapes are compiled. Padding has segment id 0, which nothing attends to.
+Padding on the left lets all rows end at the same slot. Prompts are padded to one of few lengths, so that few shapes are
+compiled. Padding has segment id 0, which nothing attends to.
 """
 
 import math

@@ -1,8 +1,6 @@
 """Samples the next token from logits, with random keys of each row, and finds the texts that end a continuation.
 
-Stop strings: texts that end a continuation.
-
-They are searched in the decoded text, because a stop string may start in the middle of a token.
+Stop strings are searched in the decoded text, because one may start in the middle of a token.
 """
 
 import zlib

@@ -19,8 +19,6 @@ from jaxlm.models.base import LanguageModel, ModelConfig
 from jaxlm.reading.choices import Registry
 
 Log = Callable[[str], None]
-
-
 C = TypeVar("C", bound="RefConfig")
 
 

@@ -1,14 +1,8 @@
-"""Ahead-of-time (AOT) compilation with the real compilers of TPUs and GPUs that are not attached.
+"""Compiles ahead of time (AOT) with the real compilers of TPUs and NVIDIA GPUs that are not attached.
 
-Devices for ahead-of-time (AOT) compilation with the real compilers of TPUs and NVIDIA GPUs.
-
-No device needs to be attached. TPUs need `libtpu`; GPUs need jax's CUDA plugin and its libraries
-(the extra `gpu`).
-
-Ahead-of-time compilation of attention for an NVIDIA GPU that is not attached.
-
-Fused kernels cannot be self-tested there, so they are assumed to be correct. jax queries the compute capability of the
-attached GPU, so its query functions are replaced while tracing.
+TPUs need `libtpu`; GPUs need jax's CUDA plugin and its libraries (the extra `gpu`). Fused attention for GPUs cannot be
+self-tested there, so it is assumed to be correct. jax queries the compute capability of the attached GPU, so its query
+functions are replaced while tracing.
 """
 
 import contextlib

@@ -1,12 +1,12 @@
-"""How long a compiled program takes on the devices of a topology, if each kernel runs at the roofline.
+"""Estimates how long a compiled program takes on the devices of a topology, if each kernel runs at the roofline.
 
-Roofline estimate: the run time of a compiled program if each kernel runs as fast as the device allows.
+The time of a matrix product is that of its FLOPs or of its memory traffic, whichever is longer; of fused attention, that of
+its FLOPs; of everything else, that of its memory traffic. Launch overhead is not counted, and collectives are counted by
+themselves (`communication_seconds`).
 
-The time of a matrix product is that of its FLOPs or of its memory traffic, whichever is longer; of fused attention,
-that of its FLOPs; of everything else, that of its memory traffic (Williams et al. 2009, doi:10.1145/1498765.1498785).
-Collectives and launch overhead are not counted.
+Programs for NVIDIA GPUs are read as XLA prints them: each instruction outside fused computations is one kernel.
 
-Reads programs for NVIDIA GPUs as XLA prints them: each instruction outside fused computations is one kernel.
+Source: Williams et al. 2009 (doi:10.1145/1498765.1498785).
 """
 
 import math
@@ -56,8 +56,6 @@ _FREE = {
 _SLICES = {"dynamic-slice", "gather", "slice"}
 # The backward pass of attention has five matrix products, the forward pass two.
 _BACKWARD = 2.5
-
-
 _ONE_FLOP = Speed(products=1.0, attention=1.0, memory=math.inf)  # a "second" is a FLOP
 
 

@@ -1,12 +1,11 @@
 """The bundle of CORE: a folder with the questions of its tasks, their settings, and the accuracies of guessing.
 
-Source: the tasks of CORE in Li et al. 2024, DataComp-LM (arXiv:2406.11794), as nanochat packs them: `core.yaml`,
-`eval_meta_data.csv`, and a file of JSON lines for each task in `eval_data`.
+It is read and downloaded as nanochat packs it: `core.yaml`, `eval_meta_data.csv`, and a file of JSON lines for each task in
+`eval_data`. Or it is built from the files of its tasks, as llm-foundry publishes them in `scripts/eval/local_data`, with
+the numbers of examples, the delimiters and the accuracies of guessing of nanochat's bundle. Its files of questions are
+those of llm-foundry, byte for byte.
 
-Builds the bundle of CORE from the files of its tasks, as llm-foundry publishes them in `scripts/eval/local_data`.
-
-Source: the tasks of CORE in Li et al. 2024, DataComp-LM (arXiv:2406.11794), with the numbers of examples, the delimiters and
-the accuracies of guessing of nanochat's bundle. Its files of questions are those of llm-foundry, byte for byte.
+Source: the tasks of CORE in Li et al. 2024, DataComp-LM (arXiv:2406.11794).
 """
 
 import contextlib

@@ -1,6 +1,7 @@
 """Blocks of nanochat's model, how they read value embeddings, and the smear of previous tokens' embeddings.
 
-What the code of nanochat computes in the two revisions that the model covers, as fields of `NanoConfig`.
+`FEBRUARY_2026` and `JULY_2026` say what nanochat computes in the two revisions that the model covers, as fields of
+`NanoConfig`.
 
 Source: karpathy/nanochat (`nanochat/gpt.py`): commit b7629ef of February 2026, and revision 92d63d4 of July 2026.
 """

@@ -1,28 +1,24 @@
-"""Attention of each token to its own entries of a table: softmax(scale K_t q) V_t, where K_t are the entries of token t.
+"""Lookup layers: each token attends to entries of a table that are its own.
 
-Padding every token to the most entries that a token has would copy the table many times over. Instead, tokens are sorted by
-their number of entries and processed in chunks. A loop over blocks of entries, with an online softmax, ends with the chunk's
-largest number of entries, so that little is read in vain, and at most chunk x block rows of the table are gathered at a time.
-The backward pass gathers them again, and adds their gradients into one array of the size of the table.
-
-Source: online softmax (Milakov and Gimelshein 2018, arXiv:1805.02867, algorithm 3); recomputation from the saved logarithm of
-the sum as in FlashAttention (Dao et al. 2022, arXiv:2205.14135, algorithm 4).
-
-Shapes: N tokens, C tokens of a chunk, E entries of a block, M entries of the table, D embed.
-
-How many entries of a lookup table each token gets.
-
-Source: Tseng and De Sa 2026, Large Lookup Layers (arXiv:2601.21461), algorithm 1, for `lzw`; karpathy/nanochat
-(`nanochat/l3.py`, commit b7629ef) for `nanochat`.
-
-Lookup layers: each token attends to entries of a table that are its own.
-
-Source: Tseng and De Sa 2026, Large Lookup Layers (arXiv:2601.21461), equation 1: with the entries K_t and V_t of token t,
+With the entries K_t and V_t of token t, a layer computes
 
     x + W_mix [norm(W_up V_t^T softmax(scale K_t norm(x))); x]
 
-karpathy/nanochat (`nanochat/l3.py`, commit b7629ef) has them after some of its layers. Its scores have no scale and its keys
-no norm: with keys of N(0, 1), the standard deviation of the scores is sqrt(embed), and the softmax takes one entry of many.
+karpathy/nanochat has them after some of its layers. Its scores have no scale and its keys no norm: with keys of N(0, 1),
+the standard deviation of the scores is sqrt(embed), and the softmax takes one entry of many.
+
+How many entries each token gets is allocated from the data (`allocate`). Padding every token to the most entries that a
+token has would copy the table many times over. Instead, tokens are sorted by their number of entries and processed in
+chunks. A loop over blocks of entries, with an online softmax, ends with the chunk's largest number of entries, so that
+little is read in vain, and at most chunk x block rows of the table are gathered at a time. The backward pass gathers them
+again, and adds their gradients into one array of the size of the table.
+
+Source: Tseng and De Sa 2026, Large Lookup Layers (arXiv:2601.21461), equation 1, and algorithm 1 for `lzw`;
+karpathy/nanochat (`nanochat/l3.py`, commit b7629ef) for `nanochat`; online softmax (Milakov and Gimelshein 2018,
+arXiv:1805.02867, algorithm 3); recomputation from the saved logarithm of the sum as in FlashAttention (Dao et al. 2022,
+arXiv:2205.14135, algorithm 4).
+
+Shapes: N tokens, C tokens of a chunk, E entries of a block, M entries of the table, D embed.
 """
 
 import functools

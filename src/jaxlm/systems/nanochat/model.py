@@ -1,8 +1,4 @@
-"""nanochat's model: QK norm, squared ReLU, value embeddings in every other layer, a skip from the embedding into every layer.
-
-Source: karpathy/nanochat (`nanochat/gpt.py`): the defaults are commit b7629ef; every difference of the revision 92d63d4 is a
-key. QK norm: Henry et al. 2020 (arXiv:2010.04245); squared ReLU: So et al. 2021
-(arXiv:2109.08668); value embeddings: Zhou et al. 2024 (arXiv:2410.17897); soft cap: Gemma Team 2024 (arXiv:2408.00118).
+"""nanochat's model: QK norm, squared ReLU, value embeddings in every other layer, a skip from the embedding to every layer.
 
 Parameters by path, with L layers of which V have a value embedding. nanochat's names are on the right.
 
@@ -27,11 +23,15 @@ and with lookup layers, of which number I follows layer N:
     body.lookups.I.up_proj.weight               {lookup_mlp, embed}                         l3_layers.N.w_up
     body.lookups.I.mix_proj.weight              {embed, lookup_mix}                         l3_layers.N.w_mix
 
-Counts of nanochat's model by its own conventions: parameters by group, scaling parameters, FLOPs per token.
+Counts of parameters, scaling parameters and FLOPs per token follow nanochat's own conventions (`ParameterCounts`,
+`nanochat_flops_per_token`). Batch size and length of its runs follow from them, so they are exact here: they include the
+rows that pad the vocabulary, and they count attention to every key of a window. `NanoConfig.flops_per_token` counts what is
+computed.
 
-Source: karpathy/nanochat (`nanochat/gpt.py`, commit b7629ef: `num_scaling_params`, `estimate_flops`). Batch size and length
-of its runs follow from them, so they are exact here: they include the rows that pad the vocabulary, and they count
-attention to every key of a window. `NanoConfig.flops_per_token` counts what is computed.
+Source: karpathy/nanochat (`nanochat/gpt.py`): the defaults are commit b7629ef, as are the counts (`num_scaling_params`,
+`estimate_flops`); every difference of the revision 92d63d4 is a key. QK norm: Henry et al. 2020 (arXiv:2010.04245); squared
+ReLU: So et al. 2021 (arXiv:2109.08668); value embeddings: Zhou et al. 2024 (arXiv:2410.17897); soft cap: Gemma Team 2024
+(arXiv:2408.00118).
 """
 
 import dataclasses

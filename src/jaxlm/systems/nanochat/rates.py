@@ -1,14 +1,12 @@
 """What the depth dial sets: the two recipes as data, and the optimizer's keys that follow from a batch and a width.
 
-The two recipes of the depth dial as data: what nanochat sets by hand, and does not derive from the depth.
+The keys follow from a number of steps too. The recipes are what nanochat sets by hand, and does not derive from the depth.
+All rates are those at the reference batch of 524,288 tokens and a width of 768. The weight decay keeps T_epoch = B /
+(learning rate x weight decay x D) constant.
 
-Source: karpathy/nanochat: `seed` is commit b7629ef of February 2026 (`scripts/base_train.py`, `nanochat/gpt.py`), `head` is
-revision 92d63d4 of July 2026. All rates are those at the reference batch of 524,288 tokens and a width of 768.
-
-The optimizer's keys that follow from a batch, a width and a number of steps, for the depth dial.
-
-Source: karpathy/nanochat (`scripts/base_train.py`, commit b7629ef). Weight decay: Wang and Aitchison 2024 (arXiv:2405.13698),
-which keeps T_epoch = B / (learning rate x weight decay x D) constant.
+Source: karpathy/nanochat: `seed` is commit b7629ef of February 2026 (`scripts/base_train.py`, `nanochat/gpt.py`), as are
+the rules for the optimizer's keys; `head` is revision 92d63d4 of July 2026. Weight decay: Wang and Aitchison 2024
+(arXiv:2405.13698).
 """
 
 from collections.abc import Callable, Mapping
@@ -178,7 +176,6 @@ HEAD = Recipe(
     },
 )
 RECIPES = {"seed": SEED, "head": HEAD}
-
 
 BASE_TRAIN = "base_train.py"
 REFERENCE_BATCH = 2**19

@@ -1,8 +1,7 @@
 """The members of a scaling study: one ordinary run for each budget and depth, started here or on a Ray cluster.
 
-Starts the members of a scaling study, each as the command `jaxlm train`: here one after another, or on a Ray cluster.
-
-A member that was stopped resumes from its newest checkpoint, as every run does.
+Each member is started as the command `jaxlm train`, here one after another. One that was stopped resumes from its newest
+checkpoint, as every run does.
 """
 
 import json

@@ -1,7 +1,7 @@
 """nanochat's checkpoints, in both directions: `model_005000.pt` with `meta_005000.json` beside it.
 
-The files do not say what the code does that wrote them. Of the two revisions that `models/families/nano` covers, the one
-with smear has 24 inputs to the smear gate and 12 to the gates of value embeddings, the other no smear and 32.
+The files do not say what the code does that wrote them. Of the two revisions that `systems/nanochat/model.py` covers, the
+one with smear has 24 inputs to the smear gate and 12 to the gates of value embeddings, the other no smear and 32.
 """
 
 import dataclasses

@@ -1,20 +1,19 @@
 """What the orchestrator decides with: a bandit over strategies, its memory, and when a run has gone wrong.
 
-Which strategy to try next, from what each has brought so far.
-
-Source: discounted UCB (Garivier and Moulines, 2011, On Upper-Confidence Bound Policies for Switching Bandit Problems,
-arXiv 0805.3415), which is UCB1 (Auer, Cesa-Bianchi and Fischer, 2002) with counts that fade: what a strategy brought early in
-training says little about what it brings later. Rewards are between 0 and 1, as its bounds assume.
+The bandit chooses which strategy to try next, from what each has brought so far: UCB1 with counts that fade, because what a
+strategy brought early in training says little about what it brings later. Rewards are between 0 and 1, as its bounds
+assume.
 
 The defaults are measured: of four strategies that succeed with 0.9, 0.5, 0.5 and 0.5, the best has 86 % of 500 rewards (20
 random seeds, at least 78 %), and if another one is the best from then on, it has 91 % of the rewards 50 to 100 after the
-change (at least 72 %). With UCB1's factor and the same discount, the first figure is 48 %; without a discount, the second one
-is 22 %.
+change (at least 72 %). With UCB1's factor and the same discount, the first figure is 48 %; without a discount, the second
+one is 22 %.
 
-When a run has gone wrong, and to which of its kept checkpoints it goes back.
+A run that has gone wrong continues from an earlier one of its kept checkpoints, and skips the batches since (`Safety`).
 
-Source: Chowdhery et al. 2022, PaLM (arXiv:2204.02311), section 5.1: continue from an earlier checkpoint, and skip the batches
-since.
+Source: the bandit: discounted UCB (Garivier and Moulines, 2011, On Upper-Confidence Bound Policies for Switching Bandit
+Problems, arXiv 0805.3415), with UCB1 (Auer, Cesa-Bianchi and Fischer, 2002). Going back: Chowdhery et al. 2022, PaLM
+(arXiv:2204.02311), section 5.1.
 """
 
 import math

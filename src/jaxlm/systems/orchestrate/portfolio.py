@@ -1,12 +1,10 @@
 """A portfolio (`type: portfolio`): several optimizers with one state, of which a controller may select another.
 
-Nowcasting: weights that are moved, once, to where their trend would take them in some steps.
+It may do so between any two steps. Nowcasting moves weights, once, to where their trend would take them in some steps
+(`Nowcast`).
 
-Source: the method of caramba's training guide, a linear regression over recent weights, with running sums instead of copies.
-
-A portfolio: several optimizers with one state, of which a controller may select another one between any two steps.
-
-Source: the orchestrated training of caramba's training guide, as one gradient transformation (docs/design/0033).
+Source: caramba's training guide: its orchestrated training, as one gradient transformation (docs/design/0033); nowcasting,
+a linear regression over recent weights, with running sums instead of copies.
 """
 
 from collections.abc import Mapping, Sequence

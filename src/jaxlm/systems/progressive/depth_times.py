@@ -1,15 +1,9 @@
-"""Time as depth: the time step of each stack of layers.
+"""Gives each stack of layers its time step (time as depth): it trains on as many hidden tokens as its time says.
 
-The first stack has the least noise: time step 0 of `num_time_steps`.
+The stack beside the head has the least noise, time step 0 of `num_time_steps`, and the one beside the embeddings the most,
+unless time follows the order of training. Prepended, a stack removes what those behind it have not learned to.
 
-Source: StackWise (`stack_time_mapping`, `time_per_stack`), with times that are all different.
-
-Time as depth: each stack of layers trains on as many hidden tokens as its time says.
-
-The stack beside the head has the least noise, the one beside the embeddings the most, unless time follows the order of
-training. Prepended, a stack removes what those behind it have not learned to.
-
-Source: StackWise (time-as-depth, `stack_time_mapping`, `time_per_stack`).
+Source: StackWise (time-as-depth, `stack_time_mapping`, `time_per_stack`), with times that are all different.
 """
 
 import itertools

@@ -1,23 +1,22 @@
 """Losses of hidden tokens: masked language models, masked diffusion, and DiffusionBlocks.
 
-Masked language modeling.
-
-Source: Devlin et al. 2019, "BERT: Pre-training of Deep Bidirectional Transformers" (arXiv:1810.04805), section 3.1.
-
-Masked diffusion: a bound on the likelihood of a text, from predictions of hidden tokens.
-
-Source: Sahoo et al. 2024, "Simple and Effective Masked Diffusion Language Models" (arXiv:2406.07524), equation 10, with its
-substitution parameterization (section 3.2.3); Nie et al. 2025, "Large Language Diffusion Models" (arXiv:2502.09992),
-equation 3.
-
-DiffusionBlocks: every block of layers is a denoiser by itself, for its own range of mask fractions.
+Masked diffusion trains a bound on the likelihood of a text, from predictions of hidden tokens. In DiffusionBlocks, every
+block of layers is a denoiser by itself, for its own range of mask fractions:
 
     all layers      row -> embeddings -> layers 0 .. L - 1        -> final norm, head -> loss
     K blocks        row -> embeddings -> the block of its noise   -> final norm, head -> loss
 
-Source: Shing et al. 2025, "DiffusionBlocks" (arXiv:2506.14202), section 3: blocks for ranges of noise that are equally
-probable, each trained alone. In the paper, a step trains one block, drawn at random. Here, it trains all of them: the times
-of a batch are spread evenly, so each block has the same number of rows.
+In the paper, a step trains one block, drawn at random. Here, it trains all of them: the times of a batch are spread evenly,
+so each block has the same number of rows.
+
+Source:
+    Masked language models: Devlin et al. 2019, "BERT: Pre-training of Deep Bidirectional Transformers" (arXiv:1810.04805),
+    section 3.1.
+    Masked diffusion: Sahoo et al. 2024, "Simple and Effective Masked Diffusion Language Models" (arXiv:2406.07524),
+    equation 10, with its substitution parameterization (section 3.2.3); Nie et al. 2025, "Large Language Diffusion Models"
+    (arXiv:2502.09992), equation 3.
+    DiffusionBlocks: Shing et al. 2025, "DiffusionBlocks" (arXiv:2506.14202), section 3: blocks for ranges of noise that are
+    equally probable, each trained alone.
 """
 
 from collections.abc import Collection, Mapping, Sequence

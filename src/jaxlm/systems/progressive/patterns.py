@@ -11,13 +11,12 @@ from typing import Literal
 from jaxlm.core.errors import ConfigError
 
 Pattern = Literal["constant", "increasing", "decreasing", "linear"]
-
+TimeMapping = Literal["linear", "exponential"]
 
 RANK_STEP, ALPHA_STEP = 8, 16
 """What `linear` adds from a stack to the next."""
-
-
 _MOST_DOUBLINGS = 256  # leaves float32 whatever it starts from, but not float64
+_GROWTH = 3.0  # of the exponential mapping: the distances grow by about e^3 from the first to the last
 
 
 def by_pattern(first: float, pattern: Pattern, number: int, step: int) -> float:
@@ -32,12 +31,6 @@ def by_pattern(first: float, pattern: Pattern, number: int, step: int) -> float:
             return first / factor
         case "linear":
             return first + step * number
-
-
-TimeMapping = Literal["linear", "exponential"]
-
-
-_GROWTH = 3.0  # of the exponential mapping: the distances grow by about e^3 from the first to the last
 
 
 def time_steps(mapping: TimeMapping | Sequence[int], num_stacks: int, num_steps: int, key: str) -> tuple[int, ...]:

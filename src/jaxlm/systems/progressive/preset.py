@@ -1,12 +1,10 @@
-"""Progressive growth: one section that expands into a phase for each stack of layers.
-
-A number that each stack of layers has, by a pattern.
-
-Source: StackWise, `qlora_rank_pattern` and `qlora_alpha_pattern`.
+"""Expands one section into a phase for each stack of layers: progressive growth.
 
     stack_0 -> grow -> stack_1 -> (polish_1) -> grow -> stack_2 -> (polish_2) ...
 
-Source: StackWise (stacks that are trained one after the other on a frozen or adapted trunk); the ranks by stack are its
+The adapters that a stack gets when it becomes part of the trunk have a rank and an alpha by a pattern (`StackAdapters`).
+
+Source: StackWise: stacks that are trained one after the other on a frozen or adapted trunk; the ranks by stack are its
 `qlora_rank_pattern` and `qlora_alpha_pattern`.
 """
 

@@ -1,22 +1,22 @@
 """Grows a model by a stack of layers, splits its layers into stacks, and lets parts of it fill in hidden tokens.
 
-Cuts the layers into lower and upper stacks, so that `trainable` can freeze the lower one.
-
-Source: training only the upper layers of a pretrained network (Yosinski et al. 2014, arXiv:1411.1792, section 3). The
-lower stack has no optimizer state, and the compiled step does not compute its weights' gradients. If the embedding is
-frozen too, the backward pass ends above the lower stack.
+Cut into lower and upper stacks, the layers can be frozen by `trainable`. A frozen lower stack has no optimizer state, and
+the compiled step does not compute its weights' gradients. If the embedding is frozen too, the backward pass ends above the
+lower stack.
 
     embedding -> body.0: layers 0 .. k-1 -> body.1: layers k .. and the final norm -> head
 
-Source: a new layer that adds nothing to the residual stream leaves the model's function as it is: Chen et al. 2016, Net2Net
-(arXiv:1511.05641), section 2.3; for transformers, Shen et al. 2022, Staged Training for Transformer Language Models
-(arXiv:2203.06211), section 3.2. Copied layers: Du et al. 2024, Stacking Your Transformers (arXiv:2405.15319), where the
-layers of a model repeat in depth (G_stack), which the paper found to train fastest.
+A new layer that adds nothing to the residual stream leaves the model's function as it is. Parts that fill in hidden tokens
+by themselves do so for texts with a certain share of them each.
 
-Lets parts of a model fill in hidden tokens by themselves, each for texts with a certain share of them.
-
-Source: a block for each range of noise: Shing et al. 2025, DiffusionBlocks (arXiv:2506.14202), section 3; a stack and all
-stacks after it for each noise: StackWise (time as depth).
+Source:
+    Splitting: training only the upper layers of a pretrained network (Yosinski et al. 2014, arXiv:1411.1792, section 3).
+    Growing: Chen et al. 2016, Net2Net (arXiv:1511.05641), section 2.3; for transformers, Shen et al. 2022, Staged Training
+    for Transformer Language Models (arXiv:2203.06211), section 3.2. Copied layers: Du et al. 2024, Stacking Your
+    Transformers (arXiv:2405.15319), where the layers of a model repeat in depth (G_stack), which the paper found to train
+    fastest.
+    Parts: a block for each range of noise: Shing et al. 2025, DiffusionBlocks (arXiv:2506.14202), section 3; a stack and
+    all stacks after it for each noise: StackWise (time as depth).
 """
 
 import dataclasses

@@ -1,14 +1,12 @@
 """What GRPO makes of rewards: advantages, the tokens that have them, and the weight of the entropy.
 
-Advantages: how much better each response is than the others of its group, from their rewards.
+Advantages say how much better each response is than the others of its group. The weight of the entropy may rise while the
+policy is too certain.
 
-Source: GRPO (Shao et al. 2024, arXiv:2402.03300, section 4.1.2); the variants name their own papers.
+Source: GRPO (Shao et al. 2024, arXiv:2402.03300, section 4.1.2), the variants name their own papers; adaptive entropy
+control (Skywork-OR1, He et al. 2025, arXiv:2505.22312, section 4).
 
 Shapes: G responses of a prompt, K rewards.
-
-The weight of the entropy, which may rise while the policy is too certain.
-
-Source: adaptive entropy control (Skywork-OR1, He et al. 2025, arXiv:2505.22312, section 4).
 """
 
 import abc

@@ -1,13 +1,11 @@
-"""Curricula: for which of the prompts, in the order of training, responses are sampled.
+"""Chooses for which of the prompts, in the order of training, responses are sampled (curricula).
 
-A curriculum from easy to hard prompts, by a column of their records.
+`Difficulty` goes from easy to hard prompts, by a column of their records. `Success` samples less for prompts that the
+policy always or never solves, because nothing is learned from them.
 
-Source: competence-based curriculum learning (Platanios et al. 2019, arXiv:1903.09848, section 3), with its linear competence.
-
-A curriculum that samples less for prompts that the policy always or never solves, because nothing is learned from them.
-
-Source: the prioritized sampling of Kimi k1.5 (Kimi Team 2025, arXiv:2501.12599, section 2.3), with prime-rl's two shares of
-easy and hard prompts instead of a weight that is proportional to the rate.
+Source: `Difficulty`: competence-based curriculum learning (Platanios et al. 2019, arXiv:1903.09848, section 3), with its
+linear competence. `Success`: the prioritized sampling of Kimi k1.5 (Kimi Team 2025, arXiv:2501.12599, section 2.3), with
+prime-rl's two shares of easy and hard prompts instead of a weight that is proportional to the rate.
 """
 
 import abc

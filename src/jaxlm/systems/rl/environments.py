@@ -1,13 +1,12 @@
 """Environments, which answer the policy's turns and reward the conversation, and the conversations with them.
 
-A tool that the policy may call while it answers, such as the calculator.
+A conversation is turns that are sampled, and observations that are put between them (`converse`). All processes take part.
+Only process 0 opens environments and asks them, and the others get its observations. So an environment may be random, or
+need a program that only one machine has.
 
-Source: karpathy/nanochat (`nanochat/engine.py`, commit b7629ef) for the tokens around calls and outputs.
+One environment is a tool that the policy may call while it answers, such as the calculator (`ToolEnvironment`).
 
-Conversations of the policy with environments: turns that are sampled, and observations that are put between them.
-
-All processes call this. Only process 0 opens environments and asks them, and the others get its observations. So an
-environment may be random, or need a program that only one machine has.
+Source: karpathy/nanochat (`nanochat/engine.py`, commit b7629ef) for the tokens around calls and outputs of a tool.
 """
 
 import abc

@@ -1,7 +1,7 @@
 """Group relative policy optimization, on groups of responses: stored ones, or those that the model samples as it trains.
 
 Source: Shao et al. 2024, "DeepSeekMath" (arXiv:2402.03300), equation 3; the variants are the choices in
-`jaxlm.systems.rl.policy_losses`, `jaxlm.systems.rl.advantages` and `jaxlm.systems.rl.policy_losses`.
+`jaxlm.systems.rl.policy_losses` and `jaxlm.systems.rl.advantages`.
 """
 
 from collections.abc import Collection, Mapping

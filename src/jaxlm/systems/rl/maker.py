@@ -28,6 +28,8 @@ from jaxlm.systems.rl.prompts import PromptRecords, document_numbers, prompt_tok
 from jaxlm.systems.rl.rewards.base import Rewards
 from jaxlm.systems.rl.samplers import Sample, Sampler, SamplingRequest
 
+T = TypeVar("T")
+
 EARNED = "environment"
 """The name of the environment's reward, which is added to the others."""
 
@@ -66,9 +68,6 @@ class Conversations:
 def _sample(conversation: Conversation) -> Sample:
     sequences = (conversation.tokens, conversation.logps, conversation.mask)
     return Sample(*sequences, conversation.is_finished, conversation.turn_ends)
-
-
-T = TypeVar("T")
 
 
 @dataclass(frozen=True)

@@ -1,10 +1,8 @@
 """Policy gradients on sampled responses: ratios, losses and clipping, against the policies that GRPO compares with.
 
+Those are the policy that sampled the responses, and the reference.
+
 Source: PPO (Schulman et al. 2017, arXiv:1707.06347, equation 7); the variants name their own papers.
-
-Shapes: N responses, S positions.
-
-The policies that GRPO compares the one that trains with: the one that sampled the responses, and the reference.
 
 Shapes: N responses, S positions.
 """

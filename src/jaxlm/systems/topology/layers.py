@@ -1,8 +1,6 @@
 """The tree that a model is written as: layers, each of which is a layer of another family, and what groups them.
 
-The layers that a topology may consist of. Each is a layer of another family, made for the features that come in.
-
-The families' configs check the keys and initialize the parameters.
+A layer is made for the features that come in. The families' configs check its keys and initialize its parameters.
 """
 
 import abc

@@ -1,10 +1,8 @@
-"""One layer of a body: what a topology has from one attention to the next.
+"""Divides a topology into the layers of a body: what it has from one attention to the next.
 
-Divides a topology into the layers of a body.
-
-A layer of a body reaches from one attention to the next, because each has one entry in the KV cache. What a unit has before
-its first attention belongs to the unit's first layer. So a unit that is repeated becomes layers that repeat, and these run as
-a scan. Layers with the same parts are in the same stack.
+Each attention has one entry in the KV cache. What a unit has before its first attention belongs to the unit's first layer.
+So a unit that is repeated becomes layers that repeat, and these run as a scan. Layers with the same parts are in the same
+stack.
 """
 
 import dataclasses

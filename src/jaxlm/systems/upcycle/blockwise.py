@@ -1,11 +1,12 @@
 """Blockwise distillation: every layer learns to compute what the teacher's layer computes from the same input.
 
-What blockwise distillation remembers of each block: how far it is, whether it has converged, and the scale of its learning
-rate. Every number is a vector with an entry for each block, so that a decision about one of them changes no other.
+Given the teacher's streams as inputs, the loss of a layer depends on its own parameters alone, so that the gradient of the
+sum over all layers is that of each of them: one step trains all of them.
 
-Source: Bick et al. 2024, "Transformers to SSMs" (MOHAWK, arXiv:2408.10189), section 3.2. Given the teacher's streams as
-inputs, the loss of a layer depends on its own parameters alone, so that the gradient of the sum over all layers is that of
-each of them: one step trains all of them.
+Of each block it remembers how far it is, whether it has converged, and the scale of its learning rate (`BlockProgress`).
+Every number is a vector with an entry for each block, so that a decision about one of them changes no other.
+
+Source: Bick et al. 2024, "Transformers to SSMs" (MOHAWK, arXiv:2408.10189), section 3.2.
 """
 
 from collections.abc import Mapping, Sequence

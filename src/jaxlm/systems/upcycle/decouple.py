@@ -1,21 +1,22 @@
 """Gives a model decoupled bottleneck attention that computes what its attention computes, as well as few features can.
 
-Source: `jaxlm.systems.upcycle.bottleneck`. Values and outputs stay as they are: a head's values are those of its key/value
-head.
+How few features approximate scores is `jaxlm.systems.upcycle.bottleneck`. Values and outputs stay as they are: a head's
+values are those of its key/value head.
 
-The keys of several heads as one key that their queries share, turned so that few of its features matter (RoRoPE).
-
-Source: Meng et al. 2025, "TransMLA: Multi-Head Latent Attention Is All You Need" (arXiv:2502.07864), section 4.2. All
-features of N heads side by side are one key: a query that belongs to one of them is zero elsewhere. Rotary embeddings turn
-the pairs of a frequency by the same angle in all heads. So an orthogonal N x N matrix for each frequency may mix them:
+The keys of several heads may become one key that their queries share, turned so that few of its features matter (RoRoPE).
+All features of N heads side by side are one key: a query that belongs to one of them is zero elsewhere. Rotary embeddings
+turn the pairs of a frequency by the same angle in all heads. So an orthogonal N x N matrix for each frequency may mix them:
 queries and keys that the same matrix mixes have the same scores at every distance. The principal components of the keys
 concentrate what the heads have in common in the first mixed pairs.
 
-Two things differ from there. With a pair as a complex number, a rotary embedding is a factor e^(i angle), which a unitary
-matrix leaves alone as an orthogonal one does: heads may have the same features at other phases. And keys are first
-multiplied by the size of the queries that meet them, and queries divided by it, which changes no score either. Keys are then
-as large as the scores that they make: if queries have no preferred direction, no other unitary matrix leaves less outside
-the first pairs.
+Two things differ from the paper. With a pair as a complex number, a rotary embedding is a factor e^(i angle), which a
+unitary matrix leaves alone as an orthogonal one does: heads may have the same features at other phases. And keys are first
+multiplied by the size of the queries that meet them, and queries divided by it, which changes no score either. Keys are
+then as large as the scores that they make: if queries have no preferred direction, no other unitary matrix leaves less
+outside the first pairs.
+
+Source: shared keys: Meng et al. 2025, "TransMLA: Multi-Head Latent Attention Is All You Need" (arXiv:2502.07864), section
+4.2.
 
 Shapes: as in `jaxlm.systems.upcycle.bottleneck`, with K shared keys, N key/value heads that share one, J their mixtures.
 """

@@ -1,7 +1,7 @@
-"""Rotations of key/value heads that make the heads of a group alike without a change of what the model computes.
+"""Gives a model fewer key/value heads: neighboring heads become one (grouped-query attention, a smaller cache).
 
-Source: Jin et al. 2024, "Align Attention Heads Before Merging Them" (arXiv:2412.20677), section 3.2: averaging heads loses
-less after each of them has been turned towards the others, since a head's features may be turned as a whole:
+The new head is the mean of its group. Averaging loses less after each of the heads has been turned towards the others,
+without a change of what the model computes, since a head's features may be turned as a whole:
 
 * Values by any orthogonal matrix, whose inverse the output projection applies.
 * Keys by one that commutes with the rotary embedding: a rotation of the two features of each pair, and any orthogonal matrix
@@ -15,13 +15,11 @@ loses the least for the data where
 is largest. Starting without rotations, each head in turn gets the best one for the sum of the others, so that the sum only
 grows: the mean of turned heads never loses more on the measured data than the mean of the heads as they are.
 
-Shapes: G groups, R heads of a group, D features of a head, I inputs (the last is the constant 1, with the biases, if any).
-
-Gives a model fewer key/value heads: neighboring heads become one (grouped-query attention, a smaller cache).
-
 Source: Ainslie et al. 2023, "GQA: Training Generalized Multi-Query Transformer Models from Multi-Head Checkpoints"
-(arXiv:2305.13245), section 2.1: the new head is the mean of its group, which was best; figure 4 compares with the first head
-and with new ones. Alignment before: `jaxlm.systems.upcycle.pool_kv_heads`.
+(arXiv:2305.13245), section 2.1: the mean was best; figure 4 compares with the first head and with new ones. Rotations: Jin
+et al. 2024, "Align Attention Heads Before Merging Them" (arXiv:2412.20677), section 3.2.
+
+Shapes: G groups, R heads of a group, D features of a head, I inputs (the last is the constant 1, with the biases, if any).
 """
 
 from collections.abc import Callable, Mapping

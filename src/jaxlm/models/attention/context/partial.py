@@ -1,10 +1,10 @@
-"""The tokens of queries and keys that are parts of a row, in any order, and which blocks of them attend to each other.
+"""Attention of some queries of a row to some of its keys, with what it takes to merge it with that to the other keys.
 
-Attention of some queries of a row to some of its keys, with what it takes to merge it with that to the other keys.
+Queries and keys are parts of a row, in any order. Blocks of queries take the blocks of keys that any of them attends to,
+one after the other; others cost nothing. Which blocks those are depends on the documents of the row and on where the
+queries are in it, so it is decided on the device.
 
-Source: FlashAttention-2, Dao 2023 (arXiv:2307.08691), algorithms 1 and 2. Blocks of queries take the blocks of keys that
-any of them attends to, one after the other; others cost nothing. Which blocks those are depends on the documents of the row
-and on where the queries are in it, so it is decided on the device.
+Source: FlashAttention-2, Dao 2023 (arXiv:2307.08691), algorithms 1 and 2.
 
 Shapes: B batch, T queries, S keys, K key/value heads, G query heads per key/value head, H head size, V head size of values.
 """

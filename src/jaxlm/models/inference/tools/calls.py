@@ -1,6 +1,4 @@
-"""Tools, which a model calls in the middle of a text: finds a call, runs the tool, encodes its answer.
-
-Tool calls in generated tokens: finds a call, runs the tool, and encodes its output.
+"""Calls tools in the middle of a generated text: finds a call, runs the tool, and encodes its output.
 
 <|python_start|> 12 * 7 <|python_end|> <|output_start|> 84 <|output_end|>
 the model writes this                  the tool's output, forced into the stream

@@ -1,13 +1,8 @@
 """Rewards by rule: equal answers, correct maths, a form, and a penalty for long completions.
 
-A reward for correct answers to maths problems.
-
-Source: Cobbe et al. 2021, "Training verifiers to solve math word problems" (arXiv:2110.14168), for GSM8K's `#### n`;
-github.com/huggingface/Math-Verify for expressions.
-
-A penalty for long completions.
-
-Source: Yu et al. 2025, "DAPO: an open-source LLM reinforcement learning system at scale" (arXiv:2503.14476), equation 13.
+Source: maths: Cobbe et al. 2021, "Training verifiers to solve math word problems" (arXiv:2110.14168), for GSM8K's `#### n`;
+github.com/huggingface/Math-Verify for expressions. Length: Yu et al. 2025, "DAPO: an open-source LLM reinforcement learning
+system at scale" (arXiv:2503.14476), equation 13.
 """
 
 import importlib
