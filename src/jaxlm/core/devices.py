@@ -12,7 +12,8 @@ from typing import Any, TypeVar
 
 import jax
 
-from jaxlm.core.errors import ConfigError, install_command
+from jaxlm.core.errors import ConfigError
+from jaxlm.core.install import install_command
 
 T = TypeVar("T")
 

@@ -14,8 +14,9 @@ from typing import Any, ClassVar
 
 import jax
 
-from jaxlm.core.errors import ConfigError, install_command
+from jaxlm.core.errors import ConfigError
 from jaxlm.core.field_types import NonNegativeInt, PositiveInt
+from jaxlm.core.install import install_command
 from jaxlm.evals.base import Eval, EvalConfig, EvalContext
 from jaxlm.evals.scoring import score
 from jaxlm.models.base import LanguageModel

@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import parse_qsl
 
-from jaxlm.core.errors import ConfigError, install_command
+from jaxlm.core.errors import ConfigError
+from jaxlm.core.install import install_command
 from jaxlm.core.safe_io import atomic_folder, listed_file, read_json_object
 from jaxlm.data.base import Log
 from jaxlm.data.cache.cache_key import disk_full_errors

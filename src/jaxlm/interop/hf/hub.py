@@ -4,7 +4,8 @@ import os
 import re
 from pathlib import Path
 
-from jaxlm.core.errors import ConfigError, install_command
+from jaxlm.core.errors import ConfigError
+from jaxlm.core.install import install_command
 from jaxlm.core.publish import PublishError
 from jaxlm.interop.torch.torch_file import TORCH_SUFFIXES
 

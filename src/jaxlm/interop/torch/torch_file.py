@@ -5,8 +5,9 @@ from typing import Any
 
 import numpy as np
 
-from jaxlm.core.errors import ConfigError, install_command
+from jaxlm.core.errors import ConfigError
 from jaxlm.core.hashing import note_file
+from jaxlm.core.install import install_command
 from jaxlm.core.safe_io import open_regular
 from jaxlm.interop.hf.safetensors_file import TensorInfo
 

@@ -9,7 +9,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
-from jaxlm.core.errors import ConfigError, install_command
+from jaxlm.core.errors import ConfigError
+from jaxlm.core.install import install_command
 from jaxlm.core.redaction import redacted
 from jaxlm.core.values.logged import Completion, Sample
 from jaxlm.observe import environment

@@ -3,7 +3,8 @@
 from collections.abc import Mapping
 from typing import Any
 
-from jaxlm.core.errors import ConfigError, install_command
+from jaxlm.core.errors import ConfigError
+from jaxlm.core.install import install_command
 from jaxlm.observe import environment
 from jaxlm.observe.trackers.base import ForwardLog, MissingLibraryError, RunInfo, Tracker, TrackerConfig
 from jaxlm.reading.choices import choice

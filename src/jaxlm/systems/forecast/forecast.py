@@ -22,7 +22,8 @@ from typing import Any
 import jax
 
 from jaxlm.core import tree
-from jaxlm.core.errors import ConfigError, install_command
+from jaxlm.core.errors import ConfigError
+from jaxlm.core.install import install_command
 from jaxlm.engine.phases import Phase
 from jaxlm.engine.step import OPTIMIZER_SCOPE
 from jaxlm.hardware.hlo import HostCopy, argument_bytes, collectives_by_kind, kernels, loops_counted_once

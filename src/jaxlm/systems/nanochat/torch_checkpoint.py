@@ -13,8 +13,9 @@ from typing import Any
 
 import numpy as np
 
-from jaxlm.core.errors import ConfigError, install_command
+from jaxlm.core.errors import ConfigError
 from jaxlm.core.hashing import note_file
+from jaxlm.core.install import install_command
 from jaxlm.core.publish import check_unused, publish_folder
 from jaxlm.core.runtime import is_main_process
 from jaxlm.core.safe_io import read_json_object

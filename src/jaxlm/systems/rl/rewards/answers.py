@@ -12,8 +12,9 @@ from collections.abc import Callable, Iterator
 from decimal import Decimal, InvalidOperation
 from typing import Any, Literal
 
-from jaxlm.core.errors import ConfigError, install_command
+from jaxlm.core.errors import ConfigError
 from jaxlm.core.field_types import PositiveInt
+from jaxlm.core.install import install_command
 from jaxlm.core.values.logged import ScoredRows
 from jaxlm.reading.choices import choice
 from jaxlm.systems.rl.rewards.base import Reward, RewardConfig, RewardContext, compiled_pattern

@@ -5,8 +5,9 @@ from collections.abc import Sequence
 from string import Formatter
 from typing import Any, Literal
 
-from jaxlm.core.errors import ConfigError, install_command
+from jaxlm.core.errors import ConfigError
 from jaxlm.core.field_types import PositiveInt
+from jaxlm.core.install import install_command
 from jaxlm.core.values.logged import ScoredRows
 from jaxlm.reading.choices import choice
 from jaxlm.systems.rl.json_server import JsonServer, ServerConfig
