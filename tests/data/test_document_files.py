@@ -229,6 +229,8 @@ NO_TEXT = "no text under data.text_key 'text'"
         ("x.py", b"# coding: latin-1\n\xe9\xe8", "not UTF-8 text (byte 0xe9 at offset 18)"),
         ("x.jsonl", b'{"text": "a"}\n{"text": \n', "line 2: not JSON"),
         ("x.jsonl", b'{"text": "a b"\n', "line 1: not JSON (Expecting ',' delimiter at column 15)"),
+        ("x.jsonl", b'{"text": "a b\n', "line 1: not JSON (Unterminated string starting at column 10)"),
+        ("x.json", b'{"text": "a b', "not JSON (Unterminated string starting at line 1, column 10)"),
         ("x.jsonl", b'{"text": "\xff"}\n', "line 1: not UTF-8 text (byte 0xff at offset 10)"),
         ("x.jsonl", b'{"text": "a\\ud800"}\n', r"line 1: the text is not valid Unicode: '\ud800' at character 1"),
         ("x.jsonl", b'{"text": "a"}\n\n{"body": "a"}\n', f"line 3: {NO_TEXT}. Keys of the record: body"),

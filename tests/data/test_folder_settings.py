@@ -9,6 +9,7 @@ import tokenizers
 from jaxlm.core.errors import ConfigError
 from jaxlm.data.tokenizer.folder_settings import REBUILT
 from jaxlm.data.tokenizer.tokenizer import load_tokenizer
+from jaxlm.data.tokens import TokensConfig
 from jaxlm.interop.hf.family import all_families
 
 TEXTS = ["hello <a> world<b>", " <b>x <c>y", "plain"]
@@ -147,3 +148,21 @@ def test_the_steps_that_a_run_has_saved_stay(tmp_path):
     as_saved = backend.encode(text, add_special_tokens=False).ids
     assert saved.encode_like_transformers(text, add_special_tokens=False) == as_saved
     assert foreign.encode_like_transformers(text, add_special_tokens=False) != as_saved
+
+
+NAMED = [{"name": "tool_use", "template": "x"}, {"name": "default", "template": "a"}]
+
+
+@pytest.mark.parametrize(
+    ("in_settings", "num_notes"), [("b", 1), (NAMED, 1), ("a\n", 0), (None, 0)], ids=["text", "list", "same", "none"]
+)
+def test_the_chat_template_of_two_is_that_of_transformers(in_settings, num_notes, tmp_path):
+    transformers = pytest.importorskip("transformers")
+    beside = "other" if in_settings is NAMED else "a"
+    path = folder(tmp_path, {"tokenizer_config.json": {**FAST, "chat_template": in_settings}})
+    (tmp_path / "chat_template.jinja").write_text(beside)
+    notes = []
+    ours = TokensConfig(tokenizer=path).load_tokenizer(notes.append)
+    assert ours.chat_template == transformers.AutoTokenizer.from_pretrained(path).chat_template == beside
+    assert len(notes) == num_notes
+    assert all("chat_template in tokenizer_config.json: ignored: transformers follows" in note for note in notes)

@@ -104,7 +104,7 @@ LISTED = {
     "tools of a template without any": ({**CHAT, "tools": TOOLS}, ChatFormat(chat_template=LLAMA), "tools"),
     "tools": ({**CHAT, "tools": TOOLS, "chat_template_kwargs": {"thinks": True}}, ChatFormat(), None),
     "turns": (
-        {"messages": [{**user("a"), "speaker": "bob"}, assistant("b", weight=1, train_detail=[])]},
+        {"messages": [{**user("a"), "speaker": "bob"}, assistant("b", weight=1, train=True, train_detail=[])]},
         ChatFormat(),
         "messages[].speaker",
     ),
@@ -332,6 +332,8 @@ def test_masks_without_weights_are_those_of_transformers(tokenizer, reference, e
             r"line 1: message 2: train_detail: \[\{'train': False\}\] given",
         ),
         ({**user("b"), "train": True}, {}, r"line 1: message 2: train: True given for the role 'user'"),
+        (assistant("b", weight=1, train=False), {}, r"line 1: message 2: weight: 1 and train: False given"),
+        (assistant("b", training=1.0, train=0), {}, r"line 1: message 2: train: 0 and training: 1\.0 given"),
         (
             assistant("b", weight=0),
             {"mask_user_turns": False},

@@ -89,6 +89,9 @@ class Arrays:
     def view(self, name):
         return self._arrays[name]
 
+    def where(self, name):
+        return name
+
 
 def as_in_files(name, arrays):
     """Parameters whose names in transformers' modules differ from those in files: GPT-NeoX's head, and experts."""

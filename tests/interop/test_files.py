@@ -6,6 +6,7 @@ import itertools
 import json
 import os
 import random
+import re
 import subprocess
 import sys
 import textwrap
@@ -90,6 +91,22 @@ def test_the_safetensors_library_reads_our_files_and_we_read_its(dtype, tmp_path
     for name, array in arrays.items():
         assert ours[name].tobytes() == array.tobytes() == theirs.view(name).tobytes()
         assert ours[name].dtype == array.dtype
+
+
+@pytest.mark.parametrize("value", [np.nan, -np.inf, 1e6])
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16])
+def test_numbers_that_are_not_finite_are_refused_with_their_tensor(value, dtype, tmp_path):
+    folder, name = saved(tmp_path / "hf", largest_file=9000), "model.layers.1.mlp.up_proj.weight"
+    file = folder / json.loads((folder / "model.safetensors.index.json").read_text())["weight_map"][name]
+    with file.open("r+b") as opened:
+        opened.seek(SafetensorsFile(file)._starts[name] + 4 * 40)
+        opened.write(np.float32(value).tobytes())
+    if value == 1e6 and dtype != jnp.float16:
+        load_model(folder, abstract(dtype=dtype), CONFIG, one_device())
+        return
+    said = f"{file}: '{name}' has NaN or infinity as {np.dtype(dtype)}."
+    with pytest.raises(ConfigError, match=re.escape(said)):
+        load_model(folder, abstract(dtype=dtype), CONFIG, layout(model=2))
 
 
 def test_many_files_and_an_index(tmp_path):

@@ -15,6 +15,7 @@ from tests.interop.wild import as_read, content_of, logits_of_transformers, open
 FULL, LOCAL = "full_attention", "sliding_attention"
 DEFAULT = {"rope_type": "default", "rope_theta": 500.0}
 LINEAR = {"rope_type": "linear", "factor": 4.0}
+TWO_TYPES = {"type": "linear", "rope_type": "dynamic", "factor": 4.0}
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
 BY_KIND = {FULL: {**YARN, "rope_theta": 50.0}, LOCAL: {"rope_type": "default", "rope_theta": 20.0}}
 # name -> (keys, families; None means all that have rotary embeddings of one kind)
@@ -29,6 +30,7 @@ WILD = {
     "original length outside": ({"rope_scaling": YARN, "original_max_position_embeddings": 24}, ["qwen2", *TWO]),
     "by kind and scaling": ({"rope_parameters": {**BY_KIND, FULL: DEFAULT}, "rope_scaling": LINEAR}, TWO),
     "older type": ({"rope_scaling": {"type": "linear", "factor": 4.0}}, TWO),
+    "two types": ({"rope_scaling": TWO_TYPES}, ["llama", *TWO]),
     "truncate outside": ({"rope_parameters": {**BY_KIND, "truncate": False}}, TWO),
     "pattern": ({"sliding_window_pattern": 3}, ["gemma2", *TWO]),
     "_pattern": ({"_sliding_window_pattern": 3}, ["gemma2", *TWO]),
@@ -98,6 +100,8 @@ def test_what_transformers_ignores_within_a_kind_of_layer_is_ignored(kind, more,
     ("kind", "more", "said"),
     [
         ("llama", {"rope_parameters": DEFAULT, "rope_scaling": LINEAR}, "transformers follows rope_scaling instead"),
+        ("llama", {"rope_scaling": TWO_TYPES}, "type: linear: transformers follows rope_type, which is dynamic"),
+        ("olmo3", {"rope_scaling": TWO_TYPES}, f"{FULL}: type: linear: transformers follows rope_type"),
         ("llama", {"rope_parameters": DEFAULT, "rope_theta": 7.0}, "rope_theta: 7.0: transformers follows another key"),
         ("gpt_neox", {"rotary_emb_base": 7.0, "rope_theta": 8.0}, "rope_theta: 8.0: transformers follows another key"),
         ("gemma2", {"sliding_window_pattern": 3}, "sliding_window_pattern: 3: transformers follows other layers"),

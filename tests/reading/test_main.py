@@ -40,6 +40,14 @@ from jaxlm.reading.yaml import load_yaml
             "command line --model.typ: no such key in model (type llama). Did you mean 'type'? Allowed: ",
         ),
         (
+            ("--model.rope.factor", "3"),
+            "command line --model.rope.factor: no such key in model.rope (type default). Types that have it: linear,",
+        ),
+        (
+            ("--model.rope.factor", "true"),
+            "command line --model.rope.factor: no such key in model.rope (type default). Types that have it: linear,",
+        ),
+        (
             ("--evals", "[{type: harness, taskz: [a]}]"),
             "command line --evals: evals.0.taskz: no such key in evals.0 (type harness). Did you mean 'tasks'? Allowed: ",
         ),

@@ -28,7 +28,7 @@ from jaxlm.models.inference.tools.calls import CALL, OUTPUT, TEXT, TOOL_TOKENS, 
 from jaxlm.models.inference.unstacked import Generator
 from jaxlm.session.exit_codes import command
 from jaxlm.session.generation_options import add_generation_options, generation_config_of, tool_calls_of
-from jaxlm.session.load_model import checkpoint_parser, open_model, parse_with_keys
+from jaxlm.session.load_model import checkpoint_parser, open_model, parse_with_keys, to_stderr
 
 _TOKENS_PER_UPDATE = 4
 _INCOMPLETE_CHARACTER = "\ufffd"
@@ -74,6 +74,8 @@ def _load_template(template: str | None, tokenizer: Tokenizer) -> ChatTemplate:
             f"note: the tokenizer has no chat template; {template} is used. --chat_template sets another",
             file=sys.stderr,
         )
+    elif template is None:
+        tokenizer.note_template(to_stderr)
     return ChatTemplate.load(template, tokenizer, "--chat_template")
 
 

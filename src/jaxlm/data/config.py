@@ -279,7 +279,9 @@ class DataConfig(SourceConfig, Registry, draccus.ChoiceRegistry, abc.ABC):
         """
         bpe = bpe_config(self.tokenizer)
         if bpe is None:
-            return open_tokenizer(str(self.tokenizer), self.added_tokens, self.vocab_size)
+            tokenizer = open_tokenizer(str(self.tokenizer), self.added_tokens, self.vocab_size)
+            tokenizer.note_template(log)
+            return tokenizer
         formats = {source.name: source.config.format.cache_key() for source in self.sources()}
         folder = self.cache_store.folder / "tokenizer"
         with self.cache_store.shared(folder, MADE_FROM, log):

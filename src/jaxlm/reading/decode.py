@@ -18,7 +18,7 @@ import draccus
 import yaml
 from draccus.choice_types import CHOICE_TYPE_KEY, ChoiceType
 
-from jaxlm.core.errors import ConfigError, did_you_mean, shortened
+from jaxlm.core.errors import ConfigError, did_you_mean, listed, shortened
 from jaxlm.core.field_types import LARGEST_FLOAT, bounds_of, describe_type, hints_of, in_range
 from jaxlm.core.redaction import without_secrets
 from jaxlm.reading.choices import NamedChoice, import_choice, is_import_path, registered_class, signature_problems
@@ -222,7 +222,9 @@ class _Decoder:
             if key not in fields:
                 choice = choice_name(kind) if is_choice(kind) else None
                 known = [*fields, *([] if choice is None else [CHOICE_TYPE_KEY])]
-                raise unknown_key(self._source, (*path, key), choice, known, is_run=self._is_run)
+                others = {} if choice is None else kind.get_known_choices()
+                types = [name for name, other in others.items() if key in [f.name for f in dataclasses.fields(other)]]
+                raise unknown_key(self._source, (*path, key), choice, known, is_run=self._is_run, types=types)
         lists = {key: value for key, value in tree.items() if _inherits(fields[key])}
         values = {key: value for key, value in (inherited or {}).items() if key in fields}
         values |= {
@@ -353,11 +355,22 @@ def config_error(source: ConfigSource, path: KeyPath, problem: str) -> ConfigErr
 
 
 def unknown_key(
-    source: ConfigSource, path: KeyPath, choice: str | None, allowed: Sequence[str], *, is_run: bool
+    source: ConfigSource,
+    path: KeyPath,
+    choice: str | None,
+    allowed: Sequence[str],
+    *,
+    is_run: bool,
+    types: Sequence[str] = (),
 ) -> ConfigError:
-    """Makes the error for a key that its section does not have. `choice` is the section's `type`, if it has one."""
-    near = meant(path, allowed, is_run=is_run)
-    hint = f" Did you mean '{near}'?" if near else ""
+    """Makes the error for a key that its section does not have.
+
+    Args:
+        choice: the section's `type`, if it has one.
+        types: those of its types that have the key.
+    """
+    near = None if types else meant(path, allowed, is_run=is_run)
+    hint = f" Did you mean '{near}'?" if near else f" Types that have it: {listed(types)}." if types else ""
     section = ".".join(map(str, path[:-1])) or "the top level"
     typed = "" if choice is None else f" (type {choice})"
     return config_error(source, path, f"no such key in {section}{typed}.{hint} Allowed: {', '.join(allowed)}")

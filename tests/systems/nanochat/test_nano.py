@@ -45,6 +45,9 @@ class Arrays:
     def view(self, name):
         return self._arrays[name]
 
+    def where(self, name):
+        return name
+
 
 def imported(config, arrays, vocab=VOCAB):
     abstract = jax.eval_shape(lambda: config.build(vocab_axis(vocab), key=jax.random.key(0)))

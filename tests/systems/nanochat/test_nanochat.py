@@ -92,6 +92,15 @@ def test_a_run_of_nanochat_is_read(name, prefix, tmp_path):
         np.testing.assert_array_equal(ours, theirs)
 
 
+def test_weights_that_are_not_finite_are_refused_with_their_tensor(tmp_path):
+    weights = written(tmp_path, REVISIONS["late"], step=7)
+    name = next(name for name in weights if "mlp" in name)
+    weights[name].view(-1)[3] = torch.nan
+    torch.save(weights, tmp_path / "model_000007.pt")
+    with pytest.raises(ConfigError, match=rf"model_000007\.pt: '{name}' has NaN or infinity as float32\."):
+        loaded(tmp_path)
+
+
 @pytest.mark.parametrize("name", REVISIONS)
 def test_what_is_written_is_what_was_read(name, tmp_path):
     """Every tensor of nanochat, bit by bit; the rows that pad the vocabulary are zeros."""

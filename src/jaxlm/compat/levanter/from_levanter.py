@@ -270,9 +270,10 @@ class _Translation:
             model["gradient_checkpointing"] = "full"
             self.notes.append("model.gradient_checkpointing: nested is read as full")
         if isinstance(rope := model.get("rope"), dict):
-            if rope.get("type", "default") == "default" and rope.get("factor") == 1:
-                del rope["factor"]
-            if rope.get("mscale") == 1 and "mscale_all_dim" not in rope:
+            is_one = {key: rope.get(key) == 1 and rope[key] is not True for key in ("factor", "mscale")}
+            if rope.get("type", "default") == "default" and is_one["factor"]:
+                self.ignore("model.rope.factor", "1 is what the type default always has")
+            if is_one["mscale"] and "mscale_all_dim" not in rope:
                 del rope["mscale"]
         self._fixed_keys(model)
 

@@ -225,11 +225,18 @@ def template_variables(record: Record, template: ChatTemplate, tools_field: str 
 def _untrained(messages: Messages, where: str) -> list[int]:
     """Finds the numbers of messages that are not to be trained, as OpenAI's, ShareGPT's and Axolotl's files say it."""
     given = [(n, key, m["role"], m[key]) for n, m in enumerate(messages) for key in TRAINED_IF if m.get(key, []) != []]
+    first: dict[int, tuple[str, Any]] = {}
     for number, key, role, value in given:
         if value not in (0, 1) or (value and key != "weight" and role != "assistant"):
             raise ConfigError(
                 f"{where}: message {number + 1}: {key}: {value!r:.40} given for the role '{role}'. Only answers of the"
                 " assistant are trained (1), or not (0), each as a whole. Correct the record"
+            )
+        other, said = first.setdefault(number, (key, value))
+        if said != value:
+            raise ConfigError(
+                f"{where}: message {number + 1}: {other}: {said!r} and {key}: {value!r} given. One of them says that the"
+                " message is trained, the other that it is not. Correct the record"
             )
     return [number for number, _, _, value in given if not value]
 

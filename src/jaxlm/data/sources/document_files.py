@@ -282,8 +282,8 @@ def _parse_json(path: Path, text: str, where: str) -> Any:
         raise ConfigError(f"{path}: {where}the JSON is nested too deeply") from error
     except json.JSONDecodeError as error:
         advice = ". If it has one record per line, rename it to .jsonl" if error.msg == "Extra data" else ""
-        line = f"line {error.lineno}, " if not where else ""
-        raise ConfigError(f"{path}: {where}not JSON ({error.msg} at {line}column {error.colno}){advice}") from error
+        problem = error.msg.removesuffix(" at") + (f" at line {error.lineno}," if not where else " at")
+        raise ConfigError(f"{path}: {where}not JSON ({problem} column {error.colno}){advice}") from error
     except ValueError as error:  # Python reads no integers with more digits
         digits = max(map(len, re.findall(r"\d+", text)), default=0)
         raise ConfigError(

@@ -231,10 +231,21 @@ class Tokenizer:
         """The template in `chat_template.jinja` or in the settings; of several, the one named `default`; None without any."""
         if _CHAT_TEMPLATE in self._extra_files:
             return self._extra_files[_CHAT_TEMPLATE].decode("utf-8")
+        return self._template_in_settings
+
+    @property
+    def _template_in_settings(self) -> str | None:
         template = self._settings.get("chat_template")
         if isinstance(template, list):
-            template = {entry.get("name"): entry.get("template") for entry in template}.get("default")
+            named = {one.get("name"): one.get("template") for one in template if isinstance(one, dict)}
+            template = named.get("default")
         return template
+
+    def note_template(self, log: Callable[[str], None]) -> None:
+        """Logs that the settings have another chat template than the file beside them."""
+        given = (self.chat_template, self._template_in_settings)
+        if len({str(text).rstrip("\n") for text in given if text is not None}) > 1:
+            log(f"note: the tokenizer's chat_template in {_SETTINGS}: ignored: transformers follows {_CHAT_TEMPLATE}")
 
     @property
     def given_templates(self) -> dict[str, str]:

@@ -10,6 +10,7 @@ from typing import Any
 
 import haliax as hax
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from jaxlm.core import tree
@@ -23,9 +24,10 @@ from jaxlm.models.base import LanguageModel
 _HEADS = ("lm_head.weight", "embed_out.weight")  # files of models with tied embeddings may contain the head as well
 _EMBEDDING = "tokens.weight"  # path of our parameter
 _ROWS_AT_ONCE = 4096
+_CHECKED_AT_ONCE = 1 << 18
 _MAX_LISTED = 40
-View = Callable[[tuple[int, ...]], np.ndarray]
-"""Indices of the stacked axes -> the parameter's part of that tensor."""
+View = Callable[[tuple[int, ...]], tuple[str, np.ndarray]]
+"""Indices of the stacked axes -> the tensor's file and name for messages, and the parameter's part of that tensor."""
 Change = Callable[[Iterator[hax.NamedArray]], Any]
 """What is made of a parameter, given its layers one by one (each with an axis `layers` of size 1), or all of it."""
 
@@ -54,7 +56,7 @@ def load_weights(
         changes: path of a leaf -> what is made of it.
 
     Raises:
-        ConfigError: lists all tensors that are missing, unexpected, or have another shape.
+        ConfigError: lists all tensors that are missing, unexpected, or have another shape; or one has NaN or infinity.
     """
     leaves, source = dict(tree.leaves(abstract)), _with_embedding(tensors, source, prefix)
     omitted = _omitted(prefix, source)
@@ -70,9 +72,9 @@ def load_weights(
         tensor, number = places[path]
         sizes = tensor.sizes(leaves)
 
-        def view(numbers: tuple[int, ...]) -> np.ndarray:
-            theirs = source.view(tensor.numbered(numbers).removeprefix(omitted))
-            return tensor.read(theirs, number, sizes, tensor.own_axes(leaf))
+        def view(numbers: tuple[int, ...]) -> tuple[str, np.ndarray]:
+            theirs = tensor.numbered(numbers).removeprefix(omitted)
+            return source.where(theirs), tensor.read(source.view(theirs), number, sizes, tensor.own_axes(leaf))
 
         def whole(leaf: Any, view: View = view) -> hax.NamedArray:
             return hax.NamedArray(_load_sharded(leaf, tensor.stacked, view, layout), leaf.axes)
@@ -210,5 +212,19 @@ def _read_shard(
     starts = [index[dim].start for dim in stacked_dims]
     for offsets in itertools.product(*(range(size) for size in by_number.shape[: len(stacked_dims)])):
         numbers = tuple(start + offset for start, offset in zip(starts, offsets, strict=True))
-        by_number[(*offsets, ...)] = view(numbers)[unstacked]
+        where, part = view(numbers)
+        by_number[(*offsets, ...)] = part[unstacked]
+        if not _is_finite(by_number[(*offsets, ...)]):
+            raise ConfigError(f"{where} has NaN or infinity as {np.dtype(dtype)}. Download or export the file again")
     return block
+
+
+def _is_finite(part: np.ndarray) -> bool:
+    """Compares bits, in blocks: np.isfinite needs ten times as long for bfloat16, and memory for the whole part."""
+    if not jnp.issubdtype(part.dtype, jnp.floating):
+        return True
+    kind = np.dtype(f"u{part.dtype.itemsize}").type
+    bits, without_sign = part.reshape(-1).view(kind), kind(np.iinfo(kind).max >> 1)
+    infinity = np.array(np.inf, part.dtype).view(kind)
+    starts = range(0, bits.size, _CHECKED_AT_ONCE)
+    return all((bits[start : start + _CHECKED_AT_ONCE] & without_sign).max() < infinity for start in starts)

@@ -85,6 +85,9 @@ class SafetensorsFile:
         info = self.tensors[name]
         return np.ndarray(info.shape, info.dtype, buffer=self._map, offset=self._starts[name])
 
+    def where(self, name: str) -> str:
+        return f"{self._path}: '{name}'"
+
     def _add(self, name: str, entry: Mapping[str, Any], begin: int, size: int) -> None:
         try:
             code, shape, (first, last) = str(entry["dtype"]), tuple(entry["shape"]), entry["data_offsets"]

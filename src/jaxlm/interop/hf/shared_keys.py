@@ -149,7 +149,8 @@ def rope(
     def parameters(theirs: Mapping[str, Any]) -> Json:
         settings = dict(theirs.get("rope_scaling") or theirs.get("rope_parameters") or {})
         kind = _rope_type(settings)
-        settings["rope_type"] = (renamed or {}).get(kind, kind)
+        for key, name in (("rope_type", kind), ("type", settings.get("type"))):
+            settings[key] = (renamed or {}).get(name, name)
         settings.setdefault("rope_theta", theirs.get(theta_key, theta))
         factor = theirs.get(partial_key)
         settings.setdefault("partial_rotary_factor", partial if factor is None else factor)
@@ -279,6 +280,8 @@ def _followed(
         unread = dict.fromkeys(sorted(set(settings) - read), f"the type '{kind}' has no such key")
         if not rotates_part and settings["partial_rotary_factor"] != 1.0:
             unread["partial_rotary_factor"] = "transformers rotates all features of this family's heads"
+    if settings.get("type") not in (None, kind):
+        unread["type"] = f"transformers follows rope_type, which is {kind}"
     if outer is not None and kind == "yarn":
         followed["truncate"] = outer.get("truncate", True)
         if settings.get("truncate", followed["truncate"]) != followed["truncate"]:

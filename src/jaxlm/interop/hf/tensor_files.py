@@ -31,6 +31,10 @@ class TensorSource(Protocol):
         """A tensor. Do not write to it."""
         ...
 
+    def where(self, name: str) -> str:
+        """A tensor's file and its name there, for messages."""
+        ...
+
 
 class ManyFiles:
     """The tensors of several files.
@@ -48,6 +52,9 @@ class ManyFiles:
 
     def view(self, name: str) -> np.ndarray:
         return self._files[name].view(name)
+
+    def where(self, name: str) -> str:
+        return self._files[name].where(name)
 
 
 def open_tensors(path: Path) -> TensorSource:
@@ -168,6 +175,9 @@ class RenamedTensors:
 
     def view(self, name: str) -> np.ndarray:
         return self._source.view(self._names[name])
+
+    def where(self, name: str) -> str:
+        return self._source.where(self._names[name])
 
 
 def _compiled(pattern: str) -> re.Pattern[str]:

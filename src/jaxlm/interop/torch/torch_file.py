@@ -58,6 +58,7 @@ class TorchFile:
             isinstance(name, str) and isinstance(value, torch.Tensor) for name, value in content.items()
         ):
             raise ConfigError(f"{path}: contains no state dict (name -> tensor). Save `module.state_dict()`")
+        self._path = path
         self._content: dict[str, Any] = content
         self.tensors = {name: TensorInfo(tuple(t.shape), _numpy_dtype(path, name, t)) for name, t in content.items()}
 
@@ -69,6 +70,9 @@ class TorchFile:
 
             return tensor.view(torch.int16 if dtype.itemsize == 2 else torch.uint8).numpy().view(dtype)
         return tensor.numpy()
+
+    def where(self, name: str) -> str:
+        return f"{self._path}: '{name}'"
 
 
 def _numpy_dtype(path: Path, name: str, tensor: Any) -> np.dtype:
