@@ -646,7 +646,7 @@ def test_the_ends_of_overlong_documents_are_packed_like_their_beginnings(lengths
     offsets, config = np.concatenate([[0], np.cumsum(lengths)]), BestFitConfig(fill="pad")
     found = pack_best_fit(offsets, capacity, config, truncation="keep_end")
     expected = pack_best_fit(offsets, capacity, config)
-    for name in ("firsts", "lengths", "num_cuts", "num_lost"):
+    for name in ("firsts", "lengths", "num_cuts", "num_dropped_tokens"):
         np.testing.assert_array_equal(getattr(found, name), getattr(expected, name))
     ends = offsets[1:][np.searchsorted(offsets, expected.starts, side="right") - 1]
     np.testing.assert_array_equal(found.starts, np.maximum(expected.starts, ends - capacity))

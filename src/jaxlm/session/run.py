@@ -141,7 +141,7 @@ def open_records(
         again = {"resume_step": begin, "attempt": init_from.history.attempt}
 
         def write() -> None:
-            for tracker in _open_trackers(plan, console, init_from, {**again, "still_held": check_lease}):
+            for tracker in _open_trackers(plan, console, init_from, {**again, "check_lease": check_lease}):
                 opened.trackers.append(tracker)
                 closing.callback(tracker.close)
             file = LogFile(plan.log_folder / records.DECISIONS, console.log, check_lease)
