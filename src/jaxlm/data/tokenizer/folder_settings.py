@@ -67,6 +67,15 @@ def add_folder_settings(
             )
 
 
+def template_in(settings: Mapping[str, Any]) -> str | None:
+    """The chat template in the content of tokenizer_config.json; of several, the one named `default`; None without any."""
+    template = settings.get("chat_template")
+    if isinstance(template, list):
+        named = {one.get("name"): one.get("template") for one in template if isinstance(one, dict)}
+        template = named.get("default")
+    return template
+
+
 def _token(given: Any, *, special: bool = True) -> "tokenizers.AddedToken":
     import tokenizers
 

@@ -18,7 +18,7 @@ from jaxlm.core.errors import ConfigError
 from jaxlm.core.hashing import note_file
 from jaxlm.core.safe_io import SMALL, read_bytes, read_json_object
 from jaxlm.core.values.sums import DummyPrefix
-from jaxlm.data.tokenizer.folder_settings import add_folder_settings
+from jaxlm.data.tokenizer.folder_settings import add_folder_settings, template_in
 
 if TYPE_CHECKING:
     import tokenizers
@@ -231,19 +231,11 @@ class Tokenizer:
         """The template in `chat_template.jinja` or in the settings; of several, the one named `default`; None without any."""
         if _CHAT_TEMPLATE in self._extra_files:
             return self._extra_files[_CHAT_TEMPLATE].decode("utf-8")
-        return self._template_in_settings
-
-    @property
-    def _template_in_settings(self) -> str | None:
-        template = self._settings.get("chat_template")
-        if isinstance(template, list):
-            named = {one.get("name"): one.get("template") for one in template if isinstance(one, dict)}
-            template = named.get("default")
-        return template
+        return template_in(self._settings)
 
     def note_template(self, log: Callable[[str], None]) -> None:
         """Logs that the settings have another chat template than the file beside them."""
-        given = (self.chat_template, self._template_in_settings)
+        given = (self.chat_template, template_in(self._settings))
         if len({str(text).rstrip("\n") for text in given if text is not None}) > 1:
             log(f"note: the tokenizer's chat_template in {_SETTINGS}: ignored: transformers follows {_CHAT_TEMPLATE}")
 

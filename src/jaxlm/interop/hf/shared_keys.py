@@ -150,7 +150,7 @@ def rope(
         settings = dict(theirs.get("rope_scaling") or theirs.get("rope_parameters") or {})
         kind = _rope_type(settings)
         for key, name in (("rope_type", kind), ("type", settings.get("type"))):
-            settings[key] = (renamed or {}).get(name, name)
+            settings[key] = (renamed or {}).get(name or "", name)
         settings.setdefault("rope_theta", theirs.get(theta_key, theta))
         factor = theirs.get(partial_key)
         settings.setdefault("partial_rotary_factor", partial if factor is None else factor)
