@@ -300,7 +300,7 @@ def open_run(
 ) -> Iterator[Run]:
     """Opens a run's folders and records, and closes them when the context exits, even after an error."""
     on_start, source = OnStart(), source_of_run(plan, init_from)
-    saved_tokenizer = _with_templates(tokenizer, plan)
+    saved_tokenizer = tokenizer_to_save(tokenizer, plan)
     files = run_files(plan, tokenizer, saved_tokenizer, source)
     plan.checkpoints.prepare()
     if is_url(exports := plan.config.hf_save_path or ""):
@@ -314,7 +314,7 @@ def open_run(
             yield Run(plan, tokenizer, saved_tokenizer, source, *opened)
 
 
-def _with_templates(tokenizer: Tokenizer, plan: Plan) -> Tokenizer:
+def tokenizer_to_save(tokenizer: Tokenizer, plan: Plan) -> Tokenizer:
     """The tokenizer with the chat templates and the mask token of the phases, so that the saved model does not need more."""
     templates = [template for data in plan.data for template in data.chat_templates()]
     for data in plan.data:
