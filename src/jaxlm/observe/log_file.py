@@ -31,7 +31,7 @@ class LogFile:
 
     def __init__(self, path: Path, warn: Callable[[str], None], check_lease: LeaseCheck = lambda: None):
         """Args: check_lease: called before lines are written; those of a process that has lost its run are dropped."""
-        self.path, self._still_held = path, check_lease
+        self.path, self._check_lease = path, check_lease
         self._warn = warn
         self._file: BinaryIO | None = None
         self._size = 0  # bytes in the file
@@ -72,7 +72,7 @@ class LogFile:
             self._file.close()
 
     def _write_all(self, *, sync: bool) -> None:
-        self._still_held()
+        self._check_lease()
         try:
             file = self._current_file()
             while self._waiting:

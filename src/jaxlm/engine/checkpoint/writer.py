@@ -214,7 +214,7 @@ class CheckpointWriter:
         self._folder = folder
         self.run_files = run_files
         self._log = log
-        self._still_held = check_lease
+        self._check_lease = check_lease
         self._before_commit = before_commit
         self._progress = progress
         silence_repeated_errors()
@@ -357,7 +357,7 @@ class CheckpointWriter:
             save.begun.set_result(None)
 
     def _begin_folder(self, save: "_Save") -> None:
-        self._while_held(self._still_held)  # the other start may have finished a checkpoint of this name
+        self._while_held(self._check_lease)  # the other start may have finished a checkpoint of this name
         self._folder.begin(save.name, save.files)
 
     def _while_held(self, act: Callable[[], object]) -> None:
@@ -385,7 +385,7 @@ class CheckpointWriter:
 
     def _make_visible(self, save: "_Save") -> None:
         retried(lambda: self._merge(save.folder), BRIEFLY_S)
-        for act in (self._still_held, *self._before_commit):
+        for act in (self._check_lease, *self._before_commit):
             self._while_held(act)
         self._folder.commit(save.name)
 
