@@ -1,6 +1,5 @@
 """Scaling studies: the fit against closed forms, the members, and what a stopped study does again."""
 
-import errno
 import json
 import os
 from pathlib import Path
@@ -14,7 +13,6 @@ from jaxlm.core.errors import ConfigError
 from jaxlm.engine.checkpoint.lease import LeaseLostError
 from jaxlm.reading.yaml import ConfigSource
 from jaxlm.systems.nanochat import scaling_members
-from jaxlm.systems.nanochat.commands import scaling
 from jaxlm.systems.nanochat.commands import scaling as command
 from jaxlm.systems.nanochat.scaling_law import TrainedPoint, fit_law
 from jaxlm.systems.nanochat.scaling_members import (
@@ -25,7 +23,6 @@ from jaxlm.systems.nanochat.scaling_members import (
     plan_study,
     run_command,
 )
-from tests.engine.checkpoint.test_lease import check_failing_lock
 
 BUDGETS = (1e18, 1e19, 1e20)
 STUDY: dict[str, Any] = {
@@ -344,8 +341,3 @@ def test_a_study_that_another_start_has_taken_measures_and_writes_nothing(tmp_pa
     with pytest.raises(LeaseLostError):
         command._collect([(member, 0)], 1, config, [], taken)
     assert list(tmp_path.iterdir()) == []
-
-
-@pytest.mark.parametrize("number", [errno.EIO, errno.ESTALE, errno.EACCES])
-def test_a_lock_that_fails_is_not_passed(tmp_path, monkeypatch, number):
-    check_failing_lock(tmp_path, monkeypatch, scaling._locked, number)
