@@ -5,6 +5,7 @@
 #   EXTRAS=test,torch,hf  also installs torch and transformers, which many tests compare with
 #   TESTS=tests/engine    selects the tests
 #   JOBS=4                sets the number of test processes, SLOW_JOBS=4 that of the slow tests
+#   WING=rl               selects the wing that `make without` deletes from a copy, before it checks the core
 
 PYTHON ?= python3
 VENV ?= .venv
@@ -14,12 +15,13 @@ JOBS ?= 2
 # One more, because slow tests start processes and wait for them. Four are no faster.
 SLOW_JOBS ?= 3
 EXTRAS ?= test
+WING ?= all
 UV := $(shell command -v uv 2>/dev/null)
 INSTALL = $(if $(UV),$(UV) pip install --python $(VENV)/bin/python,$(VENV)/bin/python -m pip install --quiet)
 # With JAX=..., the installer chooses the versions of the packages that depend on the jax version.
 CONSTRAIN = $(if $(JAX),sed -E '/^(jax|jaxlib|flax|numpy)=/d' constraints.txt && echo jax==$(JAX),cat constraints.txt)
 
-.PHONY: quickstart test test-slow lint docs clean
+.PHONY: quickstart test test-slow without lint docs clean
 
 quickstart: $(VENV)/installed
 	$(VENV)/bin/python -m jaxlm.train --config_path config/quickstart.yaml
@@ -31,6 +33,9 @@ test: $(VENV)/installed-test
 
 test-slow: $(VENV)/installed-test
 	$(VENV)/bin/python -m pytest -n $(SLOW_JOBS) -m "slow and not soak" $(TESTS)
+
+without: $(VENV)/installed-test
+	$(VENV)/bin/python benchmarks/without.py $(WING) --jobs $(JOBS)
 
 lint: $(VENV)/installed-test
 	$(VENV)/bin/ruff check .

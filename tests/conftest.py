@@ -3,6 +3,7 @@
 import gc
 import itertools
 import os
+import re
 import signal
 import sys
 from pathlib import Path
@@ -32,6 +33,7 @@ settings.register_profile("repeatable", derandomize=True, deadline=None, suppres
 settings.load_profile("repeatable")
 
 FIELDS = "tests/test_fields.py"
+RUNS_OF_WINGS = re.compile(r"tests/(systems|compat)/(\w+/)*test_\w+_run\.py")
 MAPS, COUNT = Path("/proc/self/maps"), itertools.count()
 # One worker runs all tests of a file, and all files of a group, so shared fixtures are built once.
 ONE_DEVICE = ("command", "evaluate", "checkpoints", "signals", "resume", "closed_output", "going_back")
@@ -126,6 +128,8 @@ def pytest_collection_modifyitems(config, items):
 
     def position(item: pytest.Item) -> tuple[int, list[str]]:
         file = item.nodeid.partition("::")[0]
+        if RUNS_OF_WINGS.fullmatch(file):
+            return place["tests/end_to_end/"], file.split("/")
         return next((n for start, n in place.items() if file.startswith(start)), 0), file.split("/")
 
     items.sort(key=position)

@@ -10,12 +10,9 @@ from jaxlm.core.errors import ConfigError
 from jaxlm.data.formats.chat import ChatFormat
 from jaxlm.data.formats.completions import PairsFormat, SupervisedFormat
 from jaxlm.data.formats.documents import TextFormat
-from jaxlm.data.formats.prompts import PromptsFormat
 from jaxlm.data.several_completions import PairsConfig
 from jaxlm.data.tokens import TokensConfig
 from jaxlm.evals.samples import prompt_ids
-from jaxlm.systems.rl.rewards.function import FunctionRewardConfig
-from jaxlm.systems.rl.rollouts import RolloutsConfig
 from tests.answers import write_tokenizer
 
 RECORD = {
@@ -63,8 +60,7 @@ def section(tmp_path):
     usual = {"train_urls": [f"{tmp_path}/a.jsonl"], "cache_dir": f"{tmp_path}/cache"}
 
     def make(kind, record_format, tokenizer, **keys):
-        rewards = {"rewards": [FunctionRewardConfig(function="m:f")]} if kind is RolloutsConfig else {}
-        return kind(format=record_format, tokenizer=tokenizer, **usual | rewards | keys)
+        return kind(format=record_format, tokenizer=tokenizer, **usual | keys)
 
     return make
 
@@ -79,6 +75,20 @@ def cached(config):
 @pytest.mark.parametrize("named", NAMED)
 def test_prompts_begin_as_in_transformers_and_trl(named, folder, section):
     """TRL tokenizes `prompt` and `prompt + completion + EOS` with the tokenizer's own special tokens."""
+
+    def kinds(prompt, whole):
+        yield TokensConfig, SupervisedFormat(), whole["response"]
+        yield PairsConfig, PairsFormat(), whole["chosen"] + whole["rejected"]
+
+    check_beginning(named, folder, section, kinds)
+
+
+def check_beginning(named, folder, section, kinds):
+    """Compares with transformers.
+
+    Args:
+        kinds: of the tokens of a prompt, and of whole texts: kinds of data, their formats, and the tokens that they have.
+    """
     transformers = pytest.importorskip("transformers")
     path = folder(named)
     theirs = transformers.AutoTokenizer.from_pretrained(path)
@@ -87,12 +97,7 @@ def test_prompts_begin_as_in_transformers_and_trl(named, folder, section):
     }
     prompt = theirs(RECORD["prompt"])["input_ids"]
     assert (prompt[0] == 0) is (named == "post-processor")
-    kinds = (
-        (TokensConfig, SupervisedFormat(), whole["response"]),
-        (PairsConfig, PairsFormat(), whole["chosen"] + whole["rejected"]),
-        (RolloutsConfig, PromptsFormat(), prompt),
-    )
-    for kind, record_format, expected in kinds:
+    for kind, record_format, expected in kinds(prompt, whole):
         config = section(kind, record_format, path)
         assert cached(dataclasses.replace(config, cache_dir=f"{config.cache_dir}/{kind.__name__}")) == expected
         tokenizer = config.load_tokenizer(lambda _: None)

@@ -137,7 +137,7 @@ class Workplace:
         assert result.code == 0, result.err
         return result
 
-    def die(self, *arguments: str, at: str, module: str = "tests.systems.rl.dies", **environment: str) -> Finished:
+    def die(self, *arguments: str, at: str, module: str = "tests.end_to_end.dies", **environment: str) -> Finished:
         """Runs the training until it kills itself. Args: at: a key of `PLACES` in the module, or the number of a step."""
         result = self.run(*arguments, module=module, JAXLM_TEST_DIES_AT=at, **environment)
         assert result.code == -signal.SIGKILL, (at, result.err)

@@ -12,7 +12,7 @@ from jaxlm import train
 from jaxlm.engine.checkpoint.manifest import CHECKSUMS
 from jaxlm.engine.checkpoint.remote import RemoteFolder
 from jaxlm.engine.checkpoint.writer import CheckpointWriter
-from tests.systems.rl.dies import die
+from tests.end_to_end.dies import die
 
 PROCESS, NAME = os.environ["JAXLM_TEST_DIES_SAVING"].split(":")
 

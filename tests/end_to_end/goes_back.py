@@ -14,7 +14,7 @@ from jaxlm.data.mixture import Mixture
 from jaxlm.engine.checkpoint.local import LocalFolder
 from jaxlm.engine.checkpoint.manager import Saver
 from jaxlm.engine.phase_runner import PhaseRunner
-from tests.systems.rl.dies import at_step, die, die_committing
+from tests.end_to_end.dies import at_step, die, die_committing
 
 
 def poison(first: int, end: int, read=Mixture.read) -> None:

@@ -161,7 +161,7 @@ def test_a_run_whose_folders_are_all_in_a_bucket_moves_from_machine_to_machine(g
     whole = machine[0].run(*run, "--trainer.id", "whole", "--hf_save_path", f"{EVERYTHING}/hf/whole", **gcs)
     assert whole.code == 0, whole.err
     assert "mirror: " in whole.out
-    died = machine[1].run(*run, *of_x, module="tests.systems.rl.dies", JAXLM_TEST_DIES_AT="second phase", **gcs)
+    died = machine[1].run(*run, *of_x, module="tests.end_to_end.dies", JAXLM_TEST_DIES_AT="second phase", **gcs)
     assert died.code == -signal.SIGKILL, died.err
     assert "copying" in died.out
     assert "training a BPE tokenizer" not in died.out

@@ -1,5 +1,5 @@
 """Runs whose rows eight devices share: killed, resumed with fewer devices a row and with none, as two processes, and with
-rows that a teacher or the policy has read before.
+rows that a teacher has read before.
 """
 
 import re
@@ -14,7 +14,6 @@ from jaxlm.engine.checkpoint.restore import latest_valid, restore
 from jaxlm.plan.load_config import load_config
 from jaxlm.plan.plan import make_plan
 from tests.end_to_end.commands import Workplace, check_close
-from tests.systems.rl.test_rollouts_run import start, steps_of
 
 pytestmark = pytest.mark.slow
 RUN = ("--config_path", "run.yaml")
@@ -127,14 +126,6 @@ def test_what_a_teacher_said_of_shared_rows_is_read_as_text(workplace, alone):
             losses.append(place.losses(f"on{number}"))
     for found in losses[1:]:
         check_close(found, losses[0])
-
-
-def test_the_policy_finds_its_own_samples_where_it_wrote_them(workplace):
-    place = start(workplace(devices=8), 4)
-    place.finish(*RUN, *METHODS["ring"])
-    records = steps_of(place)
-    assert len(records) == 4
-    assert max(record["train/sampling/logp_diff_max"] for record in records) < 1e-5
 
 
 def test_wrong_keys_are_refused_before_anything_starts(workplace):

@@ -2,7 +2,7 @@
 
 import json
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -19,7 +19,6 @@ from tests.answers import TEMPLATE, instructions, write_tokenizer
 from tests.end_to_end.commands import Workplace, end_of
 from tests.engine.helpers import one_device
 from tests.ports import reserved_port
-from tests.systems.nanochat.core_bundles import write_bundle
 
 MODEL = LlamaConfig(seq_len=64, hidden_dim=32, intermediate_dim=64, num_layers=1, num_heads=4, num_kv_heads=2)
 CONFIG = """
@@ -37,9 +36,7 @@ FROM_BASE = "initialize_from_hf: base\nuse_hf_model_config: true\n"
 MORE = """
 evals:
   - {type: loss}
-  - {type: core, bundle: bundle, tasks: [copa], max_per_task: 4}
   - {type: cases, file: cases.jsonl, reference: null}
-  - {type: rollouts, prompts_file: prompts.jsonl, max_new_tokens: 4, rewards: [{type: exact_match, column: answer}]}
 phases: [{name: lora, num_train_steps: 4, surgery: [{type: lora, from_peft: adapters}]}]
 """
 CHATS = [
@@ -76,7 +73,6 @@ def write_adapters(folder: Path, seed: int) -> None:
 
 def write_questions(folder: Path, answer: int = 4) -> None:
     (folder / "cases.jsonl").write_text(json.dumps({"id": "sum", "prompt": "2+2=", "answer": answer}) + "\n")
-    (folder / "prompts.jsonl").write_text(json.dumps({"prompt": "2+2=", "answer": str(answer)}) + "\n")
 
 
 def fill(folder: Path) -> None:
@@ -90,7 +86,6 @@ def fill_with_more(folder: Path) -> None:
     """A run that also reads adapters and the files of evaluations."""
     fill(folder)
     write_adapters(folder / "adapters", 0)
-    write_bundle(folder / "bundle", num=4)
     write_questions(folder)
     (folder / "run.yaml").write_text(CONFIG.replace("num_train_steps: 4, ", "") + MORE)
 
@@ -131,19 +126,12 @@ def other_adapters(folder: Path) -> None:
     write_adapters(folder / "adapters", 1)
 
 
-def another_order(folder: Path) -> None:
-    """Of the questions of CORE: the last one is the first."""
-    path = folder / "bundle" / "eval_data" / "some" / "copa.jsonl"
-    path.write_text("".join(path.read_text().splitlines(keepends=True)[::-1]))
-
-
 CHANGES = [
     (fill, other_weights, "base/model.safetensors: "),
     (fill, other_template, "base/chat_template.jinja: "),
     (fill, lambda folder: (folder / "base" / "generation_config.json").unlink(), "base/generation_config.json: "),
     (fill, less_validation, "data, validation text, files: "),
     (fill_with_more, other_adapters, "adapters/adapter_model.safetensors: "),
-    (fill_with_more, another_order, "evals: core: bundle: copa: "),
 ]
 
 
@@ -187,12 +175,15 @@ def test_processes_whose_copies_of_a_checkpoint_differ_end_before_they_train(wor
 @pytest.mark.slow
 @pytest.mark.parametrize("filled", [fill, fill_with_more])
 def test_processes_with_the_same_files_in_other_folders_train(workplace, filled):
-    """What only process 0 reads, such as the prompts of rollouts, may be missing elsewhere."""
-    place = workplace(1)
+    check_same_files(workplace(1), filled, ("cases.jsonl",) if filled is fill_with_more else ())
+
+
+def check_same_files(place: Workplace, filled: Callable[[Path], None], read_by_one: Sequence[str]) -> None:
+    """What only process 0 reads may be missing elsewhere. Args: read_by_one: such files."""
     filled(place.folder)
 
     def fewer(folder: Path) -> None:
-        for name in ("prompts.jsonl", "cases.jsonl") if filled is fill_with_more else ():
+        for name in read_by_one:
             (folder / name).write_text("{}")
 
     assert [one.code for one in of_two_machines(place, fewer)] == [0, 0]
@@ -216,15 +207,24 @@ def test_a_run_does_not_go_on_with_another_chat_template(workplace):
 
 @pytest.mark.slow
 def test_a_run_says_once_which_files_of_its_evaluations_have_changed(workplace):
-    place = workplace(1)
-    fill_with_more(place.folder)
+    def change(folder: Path) -> None:
+        write_questions(folder, answer=5)
+
+    check_changed_files(workplace(1), fill_with_more, change, ["evals: type cases: cases: file: "])
+
+
+def check_changed_files(
+    place: Workplace, filled: Callable[[Path], None], change: Callable[[Path], None], named: Sequence[str]
+) -> None:
+    """Moves the folder of a run, and changes files. Args: named: what the next start says of those that `change` changes."""
+    filled(place.folder)
     moved = replace(place, folder=place.folder.with_name(f"{place.folder.name}-moved"))
-    named = "changed since the last start: "
+    mark = "changed since the last start: "
 
     def changes(place: Workplace, num_steps: int) -> list[str]:
         steps = ("--phases.0.num_train_steps", str(num_steps))
         end = place.finish("--config_path", "run.yaml", "--trainer.checkpointer.base_path", "checkpoints", *steps)
-        lines = [line.removeprefix(named) for line in end.out.splitlines() if line.startswith(named)]
+        lines = [line.removeprefix(mark) for line in end.out.splitlines() if line.startswith(mark)]
         return [line for line in lines if not line.startswith(("phases.0", "the learning-rate"))]
 
     assert changes(place, 1) == []
@@ -232,11 +232,9 @@ def test_a_run_says_once_which_files_of_its_evaluations_have_changed(workplace):
     assert changes(moved, 2) == []
     less_validation(moved.folder)
     shutil.rmtree(moved.folder / "cache")
-    another_order(moved.folder)
-    write_questions(moved.folder, answer=5)
+    change(moved.folder)
     lines = changes(moved, 3)
-    texts = ("data, validation text, files: ", "evals: core: bundle: copa: ", "evals: type cases: cases: file: ")
-    for line, text in zip(lines, (*texts, "evals: type rollouts: rollouts: prompts_file: "), strict=True):
+    for line, text in zip(lines, ("data, validation text, files: ", *named), strict=True):
         assert line.startswith(text)
         assert line.endswith(
             "(changes what follows: evaluations, and what depends on them, are not comparable with earlier ones)"

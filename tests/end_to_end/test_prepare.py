@@ -1,6 +1,5 @@
 """jaxlm.commands.prepare: training uses the caches that it builds, and it shows the batches that training uses."""
 
-import contextlib
 import json
 import re
 
@@ -9,15 +8,12 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, Mesh
 
-from jaxlm.commands.prepare import batch_as_text, check_batch, main, prepare
+from jaxlm.commands.prepare import batch_as_text, main, prepare
 from jaxlm.core.axes import BATCH, DATA, MESH_AXES, REPLICA
-from jaxlm.core.errors import ConfigError
 from jaxlm.core.sharding import Layout
 from jaxlm.data.batch_schedule import BatchSchedule, BatchSize, BatchStage
 from jaxlm.observe.console import Console
-from jaxlm.plan.load_config import decode_run, read_config
-from jaxlm.plan.plan import plan_phases
-from jaxlm.reading.yaml import ConfigSource
+from jaxlm.plan.load_config import read_config
 from tests.answers import write_tokenizer
 from tests.data.helpers import some_text, token_batches, write_corpus
 
@@ -123,26 +119,6 @@ def test_invalid_options_are_refused_before_anything_is_built(config_path, tmp_p
     assert main(["--config_path", str(config_path), *fresh, *arguments]) == 2
     assert message in capsys.readouterr().err
     assert not (tmp_path / "fresh").exists()
-
-
-@pytest.mark.parametrize(
-    ("keys", "is_refused"),
-    [
-        ({"updates_per_rollout": 4, "minibatches_per_rollout": 2}, True),
-        ({"dynamic_sampling": 1}, True),
-        ({"curriculum": {"type": "success"}}, True),
-        ({"updates_per_rollout": 2, "minibatches_per_rollout": 2}, False),
-    ],
-)
-def test_batches_of_prompts_are_shown_only_where_every_step_reads_new_ones(keys, is_refused):
-    """Otherwise the prompts of a step are those of an earlier one, or depend on the responses."""
-    sections = {"data": {"type": "rollouts", **keys}, "trainer": {"train_batch_size": 4, "num_train_steps": 9}}
-    config = decode_run(ConfigSource(sections), None)
-    refused = pytest.raises(
-        ConfigError, match="--show_batch: 3 given, but in phase 'train' not every step trains on as many"
-    )
-    with refused if is_refused else contextlib.nullcontext():
-        check_batch(config, 3, plan_phases(config)[0])
 
 
 def test_each_line_is_printed_once_where_the_steps_are_counted_from_the_data(tmp_path, capsys):

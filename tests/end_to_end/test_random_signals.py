@@ -5,12 +5,12 @@ import json
 import random
 import signal
 import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
 
 from tests.end_to_end.commands import Workplace, end_of
-from tests.systems.rl.test_rollouts_run import start as rollouts
 
 MOMENTS = 10  # of each of the four tests
 RUN = ("--config_path", "run.yaml")
@@ -18,24 +18,11 @@ OFTEN = ("--trainer.checkpointer.save_interval", "1s")
 IMPORTED_HERE = {"PYTHONUNBUFFERED": "1"}  # not by the fork server
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 EXPORTS = "hf_save_path: exports\nhf_save_steps: 6\n"
-PLACES = {
-    "pretraining": ("import", "start", "any", "compile", "save", "eval", "export"),
-    "rollouts": ("import", "start", "any", "compile", "save", "rollout", "export"),
-}
+PLACES = ("import", "start", "any", "compile", "save", "eval", "export")
+MODULE = "tests.end_to_end.signaled_in"
 
 
-def make(kind: str, workplace) -> Workplace:
-    if kind == "rollouts":
-        place = rollouts(workplace(), 16)
-        path = place.folder / "run.yaml"
-        path.write_text(path.read_text() + EXPORTS)
-        return place
-    place = workplace()
-    place.write(EXPORTS)
-    return place
-
-
-def interrupted(place: Workplace, at: str, rng: random.Random, twice: bool) -> tuple[str, int, str]:
+def interrupted(place: Workplace, at: str, rng: random.Random, twice: bool, module: str) -> tuple[str, int, str]:
     """Starts the run and signals it. Returns what was done, the exit code and the errors."""
     number, gap = rng.choice(SIGNALS), rng.uniform(0.0, 1.9) if twice else None
     if at in ("import", "start", "any"):
@@ -57,7 +44,7 @@ def interrupted(place: Workplace, at: str, rng: random.Random, twice: bool) -> t
         process = place.start(
             *RUN,
             *OFTEN,
-            module="tests.systems.rl.signaled_in",
+            module=module,
             JAXLM_TEST_SIGNALS=":".join(map(str, parts)),
             **IMPORTED_HERE,
         )
@@ -91,16 +78,31 @@ def exported(place: Workplace) -> dict[str, str]:
 
 
 @pytest.mark.soak
-@pytest.mark.parametrize("kind", PLACES)
 @pytest.mark.parametrize("twice", [False, True], ids=["once", "twice"])
-def test_signals_at_random_moments(workplace, kind, twice):
-    whole, place, rng = make(kind, workplace), make(kind, workplace), random.Random(29 + twice)
+def test_signals_at_random_moments(workplace, twice):
+    def make() -> Workplace:
+        place = workplace()
+        place.write(EXPORTS)
+        return place
+
+    check_random_signals(make, PLACES, MODULE, twice)
+
+
+def check_random_signals(make: Callable[[], Workplace], places: Sequence[str], module: str, twice: bool) -> None:
+    """Signals runs again and again.
+
+    Args:
+        make: makes a new run.
+        places: where it gets its signals, in turn.
+        module: sends signals inside one kind of work.
+    """
+    whole, place, rng = make(), make(), random.Random(29 + twice)
     assert whole.run(*RUN).code == 0
     last = f"step-{max(whole.losses())}"
     codes = []
     for moment in range(MOMENTS):
-        where = PLACES[kind][moment % len(PLACES[kind])]
-        did, code, err = interrupted(place, where, rng, twice)
+        where = places[moment % len(places)]
+        did, code, err = interrupted(place, where, rng, twice, module)
         print(json.dumps([did, code, err[-300:]]), flush=True)
         if where in ("compile", "save", "eval", "rollout", "export"):
             # A run that goes on may have ended before it got there.
@@ -112,7 +114,7 @@ def test_signals_at_random_moments(workplace, kind, twice):
         codes.append(code)
         if last in place.checkpoints():  # it is complete: the next moments need another run
             check(place, whole, last)
-            place = make(kind, workplace)
+            place = make()
     assert any(codes)
     check(place, whole, last)
 

@@ -13,24 +13,23 @@ from jaxlm.engine.checkpoint.writer import CheckpointWriter, SaveHealth
 from jaxlm.engine.phase_runner import PhaseRunner
 from jaxlm.models.families.gpt2 import Gpt2Config
 from jaxlm.optim.averaging import Ema
-from jaxlm.systems.orchestrate.portfolio import PortfolioConfig
+from jaxlm.optim.elementwise import AdamConfig
 from tests.engine.helpers import Ready, TinyRun, arrays, layout, one_device, open_phase, phase
 from tests.engine.test_step import assert_identical, host
 
 MODEL = Gpt2Config(seq_len=16, hidden_dim=32, num_layers=2, num_heads=4, resid_pdrop=0.1)
-PHASE = phase(
-    model=MODEL,
-    end=200,
-    optimizer=PortfolioConfig(learning_rate=1e-2, warmup=0, telemetry=True),
-    averages={"ema": Ema()},
-)
 SAVED, ABANDONED, REPEATED = 5, 100, 20
 
 
 @pytest.mark.parametrize("devices", ["one", pytest.param("eight", marks=pytest.mark.slow)])
 def test_a_rollback_restores_every_bit_and_the_next_steps_repeat(tmp_path, devices):
+    check_rollback(tmp_path, devices, AdamConfig(learning_rate=1e-2, warmup=0, telemetry=True))
+
+
+def check_rollback(tmp_path, devices, optimizer):
     """Parameters, moments, averages, counts, telemetry, dropout's random numbers, and the place in the data."""
-    run = TinyRun(one_device() if devices == "one" else layout(), PHASE, model=MODEL)
+    own = phase(model=MODEL, end=200, optimizer=optimizer, averages={"ema": Ema()})
+    run = TinyRun(one_device() if devices == "one" else layout(), own, model=MODEL)
     batches = Ready([arrays(seed) for seed in range(SAVED + ABANDONED)])
     folder = LocalFolder(tmp_path / "run")
     folder.prepare()
@@ -42,7 +41,7 @@ def test_a_rollback_restores_every_bit_and_the_next_steps_repeat(tmp_path, devic
 
     trained(SAVED)
     with run.where.use():
-        writer.save(run.state, Cursor(SAVED, 0, PHASE.name, entering=False, temporary=False), batches.state())
+        writer.save(run.state, Cursor(SAVED, 0, own.name, entering=False, temporary=False), batches.state())
     before = host(run)
     metrics, after = trained(REPEATED), host(run)
     trained(ABANDONED - REPEATED)
@@ -50,7 +49,7 @@ def test_a_rollback_restores_every_bit_and_the_next_steps_repeat(tmp_path, devic
     phase_runner = PhaseRunner(run.state_builder, run.where, folder, print, None, History())
     bad = Rewind(SAVED + 1, SAVED + ABANDONED, "it went wrong", None, "a.key")
     with run.where.use():
-        run.state = phase_runner.act(bad, run.state, open_phase(run.where, PHASE, run.loop_step, batches))
+        run.state = phase_runner.act(bad, run.state, open_phase(run.where, own, run.loop_step, batches))
     assert phase_runner.resumed is not None
     assert phase_runner.num_skipped == ABANDONED
     batches.restore(phase_runner.resumed.position())

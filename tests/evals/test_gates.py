@@ -27,7 +27,6 @@ from jaxlm.objectives.next_token import score_batch
 from jaxlm.observe.hooks import EvalHook, Generated, ScheduledEval
 from jaxlm.reading.decode import decode
 from jaxlm.reading.yaml import ConfigSource
-from jaxlm.systems.nanochat.model import NanoConfig
 from tests.engine.helpers import F32, MODEL, VOCAB, arrays, layout, one_device
 from tests.engine.helpers import batch as training_batch
 
@@ -255,9 +254,6 @@ def test_models_whose_layers_do_not_correspond_are_refused():
     CompareEvalConfig().check_models(
         shapes(Gpt2Config(seq_len=16, hidden_dim=32, num_layers=2, num_heads=4)), {"teacher": model}
     )
-    nano = shapes(NanoConfig(seq_len=16, hidden_dim=32, num_layers=2, num_heads=4))
-    with pytest.raises(ConfigError, match="a model of type Nano has no layers that jaxlm can run one by one"):
-        CompareEvalConfig().check_models(nano, {"teacher": model})
     with pytest.raises(ConfigError, match="both null"):
         CompareEvalConfig(attention=None, logits=None).check()
 

@@ -484,7 +484,7 @@ DPO: dict[str, Entry] = {
 }
 GROUPS = "tests/systems/rl/test_grpo.py::"
 OF_TERMS = ShownIn(GROUPS + "test_terms_and_metrics_match_the_logits")
-OF_TRL = ShownIn("tests/objectives/test_trl_vectors.py::test_losses_of_groups_are_those_of_trl")
+OF_TRL = ShownIn("tests/systems/rl/test_trl_vectors.py::test_losses_of_groups_are_those_of_trl")
 OF_SAMPLER = ShownIn(GROUPS + "test_terms_on_what_a_sampler_has_recorded")
 GRPO: dict[str, Entry] = {
     **dict.fromkeys(
@@ -514,7 +514,7 @@ GRPO: dict[str, Entry] = {
             "objective.entropy.adaptive",
             *(f"objective.entropy.adaptive.{name}" for name in ("target", "delta", "min", "max")),
         ),
-        ShownIn("tests/objectives/test_trl_vectors.py::test_adaptive_entropy_is_that_of_trl_in_any_microbatches"),
+        ShownIn("tests/systems/rl/test_trl_vectors.py::test_adaptive_entropy_is_that_of_trl_in_any_microbatches"),
     ),
     "objective.old_policy.importance_sampling": OF_SAMPLER,
     "objective.old_policy.importance_sampling.cap": OF_SAMPLER,

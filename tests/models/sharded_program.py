@@ -1,4 +1,4 @@
-"""Run by test_sharding.py on eight simulated devices; prints its results as one JSON object."""
+"""Run by test_sharding.py, as a process, on eight simulated devices; prints its results as one JSON object."""
 
 import dataclasses
 import functools
@@ -21,23 +21,11 @@ from jaxlm.models.families.llama import LlamaConfig
 from jaxlm.models.inference.generate import generate
 from jaxlm.models.loss import token_losses
 from jaxlm.objectives.next_token import NextToken
-from jaxlm.systems.nanochat.model import NanoConfig
 
 VOCAB, ROWS, LENGTH = 64, 16, 16
 SIZES = {"seq_len": LENGTH, "hidden_dim": 32, "num_layers": 3, "num_heads": 4, "initializer_range": 0.1}
-NANO = {key: value for key, value in SIZES.items() if key != "initializer_range"}
 MODELS = {
     "gpt2": Gpt2Config(**SIZES),
-    "nano": NanoConfig(
-        **NANO | {"num_layers": 8},
-        num_kv_heads=2,
-        smear_channels=24,
-        backout=0.2,
-        embed_init_std=0.1,
-        head_init_std=0.1,
-        gate_init_max=0.1,
-        gradient_checkpointing=False,
-    ),
     "llama": LlamaConfig(intermediate_dim=48, num_kv_heads=2, gradient_checkpointing=False, **SIZES),
 }
 TENSOR = ("mlp", "heads")
@@ -47,7 +35,7 @@ LAYOUTS = {
     "tp2_fsdp4_vocab": (mesh_shape(8, replica=1, model=2), (*TENSOR, "vocab")),
     "hsdp2x4": (mesh_shape(8, replica=2, model=1), ()),
 }
-SOFT_CAPS = {"gpt2": None, "llama": 0.5, "nano": 15.0}
+SOFT_CAPS = {"gpt2": None, "llama": 0.5}
 OBJECTIVE = NextToken(z_loss_weight=1e-3, label_smoothing=0.1)
 
 
@@ -135,17 +123,16 @@ def look(model, batch, single, layout):
     }
 
 
-def main():
-    build = functools.partial(MODELS[sys.argv[1]].build, vocab_axis(VOCAB))
+def main(config, soft_cap, layouts):
+    build = functools.partial(config.build, vocab_axis(VOCAB))
     model, batch = jax.jit(lambda key: build(key=key))(jax.random.key(0)), a_batch()
-    model = dataclasses.replace(model, logit_soft_cap=SOFT_CAPS[sys.argv[1]])
+    model = dataclasses.replace(model, logit_soft_cap=soft_cap)
     single = jax.jit(step)(model, batch)
     leaves = [leaf for leaf in jax.tree.leaves(model, is_leaf=is_named) if is_named(leaf)]
     sizes = {axis.name: axis.size for leaf in leaves for axis in leaf.axes}
-    num_layers = MODELS[sys.argv[1]].num_layers
-    report = {"layer": sum(leaf.size for leaf in jax.tree.leaves(model.body.layers)) // num_layers}
+    report = {"layer": sum(leaf.size for leaf in jax.tree.leaves(model.body.layers)) // config.num_layers}
     report["text"] = decoded(model)
-    for name in sys.argv[2:]:
+    for name in layouts:
         shape, tensor = LAYOUTS[name]
         layout = make_layout(shape, AxisMappings("batch", ("embed",), tensor, {}, {}), sizes)
         report[name] = look(model, batch, single, layout)
@@ -153,4 +140,5 @@ def main():
 
 
 if __name__ == "__main__":
-    main()
+    _, family, *wanted = sys.argv
+    main(MODELS[family], SOFT_CAPS[family], wanted)

@@ -13,23 +13,25 @@ from jaxlm.models.base import Inputs, vocab_axis
 from jaxlm.models.families.gpt2 import Gpt2Config
 from jaxlm.models.families.qwen2 import Qwen2Config
 from jaxlm.models.loss import next_token_sums
-from jaxlm.systems.nanochat.model import NanoConfig
 
 VOCAB, LENGTH, ROWS = 64, 256, 32
 SIZES = {"seq_len": LENGTH, "hidden_dim": 32, "num_layers": 2, "num_heads": 2}
 MODELS = {
     "gpt2": Gpt2Config(**SIZES),
     "qwen2": Qwen2Config(**SIZES, num_kv_heads=1, intermediate_dim=64),
-    "nano": NanoConfig(**SIZES | {"num_layers": 4}, num_kv_heads=2, smear_channels=24, backout=0.2),
 }
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", MODELS)
 def test_no_sum_over_tokens_loses_terms(name):
+    check_sums(MODELS[name])
+
+
+def check_sums(config):
     """The text has 8,192 tokens, of which a fifth are the same one. Summed in bfloat16, gradients of factors, biases and
     tables would be off by up to 43 %."""
-    model = MODELS[name].build(vocab_axis(VOCAB), key=jax.random.key(0))
+    model = config.build(vocab_axis(VOCAB), key=jax.random.key(0))
     arrays, rest = eqx.partition(model, eqx.is_inexact_array)
     leaves, structure = jax.tree.flatten(arrays)
     keys = jax.random.split(jax.random.key(1), len(leaves))
@@ -51,7 +53,7 @@ def test_no_sum_over_tokens_loses_terms(name):
                 targets,
                 hax.ones(axes),
                 soft_cap=model.logit_soft_cap,
-                vocab_multiple=MODELS[name].vocab_multiple,
+                vocab_multiple=config.vocab_multiple,
             )
             return sums.total / tokens.array.size
 

@@ -1,7 +1,7 @@
 """Activations in the host's memory: what leaves the loop over the layers, and for which memory.
 
 The program that XLA makes for CPUs has one memory. So these tests read the traced program and the one lowered for CUDA; that
-the compiler for GPUs keeps both apart is shown where it is installed (tests/end_to_end/test_bench.py).
+the compiler for GPUs keeps both apart is shown where it is installed (tests/systems/forecast/test_forecast_run.py).
 """
 
 import re
@@ -14,10 +14,8 @@ from jaxlm.core.errors import ConfigError
 from jaxlm.models.families.gpt2 import Gpt2Config
 from jaxlm.models.remat import RematConfig, RematOffload
 from jaxlm.models.scan import runs_as_scan
-from jaxlm.systems.nanochat.model import NanoConfig
 
 ROWS, TOKENS, LAYERS = 4, 16, 2
-NANO = NanoConfig(seq_len=16, hidden_dim=32, num_layers=8, num_heads=4, num_kv_heads=2, smear_channels=24)
 
 
 def loops(jaxpr):
@@ -53,12 +51,6 @@ def test_the_stream_and_attention_leave_the_loop_for_the_host_and_nothing_stays(
         attention,
     )
     assert saved(*gradient_of(tiny_llama, ["attention"])) == ([], [*attention, stream])
-
-
-def test_the_stream_of_nano_leaves_the_loop_for_the_host(gradient_of):
-    """Its loop runs four layers in a turn, with windows of two sizes."""
-    stream = (LAYERS, ROWS, TOKENS, NANO.hidden_dim)
-    assert saved(*gradient_of(NANO, RematConfig(offload=["residual"]))) == ([stream] * 4, [])
 
 
 def test_layers_that_offload_run_in_a_loop():

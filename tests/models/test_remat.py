@@ -1,22 +1,14 @@
 """The remat policies of `gradient_checkpointing`."""
 
-import functools
-
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.extend.core import jaxprs_in_params
 
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.tracing import tracing
-from jaxlm.models.attention.backends.cudnn import cudnn_attention
-from jaxlm.models.attention.backends.splash import splash_attention
 from jaxlm.models.families.gpt2 import Gpt2Config
 from jaxlm.models.flops import matrix_operations
-from jaxlm.models.remat import CANDIDATES, RematConfig, RematModules, RematOffload, parse_remat, remat
-from jaxlm.systems.forecast.aot import compiling_for_cuda
-from jaxlm.systems.nanochat.model import NanoConfig
+from jaxlm.models.remat import CANDIDATES, RematConfig, RematModules, RematOffload, parse_remat
 
 
 @pytest.mark.parametrize(
@@ -103,8 +95,6 @@ def test_modules_that_match_nothing_are_refused(tiny_llama, gradient_of):
         gradient.lower(weights)
     with pytest.raises(ConfigError, match=r"gradient_checkpointing\.modules: '\(' is not a valid regular expression"):
         RematConfig("(")
-    with pytest.raises(ConfigError, match=r"modules given, but the layers of nano are checkpointed as a whole"):
-        NanoConfig(gradient_checkpointing=RematConfig("mlp")).check()
 
 
 @pytest.mark.slow
@@ -122,17 +112,6 @@ def test_auto_compiles_like_the_policy_it_chose(tiny_llama, built, as_inputs):
     assert len(set(sizes)) == len(CANDIDATES["gpu"])
 
 
-def executions(jaxpr, primitive):
-    """How often a program calls an operation, each branch of a conditional included. Loops count once."""
-    total = 0
-    for equation in jaxpr.eqns:
-        if not equation.outvars and not equation.effects:  # the compiler drops a call that returns nothing
-            continue
-        total += primitive in equation.primitive.name
-        total += sum(executions(inner, primitive) for inner in jaxprs_in_params(equation.params))
-    return total
-
-
 def test_the_backward_pass_with_saved_attention_multiplies_no_scores_again(tiny_llama, gradient_of):
     """In matrix products of the traced program: `full` executes attention's forward pass once more."""
 
@@ -145,32 +124,3 @@ def test_the_backward_pass_with_saved_attention_multiplies_no_scores_again(tiny_
     full, saved = operations("full"), operations("attention")
     assert full - saved == scores_and_sums
     assert operations(["attention"]) == saved
-
-
-SPLASH = functools.partial(splash_attention, scale=0.1, window=None, interpret=True)
-CUDNN = functools.partial(cudnn_attention, scale=0.1, window=None, packed=False)
-
-
-@pytest.mark.parametrize(
-    ("kernel", "primitive", "calls"),
-    [(SPLASH, "pallas_call", {"attention": 3, "full": 4}), (CUDNN, "attention_fwd", {"attention": 1, "full": 2})],
-    ids=["splash", "cudnn"],
-)
-def test_a_fused_kernel_runs_its_forward_pass_once_with_saved_attention(kernel, primitive, calls, monkeypatch):
-    """Splash has one kernel for the forward pass and two for the backward pass."""
-
-    def layer(x, w):
-        projected = (x @ w).reshape(1, 128, 2, 1, 64)
-        out = kernel(projected, projected[:, :, :, 0], projected[:, :, :, 0], jnp.ones((1, 128), jnp.int32))
-        return x + out.reshape(x.shape), None
-
-    def loss(policy, weights, x):
-        return jax.lax.scan(remat(policy, layer, scan=True), x, weights)[0].astype(jnp.float32).sum()
-
-    x = jnp.zeros((1, 128, 128), jnp.bfloat16)
-    monkeypatch.setattr("jax._src.cudnn.fused_attention_stablehlo.check_cudnn_version", lambda: 91400)
-    with compiling_for_cuda((9, 0)):
-        for policy, expected in calls.items():
-            gradient = jax.grad(functools.partial(loss, policy))
-            jaxpr = jax.make_jaxpr(gradient)(jnp.zeros((2, 128, 128), x.dtype), x)
-            assert executions(jaxpr.jaxpr, primitive) == expected

@@ -1,7 +1,6 @@
 """Sampled responses: their log-likelihoods, their end, their distribution, and what they depend on."""
 
 import contextlib
-import gc
 import json
 from pathlib import Path
 
@@ -12,8 +11,6 @@ import numpy as np
 import pytest
 
 from jaxlm.core.errors import ConfigError
-from jaxlm.core.precision import FLOAT32, PrecisionConfig, PrecisionRuleConfig, parse_precision
-from jaxlm.core.tracing import BlockSizes, trace_options
 from jaxlm.core.values.batch_types import TokenBatch
 from jaxlm.models.base import vocab_axis
 from jaxlm.models.families.gpt2 import Gpt2Config
@@ -21,20 +18,17 @@ from jaxlm.models.families.llama import LlamaConfig
 from jaxlm.models.families.mixtral import MixtralConfig
 from jaxlm.models.inference import responses
 from jaxlm.models.inference.kv_cache import left_padded
-from jaxlm.models.inference.responses import Noise, Responses, check_samples_as_trained, sample_responses
+from jaxlm.models.inference.responses import Noise, check_samples_as_trained, sample_responses
 from jaxlm.models.inference.sampling import Sampling
 from jaxlm.models.inference.unstacked import Generator
 from jaxlm.models.layers import activation_dtype
 from jaxlm.objectives.completions import token_logps
 from jaxlm.surgery.fp8 import Fp8Config
 from jaxlm.surgery.lora import LoraConfig
-from jaxlm.systems.rl import samplers
-from jaxlm.systems.rl.samplers import LocalSamplerConfig, SamplerContext, SamplingRequest
 from tests.engine.helpers import layout
 
 VECTORS = json.loads((Path(__file__).parents[1] / "vectors" / "rollouts.json").read_text())["sampler"]
 STOPS, MOST, TEMPERATURE, NOISE = (3, 17), 12, 0.7, Noise(5, 2)
-NOTHING = Responses(np.full((1, 1), 3), np.zeros((1, 1)))
 SMALL = {"seq_len": 16, "hidden_dim": 32, "num_layers": 2, "num_heads": 2}
 
 
@@ -119,48 +113,6 @@ def test_a_row_depends_on_its_number_and_not_on_the_others(llama):
         assert np.any(sampled(llama, range(8), noise=noise).tokens != together.tokens)
 
 
-@pytest.mark.slow
-def test_other_programs_sample_the_same_tokens(llama):
-    """Fewer rows, fewer tokens, and calls of at most 16 rows that are sorted by length."""
-    together = sampled(llama)
-    fewer = sampled(llama, range(5), num_rows=None)
-    np.testing.assert_array_equal(fewer.tokens, together.tokens[:5])
-    np.testing.assert_array_equal(sampled(llama, most=5).tokens, together.tokens[:, :5])
-    sampler = LocalSamplerConfig(max_rows=16).open(SamplerContext(layout(), FLOAT32, print))
-    request = SamplingRequest(NOISE.step, NOISE.seed, range(40), MOST, Sampling(TEMPERATURE), STOPS)
-    for sample, tokens in zip(sampler.sample(llama, PROMPTS[:40], request), together.tokens, strict=False):
-        assert [*sample.tokens, *[-1] * (MOST - len(sample.tokens))] == tokens.tolist()
-        assert sample.is_finished == (sample.tokens[-1] in STOPS)
-
-
-def test_weights_that_have_the_compute_dtype_are_not_copied(llama):
-    rules = [PrecisionRuleConfig(match="embed|tokens", params="float32", compute="float32")]
-    precision = parse_precision(PrecisionConfig(default="p=f32,c=bfloat16", rules=rules))
-    sampler = LocalSamplerConfig().open(SamplerContext(layout(), precision, print))
-    cast, expected = sampler._cast(llama), precision.cast_to_compute(llama)  # type: ignore[attr-defined]
-    assert jax.tree.structure(cast) == jax.tree.structure(expected)
-    kept = set()
-    for own, found, want in zip(*map(jax.tree.leaves, (llama, cast, expected)), strict=True):
-        np.testing.assert_array_equal(found, want, strict=True)
-        assert (found is own) == (own.dtype == want.dtype)
-        kept.add(found is own)
-    assert kept == {True, False}
-
-
-def test_programs_are_compiled_with_the_options_and_sizes_of_the_step(llama, monkeypatch):
-    with pytest.raises(jax.errors.JaxRuntimeError, match="xla_no_such_option"):
-        sampled(llama, xla_options=(("xla_no_such_option", True),))
-    seen = []
-    monkeypatch.setattr(
-        samplers, "sample_responses", lambda *args, **keys: seen.append((trace_options(), keys)) or NOTHING
-    )
-    context = SamplerContext(layout(), FLOAT32, print, xla_options=(("a", 1),), block_sizes=BlockSizes(8))
-    request = SamplingRequest(0, 0, range(1), MOST, Sampling(TEMPERATURE), STOPS)
-    LocalSamplerConfig().open(context).sample(llama, PROMPTS[:1], request)
-    ((options, keys),) = seen
-    assert (options.block_sizes, keys["xla_options"]) == (BlockSizes(8), (("a", 1),))
-
-
 def test_the_cache_has_the_dtype_of_the_keys(llama):
     """Not of whichever parameter comes first."""
     wide = jax.tree.map(lambda x: x.astype(jnp.float32), llama)
@@ -194,23 +146,6 @@ def test_what_only_a_training_step_does_is_refused_beside_a_sampler(name):
     model = model if surgery is None else jax.eval_shape(lambda model: surgery.apply(model, key=key), model)
     with contextlib.nullcontext() if said is None else pytest.raises(ConfigError, match=said):
         check_samples_as_trained(model)
-
-
-@pytest.mark.slow
-def test_a_rollout_leaves_nothing_behind(llama):
-    """`jax.eval_shape` leaves 50 objects in jax's caches for each call."""
-    precision = parse_precision(PrecisionConfig(default="p=f32,c=bfloat16"))
-    sampler = LocalSamplerConfig().open(SamplerContext(layout(), precision, print))
-    request = SamplingRequest(NOISE.step, NOISE.seed, range(2), 2, Sampling(TEMPERATURE), STOPS)
-
-    def held_after(calls: int) -> int:
-        for _ in range(calls):
-            sampler.sample(llama, PROMPTS[:2], request)
-        gc.collect()
-        return len(gc.get_objects())
-
-    held_after(2)
-    assert held_after(1) + 20 > held_after(20)
 
 
 @pytest.mark.slow

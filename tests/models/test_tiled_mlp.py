@@ -27,7 +27,6 @@ from jaxlm.models.layers import GatedMlp, Mlp, TiledMlp, tiled_mlps
 from jaxlm.models.linear import Linear
 from jaxlm.models.remat import RematConfig
 from jaxlm.surgery.lora_layers import AdapterSize, LoraLinear
-from jaxlm.systems.nanochat.model import NanoConfig
 from tests.engine.helpers import MODEL, TinyRun, arrays, one_device, phase
 from tests.engine.helpers import layout as layout_of
 
@@ -202,7 +201,6 @@ def test_dense_mlps_of_families_are_tiled(config):
             lambda: LlamaConfig(mlp_tile_tokens=8, gradient_checkpointing=["mlp"]),
             r"8 given, but gradient_check.* saves mlp",
         ),
-        (lambda: NanoConfig(mlp_tile_tokens=8).check(), r"8 given, but the MLPs of nano"),
         (
             lambda: eqx.filter_eval_shape(
                 MixtralConfig(num_layers=1, mlp_tile_tokens=8).build, Axis("vocab", 64), key=jax.random.key(0)

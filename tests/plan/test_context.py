@@ -3,8 +3,6 @@
 import dataclasses
 from typing import Any
 
-import jax
-import numpy as np
 import pytest
 
 from jaxlm.core.errors import ConfigError
@@ -367,16 +365,3 @@ def test_neighbors_are_in_one_node_as_far_as_fast_links_reach():
 def test_the_chip_of_a_device(kind, name):
     chip = chip_of(kind)
     assert (chip and chip.name) == name
-
-
-def test_rows_are_those_of_all_phases():
-    phases = [{"name": "one"}, {"name": "two", "surgery": [{"type": "pool_kv_heads", "num_kv_heads": 1}]}]
-    tree = {
-        "model": {**MODEL, "num_kv_heads": 2, "type": "mistral", "sliding_window": 16},
-        "trainer": {"train_batch_size": 16, "num_train_steps": 10, "context": {"size": 2}},
-        "phases": [{**phase, "num_train_steps": 5} for phase in phases],
-    }
-    plan = make_plan(decode_run(ConfigSource(tree), None), "x", 64)
-    assert (plan.context.method, plan.layout.context.work.windows) == ("gather", ((16, 4),))
-    assert "1 key/value heads do not divide" in plan.context.reason
-    assert jax.device_count() == np.prod(list(plan.layout.mesh.shape.values()))

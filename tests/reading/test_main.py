@@ -84,13 +84,13 @@ def test_recipes_are_listed_and_copied_but_never_overwrite_a_file(tmp_path, monk
     monkeypatch.chdir(tmp_path)
     assert recipes_command([]) == 0
     listed = re.sub(r"\n {8,}", " ", capsys.readouterr().out.partition("\n\n")[0])
-    assert {"jaxlm:quickstart.yaml", "jaxlm:nanochat/cpu_d4.yaml"} <= set(listed.split())
+    assert {"jaxlm:quickstart.yaml", "jaxlm:long/extend.yaml"} <= set(listed.split())
     assert all(re.fullmatch(r"\s+jaxlm:\S+\s+\S.*\.", line) for line in listed.splitlines()), "whole sentences"
     assert recipes_command(["two_phases"]) == 0
     assert {path.name for path in tmp_path.iterdir()} == {"two_phases.yaml", "quickstart.yaml"}, "what it includes, too"
     assert load_yaml("two_phases.yaml").tree == load_yaml("jaxlm:two_phases.yaml").tree
-    assert recipes_command(["nanochat/cpu_d4"]) == 0
-    assert load_yaml("cpu_d4.yaml").tree == load_yaml("jaxlm:nanochat/cpu_d4").tree
+    assert recipes_command(["long/extend"]) == 0
+    assert load_yaml("extend.yaml").tree == load_yaml("jaxlm:long/extend").tree
     assert recipes_command(["quickstart"]) == 0  # an unchanged copy exists already
     Path("quickstart.yaml").write_text("mine: 1\n")
     with pytest.raises(ConfigError, match=r"quickstart\.yaml already exists in this folder\. Rename or delete it"):
@@ -111,7 +111,7 @@ ANSWERED = """
         ["--help"], ["--help", "optimizer"], ["--help", "nothing"],
     )]
     from jaxlm.plan.load_config import load_config
-    for name in ("upcycle/dba", "upcycle/gqa", "prune", "lora"):  # surgeries, which say how they change the model
+    for name in ("prune", "lora", "qlora"):  # surgeries, which say how they change the model
         load_config(["--config_path", f"jaxlm:{name}.yaml", "--use_hf_model_config", "false"], "jaxlm.train")
     from jax._src import xla_bridge
     print(codes, xla_bridge.backends_are_initialized())

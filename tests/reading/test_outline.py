@@ -2,10 +2,8 @@
 
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
-import yaml
 
 from jaxlm.core.errors import ConfigError
 from jaxlm.plan.load_config import load_config
@@ -14,9 +12,7 @@ from jaxlm.reading.outline import BY_OTHERS, places, unknown_keys
 from jaxlm.reading.recipes import all_recipes
 from jaxlm.reading.schema import sections
 from jaxlm.reading.yaml import load_yaml
-from tests.compat.levanter.test_levanter_published import NOT_PLANNED, PLANNED, published
 
-VECTORS = Path(__file__).parents[1] / "vectors"
 SECTIONS = [section for section in sections(RunConfig) if section.names or section.keys]
 
 
@@ -39,13 +35,6 @@ def test_every_key_of_every_section_is_known():
 def test_a_misspelled_key_is_found_in_almost_every_section():
     missed = [s.path for s in SECTIONS if not list(unknown_keys(tree_at(s.path, {"no_such_key": 1})))]
     assert len(missed) < len(SECTIONS) / 5, missed
-
-
-def test_keys_of_levanter_are_known():
-    spellings = yaml.safe_load((VECTORS / "levanter_spellings.yaml").read_text())
-    trees = {name: case["levanter"] for name, case in spellings.items()}
-    trees |= {name: published(name) for name in [*PLANNED, *NOT_PLANNED]}
-    assert not {name: places for name, tree in trees.items() if (places := list(unknown_keys(tree)))}
 
 
 def test_keys_of_recipes_are_known():

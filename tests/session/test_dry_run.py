@@ -73,13 +73,12 @@ def test_a_dry_run_lists_errors_that_would_end_a_start(folder, tmp_path, monkeyp
     assert refused(data=data) == {}
     wrong = refused(
         data={**data, "train_urls": ["*.text"], "tokenizer": NOWHERE},
-        evals=[{"type": "core", "bundle": "bundle"}, {"type": "harness", "tasks": []}],
+        evals=[{"type": "harness", "tasks": []}],
         trainer={"initialize_from": "no-run"},
     )
     expected = {
         "tokenizer": f"data.tokenizer: '{NOWHERE}': no tokenizer.json found",
         "text of data": "data.train_urls[0]: '*.text' matches no file",
-        "evaluation core": "evals: core: bundle: 'bundle' given, but it has no core.yaml. To download the bundle, run jaxlm",
         "evaluation harness": "tasks: lm-evaluation-harness needs at least one task",
         "start": "trainer.initialize_from: no checkpoint at no-run",
     }

@@ -17,7 +17,6 @@ from jaxlm.observe.trackers.wandb import WandbConfig
 from jaxlm.plan.run_config import PhaseConfig
 from jaxlm.plan.trainer_config import TrainerConfig
 from jaxlm.session.final_report import chats, compressors, how_to_train_longer, how_to_use, outputs, skipped_updates
-from jaxlm.systems.progressive.preset import ProgressiveConfig
 
 
 def test_compressors_are_measured_on_all_texts_as_one_stream():
@@ -96,7 +95,7 @@ def test_only_models_that_learn_a_chat_template_chat(record_format, answers):
             },
             ["--phases.1.num_train_steps 60 --trainer.num_train_steps 70"],
         ),
-        ({"phases": [PhaseConfig(name="one", num_train_steps=40)], "preset": ProgressiveConfig()}, []),
+        ({"phases": [PhaseConfig(name="one", num_train_steps=40)], "preset": SimpleNamespace()}, []),
     ],
 )
 def test_the_report_advises_the_key_that_trains_longer(keys, advice):

@@ -26,7 +26,6 @@ from jaxlm.plan.plan import make_plan
 from jaxlm.plan.refs.base import SanityConfig
 from jaxlm.reading.yaml import ConfigSource
 from jaxlm.session import verification
-from jaxlm.systems.upcycle.handover import HandoverError
 from tests.session.test_init_from import Trainings
 
 LOGGED = re.compile(r"refs\.teacher: loss (\d+\.\d+) nats on (\d+) batches, at most (\d+\.\d+) allowed")
@@ -265,20 +264,6 @@ def _data(trainings):
         "cache_dir": f"{trainings.folder}/cache-hf",
         "tokenizer": f"{trainings.folder}/good",
     }
-
-
-@pytest.mark.slow
-def test_a_hand_over_to_a_worse_model_ends_the_run_at_its_first_step(trainings):
-    keys = {"refs": trainings.ref(), "objective": DISTILL}
-    strict = {"controllers": [{"type": "handover", "max_loss_increase": 1.01}]}
-    with pytest.raises(HandoverError, match=r"step 1: the model begins the phase with a loss of"):
-        trainings.run("handed", 6, trainer=strict, **keys)
-    assert [path.name for path in trainings.place("handed").glob("step-*")] == ["step-0"]
-    still = {"learning_rate": 0.0, "warmup": 0, "lr_schedule": "constant"}
-    trainings.run("equal", 2, trainer=strict, optimizer=still, **keys, **_from(trainings))
-    own, theirs = (trainings.measured("equal", f"train/{name}") for name in ("loss", "teacher_loss"))
-    assert own == pytest.approx(theirs, rel=1e-5)
-    assert trainings.measured("equal", "train/divergence")[0] == pytest.approx(0.0, abs=1e-6)
 
 
 def test_what_the_command_prints_is_json(capsys):

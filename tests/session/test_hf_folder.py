@@ -198,8 +198,12 @@ def test_a_dry_run_prints_the_notes_of_a_start(folder, capsys):
     assert "use_mrope: False" in notes[0]
 
 
-@pytest.mark.parametrize("direction", [("to-hf",), ("to-hf", "--adapters", "only"), ("to-nanochat",)])
+@pytest.mark.parametrize("direction", [("to-hf",), ("to-hf", "--adapters", "only")])
 def test_a_folder_that_cannot_be_written_is_refused_before_the_model_is_opened(direction, folder, monkeypatch, capsys):
+    check_folder(direction, folder, monkeypatch, capsys)
+
+
+def check_folder(direction, folder, monkeypatch, capsys):
     monkeypatch.setattr(convert, "open_model", lambda *_: pytest.fail("it opens the model"))
     for output, code, message in (
         (folder, 2, f"{folder} already exists. Choose another folder"),

@@ -237,7 +237,7 @@ def test_weights_of_a_checkpoint_are_stored_one_parameter_after_the_other(traini
     jax.tree.map(np.testing.assert_array_equal, found, expected)
 
 
-RENAMED = {"lora": ["lora"], "quantize and lora": ["quantize", "lora"], "split_at": ["split_at"]}
+RENAMED = {"lora": [{"type": "lora"}], "quantize and lora": [{"type": "quantize"}, {"type": "lora"}]}
 
 
 @pytest.mark.slow
@@ -245,9 +245,12 @@ RENAMED = {"lora": ["lora"], "quantize and lora": ["quantize", "lora"], "split_a
 def test_a_checkpoint_whose_surgeries_renamed_its_weights_is_refused_with_a_way_that_works(
     trainings, kinds, monkeypatch, capsys
 ):
+    check_renamed(trainings, kinds, RENAMED[kinds], monkeypatch, capsys)
+
+
+def check_renamed(trainings, kinds, surgery, monkeypatch, capsys):
     monkeypatch.chdir(trainings.folder)
     run_id, model = kinds.replace(" ", "_"), {**MODEL, "num_layers": 2, "num_kv_heads": 4}
-    surgery = [{"type": kind, **({"layer": 1} if kind == "split_at" else {})} for kind in RENAMED[kinds]]
     trainable = [r"\.[ab]$"] if "lora" in kinds else [".*"]
     trainings.run(run_id, 2, model=model, phases=[{"name": "only", "surgery": surgery, "trainable": trainable}])
     start = {"initialize_from": str(trainings.place(run_id))}

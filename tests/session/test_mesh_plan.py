@@ -192,23 +192,3 @@ def test_a_custom_mesh_with_sharded_sequences_computes_the_same():
 def test_plan_mesh_names_unknown_axes():
     with pytest.raises(ConfigError, match=r"'data' is mapped|logical axis 'embed'"):
         plan_mesh(TrainerConfig(), {"mlp": 8}, {}, jax.devices(), lambda: pytest.fail("no rows are shared"))
-
-
-CUT = r"phase 'train': after its surgery, the axis 'layers' of body\.0\..* has 1 entries, .* the 2 devices"
-
-
-@pytest.mark.parametrize("key", ["axis_resources", "parameter_axis_resources", "compute_axis_resources"])
-def test_a_cut_that_does_not_divide_over_the_devices_of_its_layers_is_refused(key):
-    """The whole stack of 4 divides over 2 devices; stacks of 1 and 3 do not, and stacks of 2 and 2 do."""
-
-    def cut_at(layer):
-        sections = {"phases": [{"name": "train", "surgery": [{"type": "split_at", "layer": layer}]}]}
-        model = {**MODEL, "num_kv_heads": 4, "num_layers": 4}
-        trainer = {"train_batch_size": 16, "model_axis_size": 2, key: {"layers": "model"}}
-        if key == "parameter_axis_resources":
-            trainer["tensor_parallel_axes"] = ["mlp"]
-        return make_plan(decode_run(ConfigSource({"model": model, "trainer": trainer, **sections}), None), "x", 64)
-
-    with pytest.raises(ConfigError, match=CUT):
-        cut_at(1)
-    assert cut_at(2).layout.mesh.shape["model"] == 2

@@ -86,10 +86,6 @@ PAIR = [{"name": "p", "num_train_steps": 3}, {"name": "q", "num_train_steps": 4}
             {"phases": PAIR, "trainer": {"num_train_steps": 5}},
             r"trainer\.num_train_steps: 5 given, .* Remove it, or set it to 7\. .* change phases\.N\.num_train_steps$",
         ),
-        (
-            {"preset": {"type": "progressive", "stacks": 2, "steps_per_stack": 3}, "trainer": {"num_train_steps": 3}},
-            r"trainer\.num_train_steps: 3 given, .* set it to 6\. .*, or keys of preset\.type: progressive$",
-        ),
     ],
 )
 def test_a_number_of_steps_that_no_phase_reads_is_refused(sections, refused):
@@ -109,10 +105,6 @@ def test_a_number_of_steps_that_no_phase_reads_is_refused(sections, refused):
         (
             {"phases": [{"name": "p"}, PAIR[1]], "trainer": {"num_train_steps": 2**31 - 1}},
             r"num_train_steps: 2147483651 given in all 2 phases together",
-        ),
-        (
-            {"preset": {"type": "progressive", "stacks": 3, "steps_per_stack": 2**31 - 1}},
-            r"num_train_steps: 6442450941 given in all 3 phases .*, or keys of preset\.type: progressive$",
         ),
     ],
 )

@@ -1,7 +1,6 @@
 """Checks and warnings at the start of a resumed run."""
 
 import shutil
-from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -22,7 +21,6 @@ from jaxlm.session.resume_checks import (
     changed_stages,
     check_cursor,
     check_same_data,
-    check_same_run,
     check_same_tokenizer,
     load_saved_run,
 )
@@ -63,20 +61,6 @@ def test_other_batch_sizes_move_the_stages_of_weights(batch, weights, examples, 
 def test_skipped_data_does_not_move_the_stages_of_weights():
     assert warnings_of(16, STAGES, 640, skipped=160) == []
     assert len(warnings_of(16, STAGES, 640)) == 1
-
-
-def test_a_rollout_in_the_middle_does_not_move_the_stages_of_weights():
-    """It has read the prompts of all its mini-batches: here those of steps 28 to 31."""
-    configs = {name: {"train_urls": [name], "format": {"type": "prompts"}} for name in "ab"}
-    rollouts = {"type": "rollouts", "configs": configs, "updates_per_rollout": 4, "minibatches_per_rollout": 4}
-    rollouts["rewards"] = [{"type": "length", "max_tokens": 8}]
-    sections = {"data": rollouts, "objective": {"type": "grpo", "old_policy": "rollout", "kl": None}}
-    held = {"rollout": {"first_step": 28, "end": 32}}
-    assert warnings_of(16, STAGES, 512, sections, **held) == []
-    (line,) = warnings_of(32, STAGES, 512, sections, **held)
-    assert "the first 32 steps of phase 'train' read 512 sequences" in line
-    assert "have read 1,024" in line
-    assert "[{start: 0, value: 16}, {start: 32, value: 32}]" in line
 
 
 def test_processes_with_other_data_do_not_train_together(tmp_path, monkeypatch):
@@ -125,35 +109,6 @@ def test_a_checkpoint_that_another_start_replaces_while_it_is_read(vanishes, tmp
     saved = load_saved_run(plan)
     assert saved is not None
     assert (saved.source, saved.config.trainer.seed) == (f"{tmp_path}/step-1/run/config.yaml", 7)
-
-
-def grown(stacks):
-    data = {"train_urls": ["a"], "tokenizer": "b"}
-    preset = {"type": "progressive", "stacks": stacks, "steps_per_stack": 4, "polish_steps": 1}
-    tree = {"model": SIZES, "data": data, "preset": preset, "trainer": {"train_batch_size": 8}}
-    return make_plan(decode_run(ConfigSource(tree), None), "x", 64)
-
-
-def test_phases_that_are_gone_read_no_other_data(monkeypatch):
-    def identity(plan):
-        pairs = zip(plan.phases, plan.data, strict=True)
-        return {phase.name: {"train_files": 1, "tokenizer": data.tokenizer} for phase, data in pairs}
-
-    before = grown(3)
-    saved = SavedRun("checkpoint", before.config, identity(before))
-    monkeypatch.setattr(resume_checks, "load_saved_run", lambda plan: saved)
-    monkeypatch.setattr(resume_checks, "data_identity", identity)
-    now = grown(2)
-    assert check_same_run(now) == saved
-    other = replace(now, data=tuple(replace(data, tokenizer="c") for data in now.data))
-    with pytest.raises(ConfigError, match=r"'polish_1'\.tokenizer: b -> c\n(?s:.*)allow_changes '\[tokenizer\]'"):
-        check_same_run(other)
-    cursor = Cursor(step=14, phase=4, phase_name="polish_2", entering=False, temporary=False)
-    keys = r"\(preset\.stacks, preset\.steps_per_stack, preset\.polish_steps, or the list phases\)"
-    with pytest.raises(
-        ConfigError, match=rf"step 14 of phase 'polish_2'.*'polish_1' from step 8 to 9\. Set what .*{keys}"
-    ):
-        check_cursor(cursor, now)
 
 
 @pytest.mark.parametrize(("answer", "is_text"), [("b", True), ([{"role": "assistant", "content": "b"}], False)])

@@ -220,22 +220,16 @@ def planned(surgery, **keys):
 @pytest.mark.parametrize(
     ("model", "message"),
     [
-        ({"type": "nano", "num_layers": 4, "num_heads": 4, "hidden_dim": 64}, "layers of nano depend on their number"),
         (
             {"type": "flax", "factory": "tests.models.flax_models:nothing"},
             "does not know the layers of a model of type flax",
         ),
     ],
-    ids=["nano", "flax"],
+    ids=["flax"],
 )
 def test_families_that_cannot_lose_layers_say_why(model, message):
     with pytest.raises(ConfigError, match=message):
         planned([{"type": "drop_layers", "layers": [1]}], model=model)
-
-
-def test_split_layers_cannot_be_dropped():
-    with pytest.raises(ConfigError, match="split_at has cut the layers into stacks before"):
-        planned([{"type": "split_at", "layer": 2}, {"type": "drop_layers", "layers": [1]}])
 
 
 def test_a_phase_knows_its_model():

@@ -92,15 +92,6 @@ def test_layers_without_rotation_stay_so():
     assert before.kinds != after.kinds
 
 
-def test_windows_of_nano_grow_with_its_context():
-    before, after = models({"seq_len": 64, "rope": {"theta": 1e6}}, model={"type": "nano", **SIZES})
-    assert [kind.window for kind in before.kinds] == [17, 17, 17, None]
-    assert [kind.window for kind in after.kinds] == [33, 33, 33, None]
-    plan = make_plan(decoded({"seq_len": 64, "rope": {"theta": 1e6}}, model={"type": "nano", **SIZES}), "x", 61)
-    body = plan.state_builder.abstract_state(plan.phases[1]).model.body
-    assert (body.kinds, body.seq_len) == (after.kinds, 64)
-
-
 @pytest.mark.parametrize(
     ("surgery", "model", "message"),
     [

@@ -22,8 +22,6 @@ from jaxlm.optim.sophia_h import SophiaHConfig
 from jaxlm.surgery.base import merge_surgeries
 from jaxlm.surgery.fp8 import Fp8Config, describe_products, linear_layers
 from jaxlm.surgery.lora import LoraConfig
-from jaxlm.systems.nanochat.model import NanoConfig
-from jaxlm.systems.progressive.surgery import SplitAtConfig
 from tests.engine.helpers import MESHES, MODEL, TinyRun, arrays, batch, layout, one_device, phase
 
 KEY = jax.random.key(0)
@@ -79,12 +77,6 @@ def test_counts_the_layers_of_a_stack():
     assert found == f"{24 * 5 + 1} linear layers in fp8 (tensorwise), {24 * 2} in the compute dtype"
 
 
-def test_nanochat_at_depth_24_has_its_authors_number_of_layers():
-    config = NanoConfig(num_layers=24, hidden_dim=1536, num_heads=12)
-    found = describe_products(in_fp8(config, 32_768))
-    assert found == "145 linear layers in fp8 (tensorwise), 12 in the compute dtype"  # its log, of the same depth
-
-
 def test_routers_and_experts_stay_as_they_are():
     moe = Qwen3MoeConfig(**{**SIZES, "intermediate_dim": 128}, num_kv_heads=8, num_experts=128)
     assert selected(in_fp8(moe)) == ATTENTION | KEYS | {"head"}
@@ -101,7 +93,7 @@ def test_changes_no_parameter_and_merging_undoes_it():
 
 
 def test_goes_with_other_surgeries_in_any_order():
-    lora, split = LoraConfig(target="attn", rank=2), SplitAtConfig(1)
+    lora = LoraConfig(target="attn", rank=2)
     plain = shapes(LlamaConfig(**SIZES))
 
     def applied(model, surgeries):
@@ -109,7 +101,7 @@ def test_goes_with_other_surgeries_in_any_order():
             model = surgery.apply(model, key=KEY)
         return model
 
-    for surgeries in ([lora, Fp8Config()], [Fp8Config(), lora], [split, Fp8Config()], [Fp8Config(), split]):
+    for surgeries in ([lora, Fp8Config()], [Fp8Config(), lora]):
         model = jax.eval_shape(lambda model, them=tuple(surgeries): applied(model, them), plain)
         assert "22 linear layers in fp8" in describe_products(model)
         merged = jax.eval_shape(lambda model, them=tuple(surgeries): merge_surgeries(model, them), model)

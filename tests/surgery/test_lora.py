@@ -23,7 +23,6 @@ from jaxlm.optim.groups import build_optimizer, parameter_groups
 from jaxlm.surgery.base import merge_surgeries
 from jaxlm.surgery.lora import LoraConfig
 from jaxlm.surgery.lora_layers import AdapterSize, LoraLinear
-from jaxlm.systems.nanochat.model import NanoConfig
 from tests.engine.helpers import MESHES, TinyRun, arrays, layout, one_device, phase
 from tests.engine.helpers import MODEL as TINY
 
@@ -485,23 +484,6 @@ def test_successive_surgeries_adapt_different_layers(model):
     assert jax.tree.structure(merged) == jax.tree.structure(model)
     with pytest.raises(ConfigError, match=r"head gets an adapter\. The loss reads its weight directly"):
         adapted(adapted(model, target="attn|mlp"), target="^head$", dropout=0.1)
-
-
-def test_layers_that_are_stacked_beside_the_others_are_no_head():
-    """The gates of value embeddings, of which not every layer has one."""
-    nano = NanoConfig(seq_len=16, hidden_dim=64, num_layers=3, num_heads=2)
-    abstract = jax.eval_shape(lambda: nano.build(vocab_axis(64), key=jax.random.key(0)))
-    config = {"target": "value_gates", "dropout": 0.5, "rank": 4}
-    changed = eqx.filter_eval_shape(lambda model: adapted(model, **config), abstract)
-    axes = {
-        path: tuple(axis.name for axis in leaf.axes) for path, leaf in tree.leaves(changed) if "value_gates" in path
-    }
-    assert axes["body.value_gates.a"] == ("value_layers", "lora_rank", "gate_channels")
-    assert axes["body.value_gates.b"] == ("value_layers", "kv_heads", "lora_rank")
-    merged = eqx.filter_eval_shape(LoraConfig(**config).merge, changed)
-    assert jax.tree.structure(merged) == jax.tree.structure(abstract)
-    with pytest.raises(ConfigError, match=r"head gets an adapter\. The loss reads its weight directly"):
-        eqx.filter_eval_shape(lambda model: adapted(model, target="value_gates|head", dropout=0.5), abstract)
 
 
 def test_surgery_can_be_traced_and_adapters_have_their_layers_axes(model):

@@ -25,7 +25,6 @@ from jaxlm.surgery.base import merge_surgeries
 from jaxlm.surgery.lora import LoraConfig
 from jaxlm.surgery.lora_layers import LoraLinear
 from jaxlm.surgery.quantize import QuantizeConfig, describe_stored
-from jaxlm.systems.progressive.surgery import SplitAtConfig
 from tests.engine.helpers import F32, VOCAB, TinyRun, arrays, batch, layout, one_device, phase
 
 KEY = jax.random.key(0)
@@ -225,14 +224,9 @@ def test_only_one_layer_exists_in_floating_point():
     assert memory.temp_size_in_bytes < 3 * one_layer
 
 
-def test_dora_eva_and_stacks_on_stored_weights():
+def test_dora_on_stored_weights():
     dora = applied(QuantizeConfig(), LoraConfig(target="q_proj", rank=2, use_dora=True))
     assert dict(tree.modules_by_path(dora, LoraLinear))["body.layers.stacked.attn.q_proj"].magnitude is not None
-    lower = stored(applied(SplitAtConfig(layer=2), QuantizeConfig(modules=r"body\.0\.")))
-    assert {path.split(".")[1] for path in lower} == {"0"}
-    assert {weight.axis_size("layers") for weight in lower.values()} == {2}
-    split_after = stored(applied(QuantizeConfig(), SplitAtConfig(layer=1)))
-    assert {weight.axis_size("layers") for weight in split_after.values()} == {1, 2}
 
 
 def test_an_entry_continues_after_the_surgeries_that_were_done_when_the_weights_were_read():

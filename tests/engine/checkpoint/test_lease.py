@@ -19,7 +19,6 @@ from jaxlm.engine.checkpoint.lease import Holder, Lease, LeaseLostError
 from jaxlm.engine.checkpoint.local import LocalFolder
 from jaxlm.engine.checkpoint.staging import StagedFolder
 from jaxlm.observe.log_file import LogStore
-from jaxlm.systems.nanochat.commands import scaling
 from tests.gcs import BUCKET
 from tests.session.test_object_store import bucket  # noqa: F401 - a fixture
 
@@ -225,7 +224,6 @@ PLACES = {
     "checkpoints": lambda folder: LocalFolder(folder / "run").locked(print),
     "staged": lambda folder: StagedFolder("memory://leases/staged", folder).locked(print),
     "logs": lambda folder: LogStore(None, folder / "run", print).locked(),
-    "study": scaling._locked,
 }
 
 
@@ -245,6 +243,10 @@ def test_a_lease_takes_the_place_of_locks_that_a_file_system_does_not_have(tmp_p
 @pytest.mark.parametrize("holding", PLACES.values(), ids=PLACES)
 @pytest.mark.parametrize("number", [errno.EIO, errno.ESTALE, errno.EACCES])
 def test_a_lock_that_fails_for_another_reason_is_not_passed(tmp_path, monkeypatch, holding, number):
+    check_failing_lock(tmp_path, monkeypatch, holding, number)
+
+
+def check_failing_lock(tmp_path, monkeypatch, holding, number):
     refuse_locks(monkeypatch, number)
     with (
         pytest.raises(ConfigError, match=rf"{tmp_path}/.+ cannot be locked \({os.strerror(number)}\)"),
@@ -258,6 +260,10 @@ def test_a_lock_that_fails_for_another_reason_is_not_passed(tmp_path, monkeypatc
 
 @pytest.mark.parametrize("holding", PLACES.values(), ids=PLACES)
 def test_every_place_that_holds_a_lease_learns_that_it_has_lost_it(tmp_path, monkeypatch, patient, holding):
+    check_lost_lease(tmp_path, monkeypatch, holding)
+
+
+def check_lost_lease(tmp_path, monkeypatch, holding):
     refuse_locks(monkeypatch, errno.ENOSYS)
     with holding(tmp_path) as check_lease:
         check_lease()

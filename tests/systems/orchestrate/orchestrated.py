@@ -14,7 +14,7 @@ from jaxlm.data.mixture import Mixture
 from jaxlm.engine import branch
 from jaxlm.engine.checkpoint.manager import Saver
 from jaxlm.engine.phase_runner import PhaseRunner
-from tests.systems.rl.dies import at_step, die, die_in_second_call
+from tests.end_to_end.dies import at_step, die, die_in_second_call
 
 
 def damage(first: int, end: int, read=Mixture.read) -> None:

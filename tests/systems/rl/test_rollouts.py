@@ -148,7 +148,7 @@ def test_every_field_of_the_section_has_a_test():
     assert {field.name for field in dataclasses.fields(RolloutsConfig)} - inherited == set(FIELDS)
     assert [field.name for field in dataclasses.fields(LocalSamplerConfig)] == [
         "max_rows"
-    ]  # tests/models/test_responses.py
+    ]  # tests/systems/rl/test_responses.py
     for test in FIELDS.values():
         assert_test_exists(test if "::" in test else f"tests/systems/rl/test_rollouts.py::{test}")
 

@@ -187,7 +187,7 @@ def test_a_run_that_is_killed_within_a_rollout_goes_on_bit_for_bit(whole, workpl
 @pytest.mark.soak
 def test_a_run_that_is_killed_while_it_samples_goes_on_bit_for_bit(whole, workplace):
     place = start(workplace(), 12, data=SEVERAL, objective=KEPT)
-    place.die("--config_path", "run.yaml", at="scoring")
+    place.die("--config_path", "run.yaml", at="scoring", module="tests.systems.rl.dies")
     assert "resuming" in finish(place)
     assert same_everywhere(place) == same_everywhere(whole())
     assert place.digest("step-12") == whole().digest("step-12")

@@ -13,7 +13,7 @@ import pytest
 from jaxlm.plan.load_config import read_config
 from tests.xla_flags import flags_for
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[3]
 BENCHMARKS = ROOT / "benchmarks"
 sys.path.append(str(BENCHMARKS))  # at the end, so it shadows nothing
 benchmark = importlib.import_module("muon_vs_adamw")
