@@ -76,7 +76,7 @@ def test_a_refused_start_changes_no_file_of_the_run(place, in_process, monkeypat
         "train.open_phase_data",
         *(
             pytest.param(s, marks=pytest.mark.slow)
-            for s in ("train.compile_steps", "train.load_references", "session.phase_hooks.open_evaluations")
+            for s in ("train.compile_steps", "train.load_references", "session.phase.open_evaluations")
         ),
     ],
 )
