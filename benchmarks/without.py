@@ -35,7 +35,7 @@ from typing import Any
 
 from commits import ROOT
 
-from jaxlm.reading.choices import _registrations
+from jaxlm.reading.choices import registrations
 from jaxlm.reading.yaml import load_yaml
 
 SOURCE = Path("src/jaxlm")
@@ -112,7 +112,7 @@ def deleted(wing: str) -> Iterator[Path]:
     api = {SOURCE / f"{folder.name}.py" for folder in wings() if any(map(folder.is_relative_to, folders))}
     yield from sorted(path for path in api if (ROOT / path).exists())
     gone = tuple(module_name(folder) + "." for folder in folders)
-    registered = [(name, module) for types in _registrations().values() for name, module in types.items()]
+    registered = [(name, module) for types in registrations().values() for name, module in types.items()]
     remaining = {name for name, module in registered if not module.startswith(gone)}
     types = {name for name, _ in registered} - remaining
     for path in sorted((ROOT / SOURCE / "recipes").rglob("*.yaml")):

@@ -13,11 +13,12 @@ from hypothesis import strategies as st
 
 from jaxlm.core.errors import ConfigError
 from jaxlm.objectives.next_token import NextToken
+from jaxlm.optim.base import OptimizerConfig
 from jaxlm.optim.elementwise import AdamConfig
 from jaxlm.optim.muon import MuonConfig
 from jaxlm.plan.refs.hf import HfRefConfig
 from jaxlm.plan.run_config import RunConfig
-from jaxlm.reading.choices import signature_problems
+from jaxlm.reading.choices import choice, signature_problems
 from jaxlm.reading.decode import decode, drop_stale_keys, dump, encode
 from jaxlm.reading.yaml import ConfigSource
 
@@ -244,3 +245,11 @@ A_METHOD = "the class ReferencesAsAMethod defines references as a method, but it
 )
 def test_a_method_with_other_parameters_than_its_calls_is_named(kind, problems):
     assert list(signature_problems(kind)) == problems
+
+
+def test_a_name_of_jaxlms_own_types_cannot_be_taken():
+    with pytest.raises(ConfigError, match=r"registers .*Mine under this name, .* jaxlm\.optim\.elementwise"):
+
+        @choice(OptimizerConfig, "adam")
+        class Mine(OptimizerConfig):
+            pass

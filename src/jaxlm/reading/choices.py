@@ -37,7 +37,7 @@ _REGISTRATION = re.compile(r'^(?:@choice\((\w+), |(\w+)\.register_subclass\()"([
 
 
 @functools.cache
-def _registrations() -> Mapping[str, Mapping[str, str]]:
+def registrations() -> Mapping[str, Mapping[str, str]]:
     """Registry -> name of a type -> the module that registers it."""
     found: dict[str, dict[str, str]] = {}
     for module, text in sources().items():
@@ -56,26 +56,43 @@ class Registry(draccus.choice_types.ChoiceRegistryBase):
         super().__init_subclass__(**kwargs)
         if Registry in cls.__bases__:
             cls._choice_registry = {}
-            cls._registrations = _registrations().get(cls.__name__, {})
+            cls._modules = registrations().get(cls.__name__, {})
 
-    _registrations: ClassVar[Mapping[str, str]]
+    _modules: ClassVar[Mapping[str, str]]
+
+    @classmethod
+    def register_subclass(cls, name: str, choice_type: Any = None) -> Any:
+        if choice_type is None:
+            return functools.partial(cls.register_subclass, name)
+        module = choice_type.__module__
+        if cls._modules.get(name, module) != module:
+            raise ConfigError(
+                f"type: {name}: {module} registers {choice_type.__qualname__} under this name, which is that of a class of"
+                f" jaxlm, in {cls._modules[name]}. Give it another name"
+            )
+        return super().register_subclass(name, choice_type)
 
     @classmethod
     def get_choice_class(cls, name: str) -> Any:
-        if name not in cls._choice_registry and name in cls._registrations:
-            importlib.import_module(cls._registrations[name])
+        if name not in cls._choice_registry and name in cls._modules:
+            importlib.import_module(cls._modules[name])
         return super().get_choice_class(name)
 
     @classmethod
     def known_names(cls) -> list[str]:
         """The names of all types, without imports."""
-        return sorted({*cls._choice_registry, *cls._registrations})
+        return sorted({*cls._choice_registry, *cls._modules})
 
     @classmethod
     def get_known_choices(cls) -> dict[str, Any]:
-        for module in cls._registrations.values():
+        for module in cls._modules.values():
             importlib.import_module(module)
         return super().get_known_choices()
+
+
+def names_of(registry: Any, kind: type) -> list[str]:
+    """The names under which a registry has a class."""
+    return [name for name, member in registry._choice_registry.items() if member is kind]
 
 
 def registered_class(registry: Any, name: str | None) -> type | None:

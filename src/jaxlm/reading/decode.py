@@ -21,7 +21,14 @@ from draccus.choice_types import CHOICE_TYPE_KEY, ChoiceType
 from jaxlm.core.errors import ConfigError, did_you_mean, listed, shortened
 from jaxlm.core.field_types import LARGEST_FLOAT, bounds_of, describe_type, hints_of, in_range
 from jaxlm.core.redaction import without_secrets
-from jaxlm.reading.choices import NamedChoice, import_choice, is_import_path, registered_class, signature_problems
+from jaxlm.reading.choices import (
+    NamedChoice,
+    import_choice,
+    is_import_path,
+    names_of,
+    registered_class,
+    signature_problems,
+)
 from jaxlm.reading.outline import ROOT, meant
 from jaxlm.reading.yaml import ConfigSource, KeyPath, without_quotes
 
@@ -140,8 +147,7 @@ def choice_name(kind: Any) -> str:
 
     A class that was selected by import path keeps that path as its type: its registered name is only known after import.
     """
-    names = [name for name, member in kind._choice_registry.items() if member is kind]
-    return max(names, key=is_import_path)
+    return max(names_of(kind, kind), key=is_import_path)
 
 
 def chosen_class(kind: Any, tree: Mapping[str, Any], default: Any = None) -> type | None:
