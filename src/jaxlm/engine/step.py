@@ -138,7 +138,8 @@ class _GuardedUpdate:
         """The state after the step, its metrics, and what `watch` measured."""
         norm = optax.global_norm(sums.gradient)
         trainable, _ = self.phase.split(state.model)
-        pace = self.phase.objective.pace(state.slots.get(OBJECTIVE_SLOT), trainable)
+        pacing = self.phase.objective.pacing
+        pace = None if pacing is None else pacing.pace(state.slots.get(OBJECTIVE_SLOT), trainable)
         updated, updates = _apply_update(self.phase, self.optimizer, self.precision, state, sums, curvature, pace)
         update_norm = optax.global_norm(updates)
         finite = jnp.isfinite(sums.objective) & jnp.isfinite(norm) & jnp.isfinite(update_norm)

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxlm.core.errors import ConfigError
-from jaxlm.core.pace import Pace
+from jaxlm.core.pace import Pacing
 from jaxlm.core.values.batch_types import LabeledBatch, MaskedBatch, TokenBatch
 from jaxlm.core.values.sums import Largest, Sum
 from jaxlm.models.base import AuxLoss, Inputs, LanguageModel, ModelConfig
@@ -69,11 +69,6 @@ class ObjectiveConfig(Registry, draccus.ChoiceRegistry, abc.ABC):
         """The objective used when a config has no `type:`."""
         return "next_token"
 
-    @property
-    def inner(self) -> "ObjectiveConfig":
-        """The objective whose loss it computes: itself, unless it wraps another."""
-        return self
-
     def prepare(self, phase: Any) -> Any:
         """The phase as it trains this objective, with surgeries of its own, for example. Called once, in planning.
 
@@ -122,34 +117,14 @@ class ObjectiveConfig(Registry, draccus.ChoiceRegistry, abc.ABC):
         """
         return slot
 
-    def pace(self, slot: Any, trainable: Any) -> Pace | None:
-        """How the update differs from the optimizer's, by layer; None if it does not. Traceable.
-
-        Args:
-            slot: before the step.
-            trainable: the trainable leaves, with None for frozen ones.
-        """
+    @property
+    def pacing(self) -> Pacing | None:
+        """Sets the pace of layers, and ends the phase early; None if the optimizer alone does that."""
         return None
 
     @property
-    def restarts_optimizer(self) -> bool:
-        """Whether `pace` starts the optimizer and its schedule anew within a phase."""
-        return False
-
-    def scheduled_steps(self, num_steps: int, model: ModelConfig) -> int | None:
-        """The number of steps that each learning-rate schedule of `restarts_optimizer` spans; None for the whole phase.
-
-        Args:
-            num_steps: of the phase.
-
-        Raises:
-            ConfigError: the phase is too short.
-        """
-        return None
-
-    @property
-    def finished_metric(self) -> str | None:
-        """A metric of training steps that is 0 once there is nothing left to train, which ends the phase; None for none."""
+    def trunk(self) -> "Trunk | None":
+        """Stores the input of the layers that train; None if each step computes it."""
         return None
 
     @property
@@ -173,11 +148,6 @@ class ObjectiveConfig(Registry, draccus.ChoiceRegistry, abc.ABC):
         fractions. The phase then begins with the surgery `denoisers`. None if all layers compute every row."""
         return None
 
-    @property
-    def num_forward_sequences(self) -> int:
-        """Number of further sequences of an example that the model and the references read, without a backward pass."""
-        return 0
-
     def flops_per_token(self, model: ModelInStep, references: Sequence[ModelInStep]) -> FlopsPerToken:
         """FLOPs per training token: the model's, forward and backward, and the forward passes of the references.
 
@@ -185,9 +155,9 @@ class ObjectiveConfig(Registry, draccus.ChoiceRegistry, abc.ABC):
             model: the model that trains.
             references: those that the step queries.
         """
-        flops, num_forward = model.trained(), self.num_forward_sequences
-        for other in [model] * num_forward + list(references) * (1 + num_forward):
-            flops = flops.with_forward(other.flops_per_token())
+        flops = model.trained()
+        for reference in references:
+            flops = flops.with_forward(reference.flops_per_token())
         return flops
 
     @property
@@ -212,12 +182,6 @@ class ObjectiveConfig(Registry, draccus.ChoiceRegistry, abc.ABC):
         return None
 
     @property
-    def asks_itself(self) -> bool:
-        """Whether what `annotate` asks is the model that trains, by the name `ITSELF`, and not a reference. It is asked once
-        for each training sequence, when the phase begins, so that what it says must not change after that."""
-        return False
-
-    @property
     def inputs_key(self) -> Mapping[str, Any] | None:
         """What the tokens that the model reads depend on, besides the example; {} if `read_inputs` are those of the batch.
         Masks belong to the example (`Examples.arrangement`). None if that is not known, or random: then nothing that depends
@@ -227,17 +191,6 @@ class ObjectiveConfig(Registry, draccus.ChoiceRegistry, abc.ABC):
     def read_inputs(self, batch: Any) -> Inputs:
         """What the model reads of a batch, for an objective with `inputs_key`."""
         return Inputs.of(batch.supervised())
-
-    def check_trainable(self, model: LanguageModel, trainable: Any) -> None:
-        """Raises `ConfigError` if the objective cannot train a model like this. Called with shapes.
-
-        Args:
-            trainable: the model, with None in place of frozen leaves.
-        """
-
-    def first_layer(self, model: LanguageModel) -> int:
-        """The number of the first layer that the step computes; the input of a later one than 0 is stored."""
-        return 0
 
     def annotate(self, refs: Mapping[str, LanguageModel], batch: Any) -> Any:
         """Adds what the references say about a microbatch, as its `annotations`. Has no gradient.
@@ -275,3 +228,23 @@ class ObjectiveConfig(Registry, draccus.ChoiceRegistry, abc.ABC):
         self, model: LanguageModel, batch, slot: Any, *, key: jax.Array | None
     ) -> tuple[dict[str, Sum], Metrics, Any]:
         """The loss terms of one microbatch (differentiable totals), metrics to log, and the new slot."""
+
+
+class Trunk(abc.ABC):
+    """Frozen lower layers, whose output the model that trains is asked for once for each training sequence, by the name
+    `ITSELF`, when the phase begins. What it says must not change after that."""
+
+    objective: ObjectiveConfig
+    """The objective of the layers above."""
+
+    @abc.abstractmethod
+    def first_layer(self, model: LanguageModel) -> int:
+        """The number of the first layer that a step computes, whose input is stored."""
+
+    @abc.abstractmethod
+    def check_trainable(self, model: LanguageModel, trainable: Any) -> None:
+        """Raises `ConfigError` if what is stored would change while the model trains. Called with shapes.
+
+        Args:
+            trainable: the model, with None in place of frozen leaves.
+        """

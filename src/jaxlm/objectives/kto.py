@@ -4,7 +4,7 @@ Source: Ethayarajh et al. 2024, "KTO: Model Alignment as Prospect Theoretic Opti
 and 9; without a KL divergence: D'Oosterlinck et al. 2024 (arXiv:2408.06266), equation 7, for one completion at a time.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, ClassVar
 
@@ -18,6 +18,8 @@ from jaxlm.core.field_types import NonNegativeFloat, PositiveFloat
 from jaxlm.core.values.batch_types import UnpairedBatch
 from jaxlm.core.values.sums import Sum
 from jaxlm.models.base import LanguageModel
+from jaxlm.models.flops import FlopsPerToken
+from jaxlm.models.step_flops import ModelInStep
 from jaxlm.objectives.base import AUXILIARY, Metrics, ObjectiveConfig, auxiliary_terms, auxiliary_weight
 from jaxlm.objectives.completions import HeldReference, ReferencedObjective, completion_logps
 from jaxlm.reading.choices import choice
@@ -69,9 +71,12 @@ class Kto(ReferencedObjective):
     def needs_reference(self) -> bool:
         return True
 
-    @property
-    def num_forward_sequences(self) -> int:
-        return int(self.estimate_kl)
+    def flops_per_token(self, model: ModelInStep, references: Sequence[ModelInStep]) -> FlopsPerToken:
+        """With `estimate_kl`, model and references also read a mismatched completion, without a backward pass."""
+        flops = super().flops_per_token(model, references)
+        for other in (model, *references) if self.estimate_kl else ():
+            flops = flops.with_forward(other.flops_per_token())
+        return flops
 
     def init_statistics(self) -> dict[str, jax.Array]:
         names = (_KL, _TOTAL, _COUNT) if self.estimate_kl else ()

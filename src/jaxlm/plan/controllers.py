@@ -22,7 +22,7 @@ def earliest_starts(config: RunConfig, phases: Sequence[Phase]) -> list[int]:
         until = config.phases[phase.index].until if config.phases else None
         if (until := until or config.trainer.until) is not None:
             end = min(end, _first_end(until, start, config.trainer.steps_per_eval))
-        starts.append(end if phase.objective.finished_metric is None else start + 1)
+        starts.append(end if phase.objective.pacing is None else start + 1)
     return starts[:-1]
 
 
@@ -42,8 +42,8 @@ def phase_controllers(config: RunConfig, phase: PhaseConfig, index: int) -> tupl
     objective = phase.objective or config.objective
     until, path = (trainer.until, "trainer.until") if phase.until is None else (phase.until, f"phases.{index}.until")
     made: list[Controller] = [BadStreak(optimizer.rewind_rule, trainer.crash_after_skipped)]
-    if (metric := (phase.objective or config.objective).finished_metric) is not None:
-        made.append(Finished(metric))
+    if objective.pacing is not None:
+        made.append(Finished(objective.pacing.finished_metric))
     if until is not None:
         until.check(path)
         check_metric(until.metric, f"{path}.metric", config, data, phase.name)

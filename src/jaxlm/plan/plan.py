@@ -7,7 +7,6 @@ from typing import Any
 
 from jaxlm.core.imports import gc_paused
 
-import jax
 import numpy as np
 
 from jaxlm.core import tree
@@ -28,7 +27,6 @@ from jaxlm.engine.checkpoint.restore import resolve_folder
 from jaxlm.engine.checkpoint.store import CheckpointFolder
 from jaxlm.engine.entry import StateBuilder
 from jaxlm.engine.phases import Phase
-from jaxlm.engine.state import OBJECTIVE_SLOT, RunState
 from jaxlm.interop.hf.classifier import classifier_name, is_reward_model
 from jaxlm.interop.hf.family import config_to_json, family_of_config
 from jaxlm.interop.hf.folder import parse_dtype
@@ -207,8 +205,9 @@ def make_plan(config: RunConfig, run_id: str, vocab_size: int, devices: Sequence
     precision.check([state_builder.abstract_initial_model, *(state.model for state in states)])
     for phase, state in zip(phases, states, strict=True):
         phase.objective.check_columns(data[phase.index].batch_spec(phase.model.seq_len).columns, state.model)
-        phase.objective.check_trainable(state.model, phase.split(state.model)[0])
-        _check_trend(phase, state)
+        if (trunk := phase.objective.trunk) is not None:
+            trunk.check_trainable(state.model, phase.split(state.model)[0])
+        _check_trend(phase)
         for evaluation in (one for one in config.evals if one.runs_in(phase.name)):
             evaluation.check_parts(state.model)
         if config.hf_save_path is not None:
@@ -219,16 +218,11 @@ def make_plan(config: RunConfig, run_id: str, vocab_size: int, devices: Sequence
     return plan
 
 
-def _check_trend(phase: Phase, state: RunState) -> None:
-    """Raises `ConfigError` if the optimizer measures where weights are going that the objective holds back.
-
-    Args:
-        state: abstract.
-    """
+def _check_trend(phase: Phase) -> None:
+    """Raises `ConfigError` if the optimizer measures where weights are going that the objective holds back."""
     if phase.optimizer.nowcast_window is None:
         return
-    slot, trainable = state.slots.get(OBJECTIVE_SLOT), phase.split(state.model)[0]
-    if jax.eval_shape(phase.objective.pace, slot, trainable) is not None:
+    if phase.objective.pacing is not None:
         raise ConfigError(
             f"phase '{phase.name}': optimizer.nowcast: given, but objective.type: {choice_name(type(phase.objective))} slows"
             " down or stops single layers, whose weights the trend would not follow. Remove nowcast from the optimizer and"
@@ -302,7 +296,8 @@ def _check_batch(phase: Phase, data: DataConfig, config: RunConfig) -> None:
             f" {choice_name(type(data))} makes {type(batch).__name__}, which does not say what the model reads"
             " (`supervised()`). Calibrate in an earlier phase with data.type: tokens, or remove what measures (init: eva)"
         )
-    asks = phase.objective.annotation_key is not None and not phase.objective.asks_itself
+    trunk = phase.objective.trunk
+    asks = phase.objective.annotation_key is not None and trunk is None
     if asks and any(evaluation.reads_objective for evaluation in evals):
         raise ConfigError(
             f"phase '{phase.name}': evals: type objective asks the references about the validation data, but objective.cache:"
@@ -321,7 +316,7 @@ def _check_batch(phase: Phase, data: DataConfig, config: RunConfig) -> None:
                 " objective reads what is stored about the training data as it comes to it. Set objective.cache (or"
                 " preset.cache, for a frozen trunk) to false, or max_candidates: 1 to switch without trying"
             )
-    for objective in (phase.objective, phase.objective.inner):
+    for objective in (phase.objective, *([] if trunk is None else [trunk.objective])):
         if not isinstance(batch, objective.batch_types):
             hides = data.noise is not None and TokenBatch in objective.batch_types
             other = "Remove data.masking, or predict what it hides: objective.type: mlm or diffusion"
@@ -439,7 +434,7 @@ def plan_phases(config: RunConfig) -> tuple[tuple[Phase, ...], tuple[DataConfig,
             if (changed := surgery.changed(model)) != model:
                 changed.check()
             model = changed
-        scheduled = objective.scheduled_steps(steps, model)
+        scheduled = None if objective.pacing is None else objective.pacing.scheduled_steps(steps, model)
         phases.append(
             Phase(
                 index=index,
@@ -506,7 +501,7 @@ def _check_carries(
                 " converted: use the same state, or remove the key"
             )
     for one in (objective, earlier[-1].objective):
-        if one.restarts_optimizer:
+        if one.pacing is not None and one.pacing.restarts_optimizer:
             raise ConfigError(
                 f"{key}: true given, but objective {choice_name(type(one))} starts the optimizer and its schedule anew within"
                 " the phase. Remove the key"

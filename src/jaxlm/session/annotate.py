@@ -75,7 +75,7 @@ def with_annotations(
         return data
     template = abstract_annotations(plan, phase, abstract_batch(plan, phase))
     annotations = {name: AwaitedAnnotations() for name in data.train}
-    schedule, itself = plan.batches.of(phase), phase.objective.asks_itself
+    schedule, itself = plan.batches.of(phase), phase.objective.trunk is not None
 
     def load() -> dict[str, LanguageModel]:
         refs = {name: load_reference(plan, name, log) for name in phase.objective.references}
@@ -182,7 +182,7 @@ def _store_missing(
 
     @functools.partial(jax.jit, out_shardings=plan.layout.replicated())
     def program(refs: Mapping[str, LanguageModel], batch: Any) -> Any:
-        with tracing(quantized_products=phase.objective.asks_itself):  # as in a step
+        with tracing(quantized_products=phase.objective.trunk is not None):  # as in a step
             annotations = phase.objective.annotate(refs, batch).annotations
 
         order = getattr(batch, "order", None)  # a batch of your own may have none

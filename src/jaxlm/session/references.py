@@ -123,7 +123,8 @@ def flops_per_token(plan: Plan, phase: Phase) -> FlopsPerToken:
     References that the run no longer reads do not count: their files may be gone. Nor do layers whose output is stored.
     """
     Vocab, model = plan.state_builder.Vocab, plan.state_builder.abstract_state(phase).model
-    first, frozen, config = phase.objective.first_layer(model), phase.split(model)[1], phase.model
+    trunk, frozen, config = phase.objective.trunk, phase.split(model)[1], phase.model
+    first = 0 if trunk is None else trunk.first_layer(model)
     if first:
         config, frozen = config.with_layers(range(first, config.Layers.size)), without_layers_below(frozen, first)
 
@@ -157,7 +158,7 @@ def load_reference(plan: Plan, name: str, log: Log) -> LanguageModel:
 def abstract_annotations(plan: Plan, phase: Phase, batch: Any) -> Any:
     """Shapes, dtypes and shardings of what the references say about a batch {microbatch, batch, ...} of shapes."""
     refs = {name: _abstract(plan, name) for name in phase.objective.references}
-    if phase.objective.asks_itself:
+    if phase.objective.trunk is not None:
         model = jax.eval_shape(plan.precision.cast_to_compute, plan.state_builder.abstract_state(phase).model)
         refs[ITSELF] = sharded_shapes(model, plan.layout)
     annotations = jax.eval_shape(lambda refs, batch: annotations_of(phase, refs, batch), refs, batch)
@@ -174,7 +175,7 @@ def annotated(plan: Plan, phase: Phase, batches: Sequence[T], log: Log) -> Seque
     if phase.objective.annotation_key is None:
         return batches
     abstract = abstract_annotations(plan, phase, batches[0])
-    if phase.objective.asks_itself:  # there is no trained model to ask, and its numbers cost no time
+    if phase.objective.trunk is not None:  # there is no trained model to ask, and its numbers cost no time
         zeros = jax.tree.map(lambda leaf: jax.numpy.zeros(leaf.shape, leaf.dtype, device=leaf.sharding), abstract)
         return [replace(batch, annotations=zeros) for batch in batches]
     refs = {name: load_reference(plan, name, log) for name in phase.objective.references}

@@ -267,7 +267,8 @@ def describe_parts(plan: Plan, phase: Phase) -> str | None:
 
 
 def _fp8_products(phase: Phase, model: LanguageModel) -> str | None:
-    objective = phase.objective.inner
+    trunk = phase.objective.trunk
+    objective = phase.objective if trunk is None else trunk.objective
     if model.head_fp8 is None or objective.head_in_fp8:
         return describe_products(model)
     others = describe_products(dataclasses.replace(model, head_fp8=None)) or "all in the compute dtype"

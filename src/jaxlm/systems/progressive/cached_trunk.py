@@ -28,7 +28,7 @@ from jaxlm.models.distillation.layerwise import Int8Array
 from jaxlm.models.linear import Linear
 from jaxlm.models.stack_paths import newest_stack
 from jaxlm.models.stacks import Body
-from jaxlm.objectives.base import ITSELF, Metrics, ObjectiveConfig
+from jaxlm.objectives.base import ITSELF, Metrics, ObjectiveConfig, Trunk
 from jaxlm.objectives.next_token import NextToken
 from jaxlm.reading.choices import choice
 from jaxlm.reading.decode import choice_name
@@ -82,7 +82,7 @@ Sequences = TokenBatch | MaskedBatch | LabeledBatch
 
 
 @choice(ObjectiveConfig, "cached_trunk")
-class CachedTrunk(ObjectiveConfig):
+class CachedTrunk(ObjectiveConfig, Trunk):
     """Trains upper layers on the stored output of frozen lower ones (the trunk). When the phase begins, the trunk reads each
     sequence that its steps will read, once, and what it computes is kept on disk beside the tokens; the steps start from
     there. Everything that it depends on must be frozen, and nothing in it random (dropout). Where tokens are hidden,
@@ -119,7 +119,7 @@ class CachedTrunk(ObjectiveConfig):
             raise ConfigError(
                 f"objective.objective: {name} given, which asks another model in every step. Use it without cached_trunk"
             )
-        if inner.restarts_optimizer or not set(self.batch_types) & set(inner.batch_types):
+        if inner.pacing is not None or not set(self.batch_types) & set(inner.batch_types):
             raise ConfigError(
                 f"objective.objective: {name} given, which does not train on sequences by the final hidden states of the"
                 " model. Use it without cached_trunk"
@@ -132,16 +132,12 @@ class CachedTrunk(ObjectiveConfig):
             )
 
     @property
-    def inner(self) -> ObjectiveConfig:
-        return self.objective
+    def trunk(self) -> Trunk:
+        return self
 
     @property
     def annotation_key(self) -> Mapping[str, Any]:
         return {"trunk": self.num_layers, "int8": self.int8, "inputs": dict(self.objective.inputs_key or {})}
-
-    @property
-    def asks_itself(self) -> bool:
-        return True
 
     def annotate(self, refs: Mapping[str, LanguageModel], batch: Sequences) -> Sequences:
         model = refs.get(ITSELF)

@@ -29,7 +29,7 @@ from jaxlm.core.field_types import (
     PositiveInt,
     ProperFraction,
 )
-from jaxlm.core.pace import Pace
+from jaxlm.core.pace import Pace, Pacing
 from jaxlm.core.values.batch_types import TokenBatch
 from jaxlm.core.values.sums import Largest, Sum
 from jaxlm.models.base import Inputs, LanguageModel, ModelConfig
@@ -223,7 +223,7 @@ BLOCKS_LEFT = "train/blocks_left"
 
 
 @choice(ObjectiveConfig, "blockwise")
-class Blockwise(ObjectiveConfig):
+class Blockwise(ObjectiveConfig, Pacing):
     """The sum over all blocks of the mean absolute difference from the teacher's block. Only what a block's `target` depends
     on can be trained. The optimizer's `max_grad_norm` clips the gradient of all blocks together.
 
@@ -276,6 +276,10 @@ class Blockwise(ObjectiveConfig):
     @property
     def annotation_key(self) -> Mapping[str, Any] | None:
         return {"target": self.target, "cache": self.cache} if self.cache else None
+
+    @property
+    def pacing(self) -> Pacing:
+        return self
 
     @property
     def finished_metric(self) -> str:
