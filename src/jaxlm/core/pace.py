@@ -7,7 +7,7 @@ import jax
 
 
 class Pace(eqx.Module):
-    """How the update of a step differs from what the optimizer computes.
+    """Describes how the update of a step differs from what the optimizer computes.
 
     Attributes:
         factors: float32 {layers} by the path of the parameter: the factor of the update of each layer. Where it is 0, the
