@@ -123,7 +123,7 @@ class ObjectiveConfig(Registry, draccus.ChoiceRegistry, abc.ABC):
         return slot
 
     def pace(self, slot: Any, trainable: Any) -> Pace | None:
-        """How the update differs from the optimizer's, by layer; None if it does not. Traceable.
+        """Returns how the update differs from the optimizer's, by layer; None if it does not. Traceable.
 
         Args:
             slot: before the step.
@@ -133,7 +133,7 @@ class ObjectiveConfig(Registry, draccus.ChoiceRegistry, abc.ABC):
 
     @property
     def restarts_optimizer(self) -> bool:
-        """Whether `pace` starts the optimizer and its schedule anew within a phase."""
+        """Tells whether `pace` starts the optimizer and its schedule anew within a phase."""
         return False
 
     def scheduled_steps(self, num_steps: int, model: ModelConfig) -> int | None:
@@ -159,12 +159,12 @@ class ObjectiveConfig(Registry, draccus.ChoiceRegistry, abc.ABC):
 
     @property
     def holds_reference(self) -> bool:
-        """Whether `references_in_slot` has a model with the sizes of the one that trains."""
+        """Tells whether `references_in_slot` has a model with the sizes of the one that trains."""
         return False
 
     @property
     def reports_teacher_loss(self) -> bool:
-        """Whether the metrics have `loss` and `TEACHER_LOSS`."""
+        """Tells whether the metrics have `loss` and `TEACHER_LOSS`."""
         return False
 
     @property
@@ -192,7 +192,7 @@ class ObjectiveConfig(Registry, draccus.ChoiceRegistry, abc.ABC):
 
     @property
     def compares_examples(self) -> bool:
-        """Whether the loss of an example depends on the others of its batch, which then cannot be split into microbatches."""
+        """Tells whether the loss of an example depends on the others of its batch, which then has no microbatches."""
         return False
 
     def references_in_slot(self, slot: Any, model: LanguageModel) -> Mapping[str, LanguageModel]:
@@ -205,7 +205,7 @@ class ObjectiveConfig(Registry, draccus.ChoiceRegistry, abc.ABC):
 
     @property
     def annotation_key(self) -> Mapping[str, Any] | None:
-        """What annotations on disk depend on, besides references and tokens; None if every step queries the references.
+        """The facts that annotations on disk depend on, besides references and tokens; None if steps ask the references.
 
         With a key, each sequence that the phase's steps read is annotated once, before the first step.
         """
@@ -213,19 +213,19 @@ class ObjectiveConfig(Registry, draccus.ChoiceRegistry, abc.ABC):
 
     @property
     def asks_itself(self) -> bool:
-        """Whether what `annotate` asks is the model that trains, by the name `ITSELF`, and not a reference. It is asked once
-        for each training sequence, when the phase begins, so that what it says must not change after that."""
+        """Tells whether what `annotate` asks is the model that trains, by the name `ITSELF`, and not a reference. It is
+        asked once for each training sequence, when the phase begins, so that what it says must not change after that."""
         return False
 
     @property
     def inputs_key(self) -> Mapping[str, Any] | None:
-        """What the tokens that the model reads depend on, besides the example; {} if `read_inputs` are those of the batch.
+        """The facts that the model's tokens depend on, besides the example; {} if `read_inputs` are those of the batch.
         Masks belong to the example (`Examples.arrangement`). None if that is not known, or random: then nothing that depends
         on them can be stored."""
         return None
 
     def read_inputs(self, batch: Any) -> Inputs:
-        """What the model reads of a batch, for an objective with `inputs_key`."""
+        """Selects what the model reads of a batch, for an objective with `inputs_key`."""
         return Inputs.of(batch.supervised())
 
     def check_trainable(self, model: LanguageModel, trainable: Any) -> None:
