@@ -253,7 +253,7 @@ class Mixture:
         return before
 
     def _examples_until(self, number: int, source_examples: int) -> int | None:
-        """Returns how many examples of the mixture contain the first `source_examples` of a source; None if none ever do."""
+        """Returns how many examples of the mixture contain the first `source_examples` of a source; None if none do."""
         ends = [*(stage.start for stage in self._stages[1:]), None]
         for index, (stage, end) in enumerate(zip(self._stages, ends, strict=True)):
             in_stage = source_examples - int(self._before[index][number])
