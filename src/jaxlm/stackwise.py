@@ -179,7 +179,7 @@ def _phases(
 
 
 def _store(stack: PlannedStack, preset: Mapping[str, Any]) -> str | None:
-    """How a stack is stored in the trunk."""
+    """Says how a stack is stored in the trunk; None if the preset leaves that open."""
     kind = preset.get("store") if stack.precision is None else STORED_AS[stack.precision]
     if kind is not None and (steps := preset.get("polish_steps")):
         raise ConfigError(

@@ -91,7 +91,7 @@ _MANY_PHASES = 16
 
 @dataclass(frozen=True)
 class TrainResult:
-    """How a training run ended.
+    """Describes how a training run ended.
 
     Attributes:
         state: after the last step; None for a dry run.
@@ -360,7 +360,7 @@ def _open_phase(
 def _entry(
     run: Run, phase: Phase, state: RunState | None, data: PhaseData, init_from: InitFrom
 ) -> Callable[[], RunState]:
-    """What makes the state at the start of the phase, from the state before it or the weights to start a run with."""
+    """Returns what makes the state at the start of a phase from the state before it or the weights to start a run with."""
     plan, log = run.plan, run.console.log
     refs = {name: load_reference(plan, name, log) for name in phase.surgery_references}
     check_sanity(plan, phase, refs, data.reopened, log)

@@ -25,11 +25,11 @@ class StopRunError(Exception):
 
 
 class Measured(Protocol):
-    """What a controller may ask the objective of its phase."""
+    """Answers what a controller may ask the objective of its phase."""
 
     @property
     def reports_teacher_loss(self) -> bool:
-        """Whether the metrics of a step have the losses of both model and teacher."""
+        """Tells whether the metrics of a step have the losses of both model and teacher."""
         ...
 
 
@@ -140,7 +140,7 @@ class Branch:
 
 @dataclass(frozen=True)
 class Branched:
-    """What came of a branch.
+    """Describes what came of a branch.
 
     Attributes:
         before: loss on the held-out batches before the first step of the branch.
@@ -226,8 +226,8 @@ class Controller(abc.ABC):
         """
 
     def resumed(self, state: Json) -> tuple[Json, Mapping[str, float]] | None:
-        """What it remembers, and the controls in effect, when a run resumes with other keys. Decisions that are not in effect
-        yet are dropped. None if nothing changes.
+        """Returns what it remembers, and the controls in effect, when a run resumes with other keys. Decisions not in
+        effect yet are dropped. None if nothing changes.
 
         Raises:
             ConfigError: it cannot resume with these keys.
@@ -235,13 +235,13 @@ class Controller(abc.ABC):
         return None
 
     def rewound(self, state: Json, step: int) -> Json:
-        """What it remembers after the run has gone back to `step`, because of this controller or of another one. Called only
-        if its state survives that. Its decisions that were not in effect yet are dropped."""
+        """Returns what it remembers after the run has gone back to `step`, because of this controller or of another one.
+        Called only if its state survives that. Its decisions that were not in effect yet are dropped."""
         return state
 
     @property
     def may_branch(self) -> bool:
-        """Whether it may decide to `Branch`, for which the phase needs validation data."""
+        """Tells whether it may decide to `Branch`, for which the phase needs validation data."""
         return False
 
     def branched(self, step: DoneStep, result: Branched, state: Json) -> tuple[Json, Answer]:
@@ -254,7 +254,7 @@ class Controller(abc.ABC):
 
 @dataclass(frozen=True)
 class OptimizerFacts:
-    """What a controller may know of the optimizer of its phase.
+    """Holds what a controller may know of the optimizer of its phase.
 
     Attributes:
         learning_rate: the peak of its schedule.

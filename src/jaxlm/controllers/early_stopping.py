@@ -81,7 +81,7 @@ class UntilConfig:
             raise ConfigError(f"{path}.min_delta: {self.min_delta} given, which has no effect without patience")
 
     def is_better(self, value: float, than: float) -> bool:
-        """Whether a value of the metric is better than another; NaN never is."""
+        """Tells whether a value of the metric is better than another; NaN never is."""
         return value < than if self.mode == "min" else value > than
 
     def reached(self, value: float) -> str | None:

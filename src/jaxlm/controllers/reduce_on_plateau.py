@@ -48,7 +48,7 @@ class ReduceOnPlateauConfig(ControllerConfig):
         return ReduceOnPlateau(self, optimizer.learning_rate)
 
     def is_better(self, value: float, best: float) -> bool:
-        """Whether a value is an improvement; NaN never is."""
+        """Tells whether a value is an improvement; NaN never is."""
         sign = 1 if self.mode == "max" else -1
         bound = best * (1 + sign * self.threshold) if self.threshold_mode == "rel" else best + sign * self.threshold
         return value > bound if self.mode == "max" else value < bound

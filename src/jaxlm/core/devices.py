@@ -54,7 +54,7 @@ def peak_flops(device_kind: str) -> float | None:
 
 
 def known_device(device_kind: str, facts: Mapping[str, T]) -> T | None:
-    """What is known of a jax `device_kind`; None if nothing is. Args: facts: by lower-case name. The longest match wins."""
+    """Returns what is known of a jax `device_kind`, or None. Args: facts: by lower-case name. The longest match wins."""
     words = f" {device_kind.lower().replace('-', ' ').replace('nvidia', ' ')} "
     known = [name for name in facts if f" {name} " in words]
     return facts[max(known, key=len)] if known else None
@@ -109,7 +109,7 @@ def peak_bytes_in_use() -> int | None:
 
 
 def processor_facts() -> dict[str, str]:
-    """What Linux says about the first core, such as `flags`; empty elsewhere."""
+    """Returns what Linux says about the first core, such as `flags`; empty elsewhere."""
     try:
         text = Path("/proc/cpuinfo").read_text(encoding="utf-8").partition("\n\n")[0]
     except OSError:

@@ -61,7 +61,7 @@ def _leave(code: int) -> NoReturn:
 
 @dataclass(frozen=True)
 class DistributedConfig:
-    """How the processes of a multi-process run connect. SLURM, TPU pods and Open MPI are detected automatically.
+    """Says how the processes of a multi-process run connect. SLURM, TPU pods and Open MPI are detected automatically.
 
     Attributes:
         coordinator_address: `host:port` of process 0 (MASTER_ADDR:MASTER_PORT in PyTorch); null detects it. Set it
@@ -85,7 +85,7 @@ class DistributedConfig:
 
     @property
     def has_several_processes(self) -> bool:
-        """Whether the configuration or the environment describes a run of several processes."""
+        """Tells whether the configuration or the environment describes a run of several processes."""
         if self.num_processes is not None:
             return self.num_processes > 1
         return detect_launcher(os.environ) is not None

@@ -111,7 +111,7 @@ def end_of_output(error: BrokenPipeError) -> int:
 
 
 def is_output_closed() -> bool:
-    """Whether the program that reads standard output has ended."""
+    """Tells whether the program that reads standard output has ended."""
     poll = select.poll()
     try:
         poll.register(sys.stdout.fileno(), 0)  # errors are always reported

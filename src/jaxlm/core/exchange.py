@@ -31,7 +31,7 @@ class Exchange:
         self._kept = 0  # the first exchange whose keys are still there
 
     def conclude(self, message: bytes, conclusion: Callable[[Sequence[bytes]], bytes]) -> bytes:
-        """What process 0 concludes from the bytes of all processes, on every process.
+        """Returns what process 0 concludes from the bytes of all processes, on every process.
 
         Args:
             message: what this process has to say.

@@ -26,12 +26,12 @@ SMALLEST_FLOAT = float(np.finfo(np.float32).tiny)
 
 
 def is_float32(value: Any) -> bool:
-    """Whether float32 can hold a number, which may be an integer of any size."""
+    """Tells whether float32 can hold a number, which may be an integer of any size."""
     return -LARGEST_FLOAT <= value <= LARGEST_FLOAT
 
 
 def what_float32_needs(value: Any) -> str:
-    """What a value that float32 cannot hold should have been, for messages."""
+    """Says what a value that float32 cannot hold should have been, for messages."""
     is_finite = issubclass(type(value), numbers.Real) and -math.inf < value < math.inf
     return f"a number from -{LARGEST_FLOAT:.2g} to {LARGEST_FLOAT:.2g} (float32)" if is_finite else "a finite number"
 
@@ -123,7 +123,7 @@ def bounds_of(hint: Any) -> Interval | None:
 
 
 def in_range(number: float, bounds: Interval) -> bool:
-    """Whether a number is within bounds. NaN never is."""
+    """Tells whether a number is within bounds. NaN never is."""
     low = -math.inf if bounds.ge is None else bounds.ge
     high = math.inf if bounds.le is None else bounds.le
     above, below = bounds.gt, bounds.lt
@@ -152,7 +152,7 @@ def describe_limits(bounds: Interval, value: Any = None) -> str:
 
 
 def describe_type(hint: Any, value: Any = None) -> str:
-    """What a field's type accepts, as in "an integer of 1 or more or null".
+    """Describes the values that a field's type accepts, as in "an integer of 1 or more or null".
 
     Args:
         value: the value that it does not accept.
@@ -224,7 +224,7 @@ def _items(members: tuple[Any, ...], container: type) -> Any:
 
 
 def _accepts(member: Any, value: Any) -> bool:
-    """Whether a type that is not a union accepts a value that is neither a section nor a container."""
+    """Tells whether a type that is not a union accepts a value that is neither a section nor a container."""
     if (bounds := bounds_of(member)) is not None:
         return _accepts(typing.get_args(member)[0], value) and in_range(value, bounds)
     if typing.get_origin(member) is Literal:

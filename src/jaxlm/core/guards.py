@@ -75,14 +75,14 @@ class StepGuard(abc.ABC):
 
     @abc.abstractmethod
     def reason(self, metrics: Mapping[str, float]) -> str | None:
-        """Why this guard rejected a step whose update was skipped, from the step's metrics; None if it did not.
+        """Says why this guard rejected a step whose update was skipped, from the step's metrics; None if it did not.
 
         It runs on the host. A reason that left the program would change how the program is compiled.
         """
 
 
 class RewindRule(NamedTuple):
-    """When a run goes back because updates were skipped.
+    """Says when a run goes back because updates were skipped.
 
     Attributes:
         after: number of updates skipped in a row.
@@ -94,7 +94,7 @@ class RewindRule(NamedTuple):
 
 
 def skip_reason(guards: Iterable[StepGuard], metrics: Mapping[str, float]) -> str:
-    """Why an update was skipped: the guards that judged the step, and its metrics."""
+    """Says why an update was skipped: the guards that judged the step, and its metrics."""
     names = (("loss", OBJECTIVE), ("gradient", GRADIENT_NORM), ("update", UPDATE_NORM))
     infinite = [text for text, name in names if not math.isfinite(metrics[name])]
     texts = [f"{' and '.join(infinite)} {'is' if len(infinite) == 1 else 'are'} not finite"] if infinite else []
@@ -102,7 +102,7 @@ def skip_reason(guards: Iterable[StepGuard], metrics: Mapping[str, float]) -> st
 
 
 def is_finite(metrics: Mapping[str, float]) -> bool:
-    """Whether a step's objective, gradient norm and update norm are finite."""
+    """Tells whether a step's objective, gradient norm and update norm are finite."""
     return all(math.isfinite(metrics[name]) for name in (OBJECTIVE, GRADIENT_NORM, UPDATE_NORM))
 
 

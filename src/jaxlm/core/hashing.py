@@ -115,7 +115,7 @@ def check_same_files() -> dict[str, str]:
 
 
 def _are_same(digests: Sequence[str | None]) -> bool:
-    """Whether processes have read the same, in the same order; what some of them have not read is not compared."""
+    """Tells whether processes have read the same, in the same order; what some of them have not read is not compared."""
     lists = [joined.split(_AND) for joined in digests if joined is not None]
     most = max(lists, key=len)
     return len(lists) < len(digests) or all(

@@ -9,7 +9,7 @@ _EXTRA = re.compile(r"extra == ['\"]([^'\"]+)['\"]")
 
 
 def install_command(*extras: str) -> str:
-    """What to run for the packages of some extras.
+    """Returns the command that installs the packages of some extras.
 
     It names the packages, not `jaxlm[extra]`: no package index has jaxlm, and one that has another project of this name would
     install that.

@@ -76,7 +76,7 @@ class MeshConfig:
 
     @property
     def spans_groups(self) -> bool:
-        """Whether any axis spans slices or processes."""
+        """Tells whether any axis spans slices or processes."""
         return any(size != 1 for size in self.dcn_axes.values())
 
 

@@ -9,7 +9,7 @@ import jax
 
 
 class Pace(eqx.Module):
-    """How the update of a step differs from what the optimizer computes.
+    """Describes how the update of a step differs from what the optimizer computes.
 
     Attributes:
         factors: float32 {layers} by the path of the parameter: the factor of the update of each layer. Where it is 0, the
@@ -33,7 +33,7 @@ class Pacing(abc.ABC):
     @property
     @abc.abstractmethod
     def restarts_optimizer(self) -> bool:
-        """Whether the optimizer and its schedule start anew within the phase."""
+        """Tells whether the optimizer and its schedule start anew within the phase."""
 
     @abc.abstractmethod
     def scheduled_steps(self, num_steps: int, model: Any) -> int | None:

@@ -42,12 +42,12 @@ class Bfloat16(NamedTuple):
 
     @property
     def policy(self) -> str:
-        """What `trainer.mp: auto` stands for."""
+        """The policy that `trainer.mp: auto` stands for."""
         return _FAST if self.is_fast else _SLOW
 
 
 def bfloat16_products(device: Any) -> Bfloat16:
-    """What a device does with bfloat16."""
+    """Returns how a device computes with bfloat16."""
     if device.platform == "cpu":
         return _of_processor(_instructions(), jaxlib.version.__version_info__)
     capability = cuda_capability(device)
@@ -57,7 +57,7 @@ def bfloat16_products(device: Any) -> Bfloat16:
 
 
 def has_matrix_instruction() -> bool:
-    """Whether this machine's processor has the matrix instructions for bfloat16."""
+    """Tells whether this machine's processor has the matrix instructions for bfloat16."""
     return not _instructions().isdisjoint(_INSTRUCTIONS)
 
 
@@ -77,7 +77,7 @@ def _of_processor(instructions: frozenset[str], version: tuple[int, ...]) -> Bfl
 
 @functools.cache
 def _instructions() -> frozenset[str]:
-    """What Linux says that the processor has; empty elsewhere."""
+    """Lists the instructions that the processor has according to Linux; empty elsewhere."""
     return frozenset(processor_facts().get("flags", "").split())
 
 
@@ -250,7 +250,7 @@ class Precision:
     reason: str = ""
 
     def at(self, path: str) -> "PathPrecision | Precision":
-        """What holds the dtypes of the parameter at a path: the first rule that matches, or this."""
+        """Returns what holds the dtypes of the parameter at a path: the first rule that matches, or this."""
         return next((rule for rule in self.rules if rule.pattern.search(path)), self)
 
     def cast_to_params(self, tree: T) -> T:

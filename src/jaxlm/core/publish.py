@@ -43,7 +43,7 @@ def check_folder_writable(folder: Path) -> None:
 
 
 def is_taken(folder: Location, last: str) -> bool:
-    """Whether `folder` exists on process 0 and is not an empty folder. Every process gets the same answer.
+    """Tells whether `folder` exists on process 0 and is not an empty folder. Every process gets the same answer.
 
     Args:
         last: the file that makes a folder at a URL complete. Without it, the folder is the rest of an interrupted upload.
@@ -108,7 +108,7 @@ def _remove_leftovers(folder: Path) -> None:
 
 
 def _is_of_another(number: int) -> bool:
-    """Whether another process with this number runs."""
+    """Tells whether another process with this number runs."""
     try:
         os.kill(number, 0)
     except ProcessLookupError:

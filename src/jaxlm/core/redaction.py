@@ -178,8 +178,8 @@ def _snake(name: str) -> str:
 
 
 def _is_secret(key: str, value: str) -> bool:
-    """Whether the key says so. The name of the variable that has a key (`api_key_variable`) is not a secret, unless it
-    holds the key itself by mistake."""
+    """Tells whether a value is secret according to its key. The name of the variable that has a key (`api_key_variable`)
+    is not a secret, unless it holds the key itself by mistake."""
     name = _snake(key.rpartition(".")[2])
     if name.endswith("_variable"):
         return _SECRET_NAME.fullmatch(name.removesuffix("_variable")) is not None and not _VARIABLE.fullmatch(value)
@@ -194,7 +194,7 @@ def _is_parameter(name: str) -> bool:
 
 
 def _secrets(*, names_too: bool) -> frozenset[str]:
-    """What the configuration and the environment have. Args: names_too: also what may be a name."""
+    """Collects the secrets of the configuration and the environment. Args: names_too: also what may be a name."""
     kinds = ((value, _kind_of(name)) for name, value in os.environ.items())
     found = (value for value, kind in kinds if kind == 2 or (kind and (names_too or _RANDOM.fullmatch(value))))
     return frozenset((*_remembered, *filter(_can_be_found, found)))
@@ -209,7 +209,7 @@ def _kind_of(variable: str) -> int:
 
 @functools.cache
 def _can_be_found(secret: str) -> bool:
-    """Whether this text hardly occurs by chance: it is not short, a word, or the path of a file that has the secret."""
+    """Tells whether a text hardly occurs by chance: it is not short, a word, or the path of a file that has the secret."""
     if len(secret) < _SHORTEST or _WORD.fullmatch(secret):
         return False
     return not (secret[0] in "./~" and os.path.exists(os.path.expanduser(secret)))

@@ -36,7 +36,7 @@ def configure_jax(options: Mapping[str, Any]) -> None:
 
 
 def is_main_process() -> bool:
-    """Whether this is process 0, which prints, logs and makes time-based decisions."""
+    """Tells whether this is process 0, which prints, logs and makes time-based decisions."""
     return jax.process_index() == 0
 
 
@@ -55,7 +55,7 @@ def broadcast_from_main(values: np.ndarray) -> np.ndarray:
 
 
 def all_processes(holds: bool) -> bool:
-    """Whether `holds` is true on every process. Every process must call this."""
+    """Tells whether `holds` is true on every process. Every process must call this."""
     return not largest_of_processes(int(not holds))
 
 
@@ -67,7 +67,7 @@ def largest_of_processes(number: int) -> int:
 
 
 def same_on_all_processes(text: str) -> bool:
-    """Whether all processes pass the same text. Every process must call this."""
+    """Tells whether all processes pass the same text. Every process must call this."""
     if (others := exchange()) is None:
         return True
     digest = hashlib.sha256(text.encode()).digest()
@@ -117,7 +117,7 @@ def main_only(act: Callable[[], T]) -> T | None:
 
 
 def from_main(make: Callable[[], Any]) -> Any:
-    """What `make` returns on process 0, on every process. It must be plain JSON, which is exact for floats.
+    """Returns on every process what `make` returns on process 0. It must be plain JSON, which is exact for floats.
 
     Raises:
         BaseException: on all processes, as `main_only` does.

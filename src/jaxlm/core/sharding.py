@@ -30,7 +30,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class AttentionWork:
-    """How many keys the queries of a row meet.
+    """Determines how many keys the queries of a row meet.
 
     Attributes:
         windows: (window, number of layers that have it) of each kind of layer; None for no window.
@@ -43,7 +43,7 @@ class AttentionWork:
 
 @dataclass(frozen=True)
 class ContextSharding:
-    """How devices that divide the tokens of a row divide its attention (context parallelism).
+    """Says how devices that divide the tokens of a row divide its attention (context parallelism).
 
     The position axis is mapped to `gather + ring + heads`, in this order.
 
@@ -68,7 +68,7 @@ class ContextSharding:
 
     @property
     def divides_rows(self) -> bool:
-        """Whether a device computes attention of some queries of a row, instead of some heads of the whole row."""
+        """Tells whether a device computes attention of some queries of a row, instead of some heads of the whole row."""
         return bool(self.gather or self.ring)
 
 

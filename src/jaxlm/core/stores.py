@@ -26,7 +26,7 @@ WHILE_TRAINING_S = (*AT_START_S, 4.0, 8.0, 16.0, 32.0)
 
 
 def is_url(path: Path | str) -> bool:
-    """Whether a path is a URL instead of a path in the local file system."""
+    """Tells whether a path is a URL instead of a path in the local file system."""
     return isinstance(path, str) and "://" in path
 
 
@@ -154,7 +154,7 @@ def storage_errors(
 
 
 def is_local_failure(error: BaseException, folder: Path) -> bool:
-    """Whether the local disk caused the failure of a copy between `folder` and a remote store."""
+    """Tells whether the local disk caused the failure of a copy between `folder` and a remote store."""
     if not isinstance(error, OSError):
         return False
     if error.errno in DISK_FULL_ERRNOS:

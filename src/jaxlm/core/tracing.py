@@ -34,7 +34,7 @@ class BlockSizes:
 
 @dataclass(frozen=True)
 class TraceOptions:
-    """How a program is traced.
+    """Holds what the tracing of a program depends on.
 
     Attributes:
         auto_remat: the remat policy that `auto` stands for (`jaxlm.models.remat`).

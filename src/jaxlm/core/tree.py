@@ -22,7 +22,7 @@ M = TypeVar("M")
 
 
 def is_named(x: Any) -> bool:
-    """Whether a node is a `NamedArray`. Use it as `is_leaf` in traversals."""
+    """Tells whether a node is a `NamedArray`. Use it as `is_leaf` in traversals."""
     return isinstance(x, hax.NamedArray)
 
 
@@ -81,7 +81,7 @@ def partition(tree: T, mask: Any) -> tuple[T, T]:
 
 
 def is_inexact(leaf: Any) -> bool:
-    """Whether a leaf is a floating-point array, concrete or abstract."""
+    """Tells whether a leaf is a floating-point array, concrete or abstract."""
     dtype = getattr(raw(leaf), "dtype", None)
     return dtype is not None and jax.numpy.issubdtype(dtype, jax.numpy.inexact)
 

@@ -100,7 +100,7 @@ class AnnotationFolder:
         return sorted(path.stem for path in paths)
 
     def has(self, block: str) -> bool:
-        """Whether a block is there. A process may see it before it is listed (NFS)."""
+        """Tells whether a block is there. A process may see it before it is listed (NFS)."""
         return self._json_of(block).is_file()
 
     def open(self, blocks: Sequence[str]) -> "AnnotationCache":
@@ -149,7 +149,7 @@ class AnnotationCache:
         return self._found(indices)[1]
 
     def _found(self, indices: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Where some examples are among those that are stored, and bool: which of them are."""
+        """Finds some examples among those that are stored: their places, and bool: which of them are."""
         places = np.searchsorted(self._indices, indices)  # not np.isin, which reads the indices of all stored examples
         found = places < len(self._indices)
         found[found] = self._indices[places[found]] == indices[found]

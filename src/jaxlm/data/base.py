@@ -39,7 +39,7 @@ class DataSource(abc.ABC):
 
     @abc.abstractmethod
     def is_local(self, mirror: Path) -> bool:
-        """Whether `files` has nothing to copy: the source is local, or the mirror has a copy."""
+        """Tells whether `files` has nothing to copy: the source is local, or the mirror has a copy."""
 
     @abc.abstractmethod
     def paths(self, mirror: Path) -> list[tuple[str, Path]]:
@@ -92,7 +92,7 @@ class Batches(abc.ABC):
         """Stops background threads."""
 
     def due(self, step: int) -> bool:
-        """Whether the batch of a step (counted from 0) cannot be taken before `refresh`: the current weights make it."""
+        """Tells whether the batch of a step (counted from 0) needs `refresh` before: the current weights make it."""
         return False
 
     def refresh(self, model: Any, step: int) -> None:
@@ -107,5 +107,5 @@ class Batches(abc.ABC):
         raise AssertionError("these batches do not depend on the weights")
 
     def metrics(self) -> Mapping[str, float]:
-        """What the host knows of the batch that was returned last, by name. The step's metrics contain it."""
+        """Returns what the host knows of the batch that was returned last, by name. The step's metrics contain it."""
         return {}

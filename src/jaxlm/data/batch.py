@@ -33,7 +33,7 @@ class Column:
 
 @dataclass(frozen=True)
 class SampledRows:
-    """What the devices that train sample before they train on it.
+    """Describes what the devices that train sample before they train on it.
 
     Attributes:
         group_size: responses to each example.
@@ -122,7 +122,7 @@ class BatchSpec(Generic[B]):
 
     @property
     def takes_order(self) -> bool:
-        """Whether batches can have tokens in another order: they have segments, and their class has the order's columns."""
+        """Tells whether batches can have tokens in another order: they have segments, and columns for the order."""
         orders = self._order_columns()
         try:
             self.make(**dict.fromkeys((*self.columns, *orders)))
@@ -166,7 +166,6 @@ def _taken(values: np.ndarray, column: Column, indices: np.ndarray, order: Colum
 def _placement(
     leading: Sequence[hax.Axis], column: Column, layout: Layout
 ) -> tuple[tuple[int, ...], jax.sharding.NamedSharding, tuple[hax.Axis, ...]]:
-    """Shape, sharding and axes of a column of a batch."""
     axes = (*leading, *column.axes)
     return tuple(axis.size for axis in axes), layout.compute_sharding(axes), axes
 

@@ -121,21 +121,21 @@ class DataConfig(SourceConfig, Registry, draccus.ChoiceRegistry, abc.ABC):
 
     @property
     def noise(self) -> str | None:
-        """How many tokens of the sequences are hidden, in words; None if none are."""
+        """The number of hidden tokens of the sequences, in words; None if none are hidden."""
         return None
 
     @property
     def packs_documents(self) -> bool:
-        """Whether a sequence may have several documents."""
+        """Tells whether a sequence may have several documents."""
         return False
 
     @property
     def has_examples_per_step(self) -> bool:
-        """Whether each step trains on as many new examples as its batch has, so that epochs determine the steps."""
+        """Tells whether each step trains on as many new examples as its batch has, so that epochs determine the steps."""
         return True
 
     def batch_maker(self, tokenizer: Tokenizer) -> BatchMaker:
-        """What makes batches of the training examples."""
+        """Returns the function that makes batches of the training examples."""
         return example_batches
 
     def mask_ranges(self, count: int) -> list[float]:
@@ -186,7 +186,7 @@ class DataConfig(SourceConfig, Registry, draccus.ChoiceRegistry, abc.ABC):
 
     @property
     def has_validation(self) -> bool:
-        """Whether there is any validation data."""
+        """Tells whether there is any validation data."""
         return self.num_validation_sequences is not None or any(source.has(VALIDATION) for source in self.sources())
 
     def train_source_names(self) -> list[str]:
@@ -241,7 +241,7 @@ class DataConfig(SourceConfig, Registry, draccus.ChoiceRegistry, abc.ABC):
 
     @property
     def prompt_bos(self) -> bool | None:
-        """Whether a text to continue begins with BOS, as the training data does; None for what the tokenizer itself does."""
+        """Tells whether a text to continue begins with BOS, as in training; None for what the tokenizer itself does."""
         if self.enforce_bos is not None:
             return self.enforce_bos
         formats = [source.config.format for source in self.sources() if source.has(TRAIN)]
@@ -254,7 +254,7 @@ class DataConfig(SourceConfig, Registry, draccus.ChoiceRegistry, abc.ABC):
         return None if bpe_config(self.tokenizer) or not depends else self.load_tokenizer(log=lambda _: None)
 
     def describe_begin(self) -> str:
-        """What the documents that are trained on begin with, and why, for the table at the start."""
+        """Says what the documents that are trained on begin with, and why, for the table at the start."""
         try:
             tokenizer = self.known_tokenizer()
         except ConfigError:
@@ -265,7 +265,7 @@ class DataConfig(SourceConfig, Registry, draccus.ChoiceRegistry, abc.ABC):
         return "; ".join(f"documents of {name} {how}" for name, how in begin.items())
 
     def _begin(self) -> Any:
-        """What the documents of all training sources begin with: see `NamedSource.begin`; by source if they differ."""
+        """Returns what the documents of the training sources begin with (`NamedSource.begin`), by source if they differ."""
         tokenizer = self.known_tokenizer()
         begin = {source.name: source.begin(tokenizer) for source in self.sources() if source.has(TRAIN)}
         values = list(begin.values())
@@ -296,7 +296,7 @@ class DataConfig(SourceConfig, Registry, draccus.ChoiceRegistry, abc.ABC):
             )
 
     def is_tokenized(self) -> bool:
-        """Whether every cache that `open` needs already exists."""
+        """Tells whether every cache that `open` needs already exists."""
         names = self._weighted_names()
         return all(
             source.is_tokenized(split)

@@ -43,14 +43,14 @@ class Examples(abc.ABC):
     @property
     @abc.abstractmethod
     def summary(self) -> str | None:
-        """How the documents became examples, for the log; None if there is nothing to say."""
+        """The way in which the documents became examples, for the log; None if there is nothing to say."""
 
     def degenerate_reason(self) -> str | None:
-        """Why nothing can be learned from any of the examples, and what to check; None if something can."""
+        """Says why nothing can be learned from any of the examples, and what to check; None if something can."""
         return None
 
     def num_evaluated(self, most: int | None) -> int:
-        """How many examples an evaluation of at most `most` reads; None for one pass."""
+        """Counts the examples that an evaluation of at most `most` reads; None for one pass."""
         if most is None:
             return len(self)
         return most if self.is_endless else min(most, len(self))

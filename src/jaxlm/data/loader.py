@@ -204,7 +204,7 @@ class LogRollout(Protocol):
 
 @dataclass(frozen=True)
 class RunServices:
-    """What batches that ask the model may use of the run.
+    """Holds what batches that ask the model may use of the run.
 
     Attributes:
         precision: how the model is cast for computation.
@@ -229,7 +229,7 @@ class RunServices:
 
 @dataclass(frozen=True)
 class BatchContext:
-    """What batches may need.
+    """Holds what batches may need.
 
     Attributes:
         start: first step of the phase.

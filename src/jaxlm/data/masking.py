@@ -167,7 +167,7 @@ class MaskingConfig:
 
     @property
     def summary(self) -> str:
-        """How many tokens are hidden, in words."""
+        """The number of hidden tokens, in words."""
         ends = np.array([0.0, 1.0] if self.times is None else self.times)
         fractions = " to ".join(dict.fromkeys(f"{fraction:.4g}" for fraction in self.schedule.fractions(ends)))
         times = "" if self.times is None else f", time {' to '.join(dict.fromkeys(f'{time:.4g}' for time in ends))}"
@@ -194,7 +194,7 @@ class MaskingConfig:
 
     @property
     def is_stepped(self) -> bool:
-        """Whether only a few times have a fraction."""
+        """Tells whether only a few times have a fraction."""
         return self.time_step_mask_fractions is not None or self.num_time_steps is not None
 
     @property
@@ -207,8 +207,8 @@ class MaskingConfig:
 
     @property
     def has_rates(self) -> bool:
-        """Whether batches have the weights of the bound: any fraction may occur (with `times`, any of the part that was asked
-        for), and hidden tokens are independent and hidden."""
+        """Tells whether batches have the weights of the bound: any fraction may occur (with `times`, any of the part that
+        was asked for), and hidden tokens are independent and hidden."""
         smallest, largest = self.mask_range
         if self.times is None:
             any_fraction = smallest <= NEARLY_NONE and largest >= 1 - _ROUNDING
@@ -222,7 +222,7 @@ class MaskingConfig:
         )
 
     def identity(self) -> dict[str, Any]:
-        """What the training data depends on, as plain JSON."""
+        """Returns what the training data depends on, as plain JSON."""
         keys = {name: value for name, value in encode(self).items() if name != "validation_replicas"}
         return {**keys, "version": _VERSION}
 
@@ -308,7 +308,7 @@ class Masker:
     source: int = 0
 
     def identity(self) -> dict[str, Any]:
-        """What masks depend on besides the sequences and their numbers, as plain JSON."""
+        """Returns what masks depend on besides the sequences and their numbers, as plain JSON."""
         special = np.flatnonzero(self.is_special).tolist()
         return {**self.config.identity(), "mask_id": self.mask_id, "special": special, "source": self.source}
 

@@ -244,7 +244,7 @@ class Mixture:
         return order, ranks
 
     def _counts_before(self) -> list[np.ndarray]:
-        """How many examples of each source come before each stage. The last block of a stage may be incomplete."""
+        """Counts the examples of each source before each stage. The last block of a stage may be incomplete."""
         before = [np.zeros(len(self._sources), np.int64)]
         for number, (stage, following) in enumerate(zip(self._stages, self._stages[1:], strict=False)):
             blocks, rest = divmod(following.start - stage.start, sum(stage.counts))
@@ -253,7 +253,7 @@ class Mixture:
         return before
 
     def _examples_until(self, number: int, source_examples: int) -> int | None:
-        """How many examples of the mixture contain the first `source_examples` of one source; None if it never gets there."""
+        """Returns how many examples of the mixture contain the first `source_examples` of a source; None if none do."""
         ends = [*(stage.start for stage in self._stages[1:]), None]
         for index, (stage, end) in enumerate(zip(self._stages, ends, strict=True)):
             in_stage = source_examples - int(self._before[index][number])

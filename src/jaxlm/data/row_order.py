@@ -47,7 +47,7 @@ def block_tokens(seq_len: int, num_shards: int) -> int:
 
 
 def token_work(segment_ids: np.ndarray, work: AttentionWork) -> np.ndarray:
-    """How many keys each token of a row attends to, summed over layers, int64 [seq_len]. Padding attends to none."""
+    """Counts the keys that each token of a row attends to, over all layers, int64 [seq_len]. Padding attends to none."""
     size = len(segment_ids)
     places = np.arange(size)
     is_first = np.diff(segment_ids, prepend=segment_ids[:1] - 1) != 0

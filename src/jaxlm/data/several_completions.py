@@ -91,7 +91,7 @@ class SeveralCompletions(ContiguousExamples):
         return "; ".join(parts)
 
     def place(self, index: int) -> str:
-        """Where an example comes from, for messages."""
+        """Says where an example comes from, for messages."""
         return self.cache.source_of(int(self._starts[index, 0]))
 
     def with_equal_completions(self) -> np.ndarray:
@@ -172,7 +172,6 @@ def first_of(examples: SeveralCompletions, indices: np.ndarray) -> str:
 
 
 def _first_true(is_target: np.ndarray, starts: np.ndarray) -> np.ndarray:
-    """The first true position from each start on."""
     targets = np.flatnonzero(is_target)
     return targets[np.searchsorted(targets, starts)]
 

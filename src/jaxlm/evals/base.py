@@ -39,7 +39,7 @@ class Limit:
     least: bool = False
 
     def allows(self, value: float) -> bool:
-        """Whether a value is allowed; NaN never is."""
+        """Tells whether a value is allowed; NaN never is."""
         return value >= self.bound if self.least else value <= self.bound
 
     def __str__(self) -> str:
@@ -108,7 +108,7 @@ def _no_reference(name: str) -> LanguageModel:
 
 @dataclass(frozen=True)
 class EvalContext:
-    """What evaluations may use in addition to the model.
+    """Holds what evaluations may use in addition to the model.
 
     Attributes:
         layout: the mesh and axis mappings of the model.
@@ -204,7 +204,7 @@ class EvalConfig(Registry, draccus.ChoiceRegistry, abc.ABC):
         return None
 
     def runs_in(self, phase: str) -> bool:
-        """Whether it runs in the phase of this name."""
+        """Tells whether it runs in the phase of this name."""
         return self.phase_names is None or phase in self.phase_names
 
     @property
@@ -253,7 +253,7 @@ class Eval(abc.ABC):
 
 
 def read_results(results: Iterable[Any]) -> Iterator[Any]:
-    """What programs return, on the host. At most a few are queued. Args: results: calls the next program for each."""
+    """Yields what programs return, on the host. At most a few are queued. Args: results: calls each program."""
     queued = deque()
     for result in results:
         queued.append(result)

@@ -72,7 +72,7 @@ class Case:
             raise ConfigError(f"{key}: answer: {answer!r} given, a text expected")
 
     def is_right(self, text: str) -> bool:
-        """Whether a generated text is the answer."""
+        """Tells whether a generated text is the answer."""
         if self.kind == _INT:
             return _first_integer(text) == str(self.answer)
         return text.strip().startswith(str(self.answer).strip())

@@ -28,7 +28,7 @@ class GateConfig(EvalConfig, abc.ABC):
 
     @property
     def title(self) -> str:
-        """What the names of its metrics begin with."""
+        """The beginning of the names of its metrics."""
         return choice_name(type(self)) if self.name is None else self.name
 
     @property

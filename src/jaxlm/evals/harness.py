@@ -262,7 +262,7 @@ class _BackendMethods:
 
 @dataclass(frozen=True)
 class _GenerationRequest:
-    """How a task wants text to be generated."""
+    """Says how a task wants text to be generated."""
 
     stops: tuple[str, ...]
     generation: GenerationConfig

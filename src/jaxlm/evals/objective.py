@@ -17,9 +17,9 @@ _OF_THE_LOSS_EVAL = "loss"
 
 @choice(EvalConfig, "objective")
 class ObjectiveEvalConfig(EvalConfig):
-    """What the objective measures in training, over one pass of the validation data, without dropout. It logs the minimized
-    loss as `objective`, and the objective's metrics under their own names, such as `rewards/accuracies` of `dpo` and
-    `divergence` of `distill`; only its metric `loss` is left to the evaluation of that name.
+    """Measures what the objective does in training, over one pass of the validation data, without dropout. It logs the
+    minimized loss as `objective`, and the objective's metrics under their own names, such as `rewards/accuracies` of `dpo`
+    and `divergence` of `distill`; only its metric `loss` is left to the evaluation of that name.
     """
 
     reads_validation: ClassVar[bool] = True

@@ -60,7 +60,7 @@ class Picture:
 
 @dataclass(frozen=True)
 class Table:
-    """What was measured.
+    """Holds what was measured.
 
     Attributes:
         name: of its files.

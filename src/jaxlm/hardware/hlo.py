@@ -179,7 +179,7 @@ class Instruction:
 
     @property
     def in_attention(self) -> bool:
-        """Whether the traced program has it in the named scope of attention."""
+        """Tells whether the traced program has it in the named scope of attention."""
         return _ATTENTION.search(self.source) is not None
 
     def collectives(self) -> list[Collective]:
@@ -254,7 +254,7 @@ class Program:
         return self.trip_count(loop) or (float(expected[-1]) if expected else None)
 
     def turns(self, loop: Instruction) -> float:
-        """How often a loop runs; 1 if that is unknown."""
+        """Returns how often a loop runs; 1 if that is unknown."""
         return self.known_turns(loop) or 1.0
 
     def run_by(self, instruction: Instruction) -> list[str]:
@@ -266,7 +266,7 @@ class Program:
         return [name for name in called if self._has_known_trip_counts(name)] or called
 
     def _has_known_trip_counts(self, name: str) -> bool:
-        """Whether all loops of a computation, also inside its calls, have known trip counts."""
+        """Tells whether all loops of a computation, also inside its calls, have known trip counts."""
         instructions = self.computations[name].values()
         loops = (instruction for instruction in instructions if instruction.opcode == "while")
         called = (inner for instruction in instructions for inner in self.called_by(instruction))
@@ -389,7 +389,7 @@ def _is_fp8_product(instruction: Instruction, computation: Computation) -> bool:
 
 
 def has_compiler_remat(hlo: str) -> bool:
-    """Whether the compiler itself rematerializes values to save memory."""
+    """Tells whether the compiler itself rematerializes values to save memory."""
     return _COMPILER_REMAT.search(hlo) is not None
 
 
@@ -484,7 +484,7 @@ _HOST = "S(5)"  # XLA's number of the host's memory space, in the layout of an a
 
 @dataclass(frozen=True)
 class HostCopy:
-    """What an instruction copies, in bytes.
+    """Counts the bytes that an instruction copies.
 
     Attributes:
         there: from the device to the host.
@@ -509,7 +509,7 @@ NO_COPY = HostCopy()
 
 
 def host_copy(instruction: Instruction, body: Computation, program: Program) -> HostCopy:
-    """What an instruction copies between the two memories, or starts to copy."""
+    """Counts the bytes that an instruction copies between the two memories, or starts to copy."""
     if instruction.opcode in ("copy", "copy-start"):
         source, target = body[instruction.operands[0]], instruction.type.split("}")[0]
         return _copied(_HOST in target, _HOST in source.type, source.num_bytes)

@@ -232,7 +232,7 @@ _LONG_ATTENTION_SHARE = 0.555
 
 
 def speed_of(topology: Topology, dtype: Any) -> Speed:
-    """What kernels reach on a chip. Args: dtype: of the matrix products."""
+    """Returns what kernels reach on a chip. Args: dtype: of the matrix products."""
     chip = topology.chip
     peak, memory = chip.peak_of(dtype), chip.memory_bandwidth * _MEMORY_SHARE
     return Speed(peak * _PRODUCTS_SHARE, peak * _ATTENTION_SHARE, memory, peak * _LONG_ATTENTION_SHARE)

@@ -64,7 +64,7 @@ class Inputs(eqx.Module):
 
     @staticmethod
     def of(batch: Any, noise: EmbeddingNoise | None = None) -> "Inputs":
-        """What a model reads of a batch of sequences, as in `jaxlm.core.values.batch_types`."""
+        """Selects what a model reads of a batch of sequences, as in `jaxlm.core.values.batch_types`."""
         return Inputs(
             batch.tokens,
             batch.positions,
@@ -374,7 +374,7 @@ class ModelConfig(Registry, draccus.ChoiceRegistry, abc.ABC):
 
     @property
     def is_causal(self) -> bool:
-        """Whether tokens attend to no later tokens."""
+        """Tells whether tokens attend to no later tokens."""
         return True
 
     @property

@@ -160,7 +160,7 @@ class RowwiseHead(HeadProducts):
 
 
 class HeadKind(Protocol):
-    """How the products with a head are computed. Static, so it must be hashable."""
+    """Computes the products with a head. Static, so it must be hashable."""
 
     def __call__(
         self, x_BSD: jax.Array, w_VD: jax.Array | StoredArray, columns: Sequence[jax.Array], sharding: TokenSharding
@@ -331,7 +331,7 @@ def local_logits(logits_CV: jax.Array, num_local: int, sharding: TokenSharding) 
 
 
 class LogitSummary(NamedTuple):
-    """What a loss needs of the logits of a chunk besides those of the targets.
+    """Holds what a loss needs of the logits of a chunk besides those of the targets.
 
     Attributes:
         lse: [C], log of the sum over the vocabulary of exp(logits).
@@ -407,7 +407,7 @@ def target_logit(logits_CV: jax.Array, y_C: jax.Array, sharding: TokenSharding) 
 
 
 def is_first_maximum(first_C: jax.Array, y_C: jax.Array, num_local: int, sharding: TokenSharding) -> jax.Array:
-    """Whether greedy decoding would pick the target. Args: first_C: `LogitSummary.first_maximum`."""
+    """Tells whether greedy decoding would pick the target. Args: first_C: `LogitSummary.first_maximum`."""
     ids = sharding.local_ids(y_C, num_local)
     # A maximum before the target wins: in this shard, or anywhere in an earlier shard. One in a later shard does not.
     has_earlier = (first_C < num_local) & (first_C < ids)
@@ -427,7 +427,7 @@ def masked_sums(values: tuple[jax.Array, ...], m_C: jax.Array) -> jax.Array:
 
 
 class _Needed(NamedTuple):
-    """Which gradients are needed."""
+    """Says which gradients are needed."""
 
     hidden: bool
     head: bool

@@ -33,7 +33,7 @@ from jaxlm.models.rope import Places, RotaryConfig, Rotation
 
 
 class Gate(eqx.Module):
-    """How much of a query head's score is semantic: sigmoid of a logit, and of a product with the input if it is dynamic.
+    """Weights the semantic part of a query head's score: sigmoid of a logit, and of a product with the input if dynamic.
 
     Attributes:
         logits: {heads}.

@@ -86,7 +86,7 @@ def check_is_whole(denoisers: Sequence[Denoiser]) -> None:
 
 
 def runs_whole(denoisers: Sequence[Denoiser]) -> bool:
-    """Whether one of the parts, the one for the most hidden tokens, has all layers."""
+    """Tells whether one of the parts, the one for the most hidden tokens, has all layers."""
     return (denoisers[-1].first, denoisers[-1].stop) == (0, denoisers[0].stop)
 
 
@@ -142,7 +142,7 @@ _LONGEST = 10000.0  # period, in these steps
 
 @dataclass(frozen=True)
 class TimeEmbeddingConfig:
-    """What tells the model how many tokens of a sequence are hidden.
+    """Configures the embedding that tells the model how many tokens of a sequence are hidden.
 
     Attributes:
         type: `sinusoidal`: features of the mask fraction; `learned`: a row of a table for each of `num_time_steps` equal

@@ -130,7 +130,7 @@ class GatedMlp(eqx.Module):
 
 @dataclass(frozen=True)
 class Tiles:
-    """How the tokens of an activation {batch, position, embed} are divided: each device's own into groups of equal size.
+    """Divides the tokens of an activation {batch, position, embed}: each device's own into groups of equal size.
 
     Shapes: N tiles, Q groups of devices that hold different tokens, T tokens of a tile, L tokens of a group, D embed.
 
@@ -332,7 +332,7 @@ class Attention(eqx.Module):
     def task(
         self, platform: str, capability: tuple[int, int] | None, dtype: jnp.dtype, seq_len: int, window: int | None
     ) -> AttentionTask:
-        """What the backend must support in training, with inputs of `dtype`."""
+        """Describes what the backend must support in training, with inputs of `dtype`."""
 
     @abc.abstractmethod
     def __call__(

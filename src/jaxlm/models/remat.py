@@ -40,7 +40,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class RematConfig:
-    """Which modules of each layer are recomputed, or which activations are saved where.
+    """Says which modules of each layer are recomputed, or which activations are saved where.
 
     Attributes:
         modules: regular expression searched for in the names of a layer's modules, such as attn, mlp and mlp_norm. The
@@ -151,14 +151,14 @@ def remat_name(remat_policy: RematPolicy) -> str:
 
 
 def saves(remat_policy: RematPolicy, name: str) -> bool:
-    """Whether a list of activations to save has this one."""
+    """Tells whether a list of activations to save has this one."""
     if isinstance(remat_policy, RematOffload):
         return name in (*remat_policy.save, *remat_policy.offload)
     return isinstance(remat_policy, tuple) and name in remat_policy
 
 
 def offloads(remat_policy: RematPolicy) -> bool:
-    """Whether layers save activations in the host's memory."""
+    """Tells whether layers save activations in the host's memory."""
     return isinstance(remat_policy, RematOffload)
 
 

@@ -67,7 +67,7 @@ class Rotation(eqx.Module):
 
 
 class Places(eqx.Module):
-    """Where each token is: its document, and its position there.
+    """Says where each token is: its document, and its position there.
 
     Attributes:
         positions: int32 {batch, position}, counted from the start of each document.

@@ -96,7 +96,7 @@ _MAX_UNROLLED = 32
 def runs_as_scan(
     scan: bool | str, num_layers: int, remat_policy: RematPolicy, *, platform: str, num_devices: int
 ) -> tuple[bool, str]:
-    """Whether to run the layers as a scan instead of unrolled, and why.
+    """Tells whether to run the layers as a scan instead of unrolled, and why.
 
     A scan compiles in constant time and needs the least memory. Unrolled on one GPU, XLA overlaps and fuses across
     layers, at the cost of compiling each layer. It also copies what a layer has offloaded back to the device long before the
@@ -211,7 +211,7 @@ class _Group:
         return [leaf.array for leaf in named]
 
     def named(self, arrays: Sequence[jax.Array]) -> Any:
-        """What all layers returned, stacked."""
+        """Stacks what all layers returned."""
         axes, structure = self.outputs
         named = [NamedArray(array, (self.Layers, *array_axes)) for array, array_axes in zip(arrays, axes, strict=True)]
         return jax.tree.unflatten(structure, named)

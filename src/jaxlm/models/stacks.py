@@ -118,7 +118,7 @@ def layer_contexts(
 
 
 class LayerFn(Protocol):
-    """What a pass over the layers does at each of them (`Body.map_layers`)."""
+    """Defines what a pass over the layers does at each of them (`Body.map_layers`)."""
 
     def __call__(
         self,
@@ -161,7 +161,7 @@ class Body(abc.ABC):
     @property
     @abc.abstractmethod
     def cuts(self) -> tuple["SplitMap", ...]:
-        """What `split_at` and growth have done, the last one last."""
+        """The changes that `split_at` and growth have made, the last one last."""
 
     @property
     def num_layers(self) -> int:
@@ -277,7 +277,7 @@ class Body(abc.ABC):
     def map_layers(
         self, visit: LayerFn, x: NamedArray, inputs: Inputs, given: Any = None, key: jax.Array | None = None
     ) -> Any:
-        """What `visit` returns at each layer, named arrays {layers, ...} from the first layer to the last. No norm follows.
+        """Collects what `visit` returns at each layer: named arrays {layers, ...}, first layer first. No norm follows.
 
         Args:
             x: {batch, position, embed}, what the first layer is visited with.
@@ -413,7 +413,7 @@ class HeterogeneousBody(eqx.Module):
 
 @dataclass(frozen=True)
 class ForwardPass:
-    """What all layers share in one forward pass.
+    """Holds what all layers share in one forward pass.
 
     Attributes:
         key: for dropout; None means no dropout.
@@ -529,7 +529,6 @@ class Stack(Body, eqx.Module):
 
 
 def _layers_between(tree: T, start: int, stop: int) -> T:
-    """Layers `start` to `stop` of every array."""
     return jax.tree.map(lambda leaf: leaf[LAYERS, start:stop], tree, is_leaf=is_named)
 
 

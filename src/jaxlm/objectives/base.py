@@ -134,12 +134,12 @@ class ObjectiveConfig(Registry, draccus.ChoiceRegistry, abc.ABC):
 
     @property
     def holds_reference(self) -> bool:
-        """Whether `references_in_slot` has a model with the sizes of the one that trains."""
+        """Tells whether `references_in_slot` has a model with the sizes of the one that trains."""
         return False
 
     @property
     def reports_teacher_loss(self) -> bool:
-        """Whether the metrics have `loss` and `TEACHER_LOSS`."""
+        """Tells whether the metrics have `loss` and `TEACHER_LOSS`."""
         return False
 
     @property
@@ -162,7 +162,7 @@ class ObjectiveConfig(Registry, draccus.ChoiceRegistry, abc.ABC):
 
     @property
     def compares_examples(self) -> bool:
-        """Whether the loss of an example depends on the others of its batch, which then cannot be split into microbatches."""
+        """Tells whether the loss of an example depends on the others of its batch, which then has no microbatches."""
         return False
 
     def references_in_slot(self, slot: Any, model: LanguageModel) -> Mapping[str, LanguageModel]:
@@ -175,7 +175,7 @@ class ObjectiveConfig(Registry, draccus.ChoiceRegistry, abc.ABC):
 
     @property
     def annotation_key(self) -> Mapping[str, Any] | None:
-        """What annotations on disk depend on, besides references and tokens; None if every step queries the references.
+        """The facts that annotations on disk depend on, besides references and tokens; None if steps ask the references.
 
         With a key, each sequence that the phase's steps read is annotated once, before the first step.
         """
@@ -183,13 +183,13 @@ class ObjectiveConfig(Registry, draccus.ChoiceRegistry, abc.ABC):
 
     @property
     def inputs_key(self) -> Mapping[str, Any] | None:
-        """What the tokens that the model reads depend on, besides the example; {} if `read_inputs` are those of the batch.
+        """The facts that the model's tokens depend on, besides the example; {} if `read_inputs` are those of the batch.
         Masks belong to the example (`Examples.arrangement`). None if that is not known, or random: then nothing that depends
         on them can be stored."""
         return None
 
     def read_inputs(self, batch: Any) -> Inputs:
-        """What the model reads of a batch, for an objective with `inputs_key`."""
+        """Selects what the model reads of a batch, for an objective with `inputs_key`."""
         return Inputs.of(batch.supervised())
 
     def annotate(self, refs: Mapping[str, LanguageModel], batch: Any) -> Any:

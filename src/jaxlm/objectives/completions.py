@@ -25,7 +25,7 @@ _WHOLE = 1.0
 
 
 class ReferenceLogps(eqx.Module):
-    """What a reference says about completions.
+    """Holds what a reference says about completions.
 
     Attributes:
         logps: float32, its log-likelihoods, with the axes of the objective.
@@ -139,7 +139,7 @@ class ReferencedObjective(ObjectiveConfig):
     @property
     @abc.abstractmethod
     def needs_reference(self) -> bool:
-        """Whether the loss reads the log-likelihoods of a reference."""
+        """Tells whether the loss reads the log-likelihoods of a reference."""
 
     @abc.abstractmethod
     def reference_logps(self, model: LanguageModel, batch: Any) -> NamedArray:

@@ -37,7 +37,7 @@ _EVEN = 0.5
 
 
 class _Answer(eqx.Module):
-    """What a teacher says about a batch, and its residual stream {batch, position, embed} after each layer."""
+    """Holds what a teacher says about a batch, and its residual stream {batch, position, embed} after each layer."""
 
     answer: TeacherStates | TeacherTopK
     streams: tuple[NamedArray, ...]

@@ -273,7 +273,7 @@ class Dpo(ReferencedObjective):
         return _whole_logps(of_tokens, replace(batch, pairs=weighted))
 
     def _likelihood(self, aligned: hax.NamedArray, batch: PairBatch) -> jax.Array:
-        """How likely both completions of each pair are for the model, without a gradient, float32 [pairs].
+        """Measures how likely both completions of each pair are for the model, without a gradient, float32 [pairs].
 
         Source: WPO (Zhou et al. 2024, arXiv:2406.11827), equation 2, with its sampled alignment.
 

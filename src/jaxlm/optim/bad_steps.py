@@ -157,7 +157,7 @@ class SkipBadSteps(StepGuard):
 
     @property
     def rewind_rule(self) -> RewindRule | None:
-        """When the run goes back; None if it never does."""
+        """The rule by which the run goes back; None if it never does."""
         return None if self.rewind_after is None else RewindRule(self.rewind_after, self.max_rewinds)
 
     def init_slot(self) -> BadStepState:

@@ -149,7 +149,7 @@ class OptimizerConfig(Registry, draccus.ChoiceRegistry, abc.ABC):
 
     @property
     def rewind_rule(self) -> RewindRule | None:
-        """When the run goes back because updates were skipped; None if it never does."""
+        """The rule by which the run goes back because updates were skipped; None if it never does."""
         return next((guard.rewind_rule for guard in bad_step_guards(self.skip_bad_steps)), None)
 
     @property

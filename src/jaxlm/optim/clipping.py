@@ -67,7 +67,7 @@ def _axes(leaf: Any) -> tuple[Axis, ...]:
 
 
 def _is_separate(leaf: Any) -> list[bool]:
-    """Whether each axis tells tensors apart."""
+    """Tells whether each axis tells tensors apart."""
     if tree.is_named(leaf):
         return [axis.name in _SEPARATE for axis in leaf.axes]
     return [False] * tree.raw(leaf).ndim
@@ -245,7 +245,7 @@ class AdaGc:
         return optax.GradientTransformation(init_fn, update_fn)
 
     def _scale(self, count: Any, norm: Any, variance: Any, new: jax.Array, in_warmup: jax.Array) -> jax.Array:
-        """What the gradients are multiplied by. Args: new: norms of this step's gradients; in_warmup: their factor then."""
+        """Returns the factor of the gradients. Args: new: norms of this step's gradients; in_warmup: their factor then."""
         if self.mode == "paper":
             limit, early = self.lambda_rel * norm, in_warmup
         else:

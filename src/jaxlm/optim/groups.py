@@ -319,7 +319,7 @@ def _group_name(config: OptimizerConfig, owner: int | None, as_matrices: bool, d
 
 
 def _decay_rule(config: OptimizerConfig, paths: Sequence[str]) -> Callable[[str], bool]:
-    """Whether a path decays: paths that match the patterns, and those of the default mask where it applies."""
+    """Tells whether a path decays: paths that match the patterns, and those of the default mask where it applies."""
     modules, use_default = config.weight_decay_modules, config.default_weight_decay_mask
     if modules is None:
         return (lambda path: True) if use_default is False else _decays_by_default

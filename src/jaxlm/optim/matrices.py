@@ -156,7 +156,6 @@ def _view(leaf: Any, axes: MatrixAxes) -> MatrixView:
 
 
 def _axes_by_path(params: Any) -> dict[str, MatrixAxes]:
-    """Path -> axes of every matrix that is a leaf of `params`."""
     held = {path for path, _ in tree.leaves(params)}
     return {path: axes for path, axes in _known_axes(params) if path in held}
 

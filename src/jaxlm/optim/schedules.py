@@ -509,7 +509,7 @@ class MomentumSchedule:
 
 
 def decay_factor(shape: DecayFactor, num_steps: int) -> Callable[[jax.Array], jax.Array]:
-    """What the weight decay is multiplied by, as a function of the number of updates before."""
+    """Returns the factor of the weight decay, as a function of the number of updates before."""
 
     def value(count: jax.Array) -> jax.Array:
         passed = jnp.clip(count / num_steps, 0.0, 1.0)

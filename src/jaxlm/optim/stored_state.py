@@ -99,7 +99,7 @@ def layer_size(leaf: Any) -> int:
 
 @dataclasses.dataclass(frozen=True)
 class _Blocks:
-    """Where the blocks of an array are.
+    """Says where the blocks of an array are.
 
     With FSDP, a block may be on several devices. Then its largest value is found in two steps, first of each chunk that one
     device has, so that only one number of each chunk moves between devices. The largest of numbers does not depend on the
@@ -255,7 +255,7 @@ class EightBit(StateFormat):
 
 
 def is_quantized(node: Any) -> bool:
-    """Whether a node of an optimizer state is a moment in 8 bits. Use it as `is_leaf` in traversals."""
+    """Tells whether a node of an optimizer state is a moment in 8 bits. Use it as `is_leaf` in traversals."""
     return isinstance(node, QuantizedMoment)
 
 
@@ -276,7 +276,7 @@ def check_applies(given: StateFormat, state: Any, params: Any) -> None:
 
 
 def describe_state(state: Any, num_parameters: int) -> str:
-    """How much memory an optimizer state needs, summed over devices. Args: num_parameters: that it is for."""
+    """Says how much memory an optimizer state needs, summed over devices. Args: num_parameters: that it is for."""
     quantized = tree.modules(state, QuantizedMoment)
     num_arrays = sum(tree.is_inexact(leaf) for _, leaf in tree.leaves(state)) - len(quantized)  # less their absmax
     num_bytes = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(state))

@@ -79,7 +79,7 @@ _RESTART_AFTER = 10  # outliers in a row
 
 
 class Judged(NamedTuple):
-    """What a trend says about a value.
+    """Holds what a trend says about a value.
 
     Attributes:
         score: float32, the residual in robust standard deviations; 0 before there are enough values, infinity for a value
@@ -190,7 +190,7 @@ WindowLength = Annotated[int, Interval(ge=20, le=1_000_000)]
 
 
 class TelemetryState(eqx.Module):
-    """What the telemetry remembers.
+    """Holds what the telemetry remembers.
 
     Attributes:
         losses, log_norms: trends of the loss and of the logarithm of the gradient norm.

@@ -138,7 +138,7 @@ def load_installed_plugins() -> tuple[str, ...]:
 
 
 def is_import_path(name: Any) -> bool:
-    """Whether a `type` is an import path rather than a registered name."""
+    """Tells whether a `type` is an import path rather than a registered name."""
     return isinstance(name, str) and ":" in name
 
 
@@ -213,7 +213,7 @@ def _is_ours(kind: type) -> bool:
 
 
 def _accepts(function: Callable, interface: Callable) -> bool:
-    """Whether a function can be called with all parameters of another."""
+    """Tells whether a function can be called with all parameters of another."""
     parameters = inspect.signature(interface).parameters.values()
     positional = [None for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
     keywords = {p.name: None for p in parameters if p.kind is p.KEYWORD_ONLY}

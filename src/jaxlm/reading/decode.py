@@ -138,7 +138,7 @@ def dump(value: Any) -> str:
 
 
 def is_choice(kind: Any) -> bool:
-    """Whether a class belongs to a registry, so that `type:` picks the subclass."""
+    """Tells whether a class belongs to a registry, so that `type:` picks the subclass."""
     return isinstance(kind, type) and issubclass(kind, ChoiceType)
 
 
@@ -275,7 +275,7 @@ class _Decoder:
         )
 
     def _hint(self, kind: Any, value: Any, path: KeyPath) -> str:
-        """What to change in a value that does not fit a type, if the types alone do not say it."""
+        """Says what to change in a value that does not fit a type, if the types alone do not say it."""
         if value == "":
             return ""  # without quotes, nothing of it is left to write
         if not _is_representable(value) and not isinstance(value, float):
@@ -398,7 +398,7 @@ def _located(problem: str, kind: Any, path: KeyPath, values: Mapping[str, Any]) 
 
 
 def _is_name(kind: Any, value: Any) -> bool:
-    """Whether a value is the name of a type that stands for a section of that type."""
+    """Tells whether a value is the name of a type that stands for a section of that type."""
     return isinstance(value, str) and isinstance(kind, type) and issubclass(kind, NamedChoice)
 
 
@@ -420,7 +420,7 @@ def _fit_simple(kind: Any, value: Any, lenient: bool) -> Any:
 
 
 def _is_representable(value: Any) -> bool:
-    """Whether a program or a file system can take a value."""
+    """Tells whether a program or a file system can take a value."""
     if isinstance(value, str):
         return not _UNPRINTABLE.search(value)
     if isinstance(value, float):

@@ -18,7 +18,7 @@ Kind = Literal["harmless", "changes what follows", "refused"]
 
 @dataclass(frozen=True)
 class Effect:
-    """What a change does to a resumed run.
+    """Describes what a change does to a resumed run.
 
     Attributes:
         kind: `harmless` cannot change any number of the training.
@@ -63,7 +63,7 @@ Stopping = Annotated[T, follows("the run may end or go back where it would not h
 
 
 def effect_of(kind: type, path: str) -> Effect:
-    """What a changed key means for a resumed run: what its field states, or else the innermost section around it.
+    """Returns what a changed key means for a resumed run: what its field states, or else the innermost section around it.
 
     Args:
         kind: the class of the configuration.

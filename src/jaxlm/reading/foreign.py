@@ -21,7 +21,7 @@ class ForeignConfig(Registry, draccus.ChoiceRegistry, abc.ABC):
 
     @abc.abstractmethod
     def recognizes(self, tree: Mapping[str, Any], own: Collection[str]) -> bool:
-        """Whether a file is one of that program. Args: own: the keys of jaxlm's configurations."""
+        """Tells whether a file is one of that program. Args: own: the keys of jaxlm's configurations."""
 
     def check(self, source: ConfigSource) -> None:
         """Raises `ConfigError` for a part of such a file that does not say that it is one."""

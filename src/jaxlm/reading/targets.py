@@ -84,7 +84,7 @@ def _texts(value: Any, seen: set[int]) -> Iterator[str]:
 
 
 def is_option_of_variables(name: str) -> bool:
-    """Whether a dotted key of the command line sets variables."""
+    """Tells whether a dotted key of the command line sets variables."""
     return name.partition(".")[0] == VARS
 
 
@@ -151,7 +151,7 @@ OPTION = "command line: --target"
 
 @dataclass(frozen=True)
 class Selection:
-    """What the command line says of the variant to read.
+    """Holds what the command line says of the variant to read.
 
     Attributes:
         target: the name of a target or an entrypoint; None for the default.

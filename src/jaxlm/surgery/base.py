@@ -33,7 +33,7 @@ class SurgeryConfig(Registry, draccus.ChoiceRegistry, abc.ABC):
         """
 
     def on_read(self, model: LanguageModel) -> Mapping[str, Callable[[NamedArray], Any]] | None:
-        """What `apply` makes of single arrays, as path -> change, if it changes nothing else; None if it does.
+        """Returns what `apply` makes of single arrays, as path -> change, if it changes nothing else; None if it does.
 
         A run that starts with the weights in a folder then changes each array when it has read it, one layer at a time, and
         never holds the whole model as it was before.
@@ -87,7 +87,7 @@ class SurgeryConfig(Registry, draccus.ChoiceRegistry, abc.ABC):
         raise AssertionError("the surgery is not calibrated")
 
     def describe(self, model: LanguageModel, sums: Any) -> str | None:
-        """What `fill` will decide from the sums, for the log. All processes call it.
+        """Says what `fill` will decide from the sums, for the log. All processes call it.
 
         Args:
             model: before the surgery, in the dtype of storage.

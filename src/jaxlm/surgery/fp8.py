@@ -129,7 +129,7 @@ def linear_layers(model: LanguageModel) -> dict[str, LinearShape]:
 
 
 def describe_products(model: LanguageModel) -> str | None:
-    """How many linear layers are computed in fp8, and with which recipe; None if there are none."""
+    """Says how many linear layers are computed in fp8, and with which recipe; None if there are none."""
     if model.head_fp8 is None and all(layer.fp8 is None for layer in tree.modules(model, Linear)):
         return None
     counts: Counter[str | None] = Counter()

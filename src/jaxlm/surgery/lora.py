@@ -375,7 +375,7 @@ class LoraConfig(SurgeryConfig):
             decided_by |= {path: pattern for path in kept if path not in decided_by}
 
     def _leaves_out(self, number: int | None) -> bool:
-        """Whether a layer has no adapter because of `layers_to_transform`. Args: number: None outside of layers."""
+        """Tells whether a layer has no adapter because of `layers_to_transform`. Args: number: None outside of layers."""
         return number is not None and number not in (self.layers_to_transform or (number,))
 
     def _matches_table(self, name: str) -> bool:
@@ -516,7 +516,7 @@ def add_adapters(model: LanguageModel, folder: Path, config: ModelConfig, layout
 
 
 def adds_adapters(surgeries: Sequence[SurgeryConfig]) -> bool:
-    """Whether a model that has been through these surgeries has adapters."""
+    """Tells whether a model that has been through these surgeries has adapters."""
     return any(isinstance(surgery, LoraConfig) for surgery in surgeries)
 
 

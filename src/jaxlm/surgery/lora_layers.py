@@ -162,7 +162,7 @@ class LowRank(tree.Padded):
         return (changed * self.factor(weight)).rearrange(exact.axes).astype(dtype)
 
     def factor(self, weight: Weight) -> NamedArray:
-        """What DoRA multiplies the outputs of the changed weight by, magnitude / norm, in float32 {layers, *Out}."""
+        """Returns the factor of DoRA for the outputs of the changed weight, magnitude / norm, in float32 {layers, *Out}."""
         assert self.magnitude is not None
         norms = self.norms(weight)
         known = norms > 0
@@ -317,7 +317,7 @@ class LoraLinear(DropoutLayer, tree.Padded):
 
     @property
     def change(self) -> LowRank:
-        """What the adapter adds to the weight."""
+        """The change that the adapter adds to the weight."""
         return LowRank(self.a, self.b, self.base.In, self.base.Out, self.scale, self.magnitude, self.layer, self.sizes)
 
     @property
@@ -473,7 +473,7 @@ def tied_table(model: LanguageModel) -> str | None:
 
 
 def table_names(model: LanguageModel) -> list[str]:
-    """What `embeddings` is searched for in: the paths of tables, and the name of a head that is tied to one."""
+    """Lists what `embeddings` is searched for in: the paths of tables, and the name of a head that is tied to one."""
     tied = tied_table(model)
     tables = [path for path, _ in tree.modules_by_path(model, Embedding)]
     return tables + ([] if tied is None else [head_of(tied)])

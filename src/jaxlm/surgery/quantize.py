@@ -130,7 +130,7 @@ def _outputs(layer: Layer) -> set[str]:
 
 
 def describe_stored(model: LanguageModel) -> str | None:
-    """What the stored weights of a model need, and would need in float32; None if there are none."""
+    """Says what the stored weights of a model need, and would need in float32; None if there are none."""
     parts = []
     weights = tree.modules(model, StoredWeight)
     for form in dict.fromkeys(weight.form for weight in weights):

@@ -39,7 +39,7 @@ class Scaled(NamedTuple):
 
 @dataclass(frozen=True)
 class Fp8:
-    """How a layer's three products (output, gradient of the inputs, gradient of the weight) are quantized to fp8.
+    """Quantizes a layer's three products (output, gradient of the inputs, gradient of the weight) to fp8.
 
     Source: Micikevicius et al. 2022, FP8 Formats for Deep Learning (arXiv:2209.05433), section 3: e4m3 for inputs and
     weights, e5m2 for gradients, float32 scales that move the largest absolute value to the largest fp8 number. Scales of
@@ -55,7 +55,7 @@ class Fp8:
 
     @property
     def scales_rows_alone(self) -> bool:
-        """Whether the scale of a row of inputs is its own, so that its products do not depend on the other rows."""
+        """Tells whether the scale of a row of inputs is its own, so that its products do not depend on the other rows."""
         return self.recipe == "rowwise"
 
     @property
@@ -93,12 +93,12 @@ def to_fp8(x: jax.Array, scale: jax.Array, dtype: Any = E4M3) -> Scaled:
 
 
 def multiplies_in_fp8() -> bool:
-    """Whether layers with an `Fp8` multiply in fp8 in the current trace: in training, for first derivatives."""
+    """Tells whether layers with an `Fp8` multiply in fp8 in the current trace: in training, for first derivatives."""
     return trace_options().quantized_products and not trace_options().twice_differentiable
 
 
 def has_fp8_products(device: Any) -> bool:
-    """Whether a device multiplies matrices in fp8. On others the same numbers are multiplied in a larger dtype."""
+    """Tells whether a device multiplies matrices in fp8. On others the same numbers are multiplied in a larger dtype."""
     capability = cuda_capability(device)
     return capability is not None and capability >= _FIRST_WITH_FP8
 

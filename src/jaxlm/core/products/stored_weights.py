@@ -55,7 +55,7 @@ class StoredWeight(tree.Packed):
     @property
     @abc.abstractmethod
     def form(self) -> str:
-        """How it is stored, in a word."""
+        """The name of the form in which it is stored, a single word."""
 
     @property
     @abc.abstractmethod

@@ -101,7 +101,7 @@ class Histogram:
 
     @property
     def is_empty(self) -> bool:
-        """Whether no value was finite. `low` and `high` have no meaning then."""
+        """Tells whether no value was finite. `low` and `high` have no meaning then."""
         return not any(self.counts)
 
 
@@ -124,7 +124,7 @@ class StepInfo:
 
 @dataclass(frozen=True)
 class Completion:
-    """What the policy wrote to a prompt, and its rewards.
+    """Holds what the policy wrote to a prompt, and its rewards.
 
     Attributes:
         name: `train` for a rollout, `eval` for an evaluation, or `eval/<name>` for one of an average of the weights.
@@ -202,7 +202,7 @@ def tables_in(log: str) -> list[LayerTable]:
 
 
 class Activity(enum.StrEnum):
-    """What the main thread of a process is doing."""
+    """Names what the main thread of a process is doing."""
 
     START = "start"  # everything that is not named below: imports, reading the configuration, opening data, and the end
     COMPILE = "compile"
@@ -218,7 +218,7 @@ class Activity(enum.StrEnum):
 
 @dataclass(frozen=True)
 class ScoredRows:
-    """What rewards see: one entry per completion.
+    """Holds what rewards see: one entry per completion.
 
     Attributes:
         completions: the text of each completion, without special tokens.

@@ -31,7 +31,7 @@ def text_index(x: NamedArray, order: NamedArray | None) -> NamedArray:
 
 
 def previous(x: NamedArray, order: NamedArray | None, first: NamedArray | float = 0) -> NamedArray:
-    """What the token before each token in the text has. Args: first: what the first token of a row gets, {position: 1}."""
+    """Returns what the token before each one in the text has. Args: first: what the first of a row gets, {position: 1}."""
     places = [axis.name for axis in x.axes]
     if not isinstance(first, NamedArray):
         first = hax.full([axis.resize(1) if axis.name == POSITION else axis for axis in x.axes], first, dtype=x.dtype)

@@ -59,7 +59,7 @@ class Largest(eqx.Module):
 
 
 class TokenScores(eqx.Module):
-    """How well a model predicts each target of a batch. Every field has the axes {batch, position}.
+    """Says how well a model predicts each target of a batch. Every field has the axes {batch, position}.
 
     Attributes:
         nats: float32, negative log-likelihood of the target.

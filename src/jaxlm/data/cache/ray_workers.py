@@ -37,7 +37,7 @@ _IN_WORKERS = {"RAYON_NUM_THREADS": "1", "JAX_PLATFORMS": "cpu"}
 
 
 class ClusterAddress(NamedTuple):
-    """What a machine needs to join a cluster."""
+    """Holds what a machine needs to join a cluster."""
 
     address: str  # `host:port`
     token: str  # for authentication; empty if the members have it already
@@ -60,7 +60,7 @@ class RayConfig:
 
     @property
     def uses_cluster(self) -> bool:
-        """Whether to tokenize on a cluster, running or to be started."""
+        """Tells whether to tokenize on a cluster, running or to be started."""
         return self._running_address is not None or self.auto_start_cluster
 
     @contextlib.contextmanager

@@ -60,7 +60,7 @@ class CacheStore:
             open_store(self.url, self.key)
 
     def url_of(self, folder: Path) -> str:
-        """Where a folder in `self.folder` is shared."""
+        """Returns the URL at which a folder in `self.folder` is shared."""
         assert self.url is not None, "only the folders of a URL are shared"
         return f"{self.url}/{folder.relative_to(self.folder).as_posix()}"
 
@@ -176,7 +176,7 @@ def open_in_store(
 
 
 def describe_cache(store: CacheStore, folder: Path, mirror: BlockMirror) -> str:
-    """What a start will do about a cache. Writes nothing, and raises like `find_blocks`."""
+    """Says what a start will do about a cache. Writes nothing, and raises like `find_blocks`."""
     if folder.exists():
         return f"{sum(path.stat().st_size for path in folder.iterdir()) / 1e9:,.3g} GB in {folder}"
     if cached_blocks := find_blocks(store, folder, mirror):

@@ -76,7 +76,7 @@ class BlockMirror:
             return None
 
     def has(self, name: str) -> bool:
-        """Whether a block is here."""
+        """Tells whether a block is here."""
         return (self.folder / name).is_file()
 
     def put(self, name: str, content: bytes) -> None:

@@ -242,7 +242,7 @@ def _damaged(path: Path | str, problem: str) -> DamagedCacheError:
 
 @dataclass(frozen=True)
 class Provenance:
-    """Which URL each token of a cache came from. Each URL fills one contiguous range of tokens.
+    """Says which URL each token of a cache came from. Each URL fills one contiguous range of tokens.
 
     Attributes:
         urls: URLs in configuration order.

@@ -19,7 +19,7 @@ Begin = Literal["text", "prompt", "template", "ids"]
 
 
 class Fate(NamedTuple):
-    """What happens to what is too long, for messages.
+    """Says what happens to what is too long, for messages.
 
     Attributes:
         done: after "were".
@@ -130,16 +130,16 @@ class FormatConfig(Registry, draccus.ChoiceRegistry, abc.ABC):
 
     @property
     def overlong(self) -> Truncation:
-        """What becomes of a document that is longer than a sequence."""
+        """The fate of a document that is longer than a sequence."""
         return "keep_start"
 
     @abc.abstractmethod
     def can_read(self, name: str) -> bool:
-        """Whether a file with this name may hold records of this format."""
+        """Tells whether a file with this name may hold records of this format."""
 
     @property
     def has_loss_mask(self) -> bool:
-        """Whether documents say on which of their tokens the loss is computed."""
+        """Tells whether documents say on which of their tokens the loss is computed."""
         return False
 
     def key_of_text(self, source_key: str) -> str | None:

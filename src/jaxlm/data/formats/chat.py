@@ -148,7 +148,7 @@ class ChatEncoder(Encoder):
 
 
 def are_messages(value: Any) -> TypeGuard[Messages]:
-    """Whether a value is a list of messages, each with a role."""
+    """Tells whether a value is a list of messages, each with a role."""
     return (
         isinstance(value, list)
         and bool(value)

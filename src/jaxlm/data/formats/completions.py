@@ -85,7 +85,7 @@ class PromptedFormat(RecordsFormat):
 
     @abc.abstractmethod
     def nothing_to_train_on(self) -> str:
-        """What is missing if no record has a prompt and completions, with advice, for the error message."""
+        """Says what is missing if no record has a prompt and completions, with advice, for the error message."""
 
 
 @dataclass(frozen=True)

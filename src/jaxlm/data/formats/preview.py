@@ -49,7 +49,7 @@ def describe_records(
 
 
 def _kinds(config: FormatConfig, records: Sequence[Record]) -> Iterator[str]:
-    """Which keys of the format have a text in the first record, which have messages, and which no record has."""
+    """Lists the keys of the format that have a text in the first record, those with messages, and those in no record."""
     first = records[0].values if records else {}
     kinds = {
         "read as text": [key for key in config.keys if isinstance(first.get(key), str)],
@@ -126,7 +126,7 @@ class Piece(NamedTuple):
 
     @property
     def classes(self) -> str:
-        """What the piece is, as names of a style sheet."""
+        """The kind of the piece, as names of a style sheet."""
         named = {"trained": self.is_trained and not self.is_cut, "special": self.is_special, "cut": self.is_cut}
         return " ".join(name for name, holds in named.items() if holds)
 

@@ -106,7 +106,7 @@ def format_of(name: str) -> str | None:
 
 
 def has_records(name: str) -> bool:
-    """Whether a file with this name holds records, with the text under a key."""
+    """Tells whether a file with this name holds records, with the text under a key."""
     return format_of(name) not in (None, ".txt", ".py")
 
 

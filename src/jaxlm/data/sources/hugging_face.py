@@ -31,7 +31,7 @@ _OPTIONS = ("name", "split", "revision")
 
 
 def is_saved_dataset(folder: Path) -> bool:
-    """Whether the folder was written by `Dataset.save_to_disk`."""
+    """Tells whether the folder was written by `Dataset.save_to_disk`."""
     return (folder / _STATE).is_file() and (folder / _INFO).is_file()
 
 

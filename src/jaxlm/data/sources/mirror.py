@@ -131,7 +131,6 @@ class MirroredSource(DataSource):
         """Makes the copy atomically."""
 
     def _copied_files(self, copy: Path) -> list[tuple[str, Path]]:
-        """Names and paths of the files in the copy."""
         return [(self.name, copy)]
 
     def is_local(self, mirror: Path) -> bool:

@@ -141,7 +141,7 @@ class NamedSource:
         return self.cache_dir / "mirror"
 
     def has(self, split: str) -> bool:
-        """Whether the source has data for the split."""
+        """Tells whether the source has data for the split."""
         return self.config.has(split)
 
     def check(self, *, caches: bool = True) -> None:
@@ -195,11 +195,11 @@ class NamedSource:
 
     @property
     def _bos(self) -> bool | None:
-        """Whether documents begin with BOS; None for what the tokenizer itself does."""
+        """Tells whether documents begin with BOS; None for what the tokenizer itself does."""
         return True if self.bos is None and self.config.format.bos_policy != "prompt" else self.bos
 
     def begin(self, tokenizer: Tokenizer | None) -> bool | list[int]:
-        """Whether documents begin with BOS, or the other ids that the tokenizer itself puts in front of a text.
+        """Tells whether documents begin with BOS, or the other ids that the tokenizer itself puts in front of a text.
 
         Args:
             tokenizer: None for one that is to be trained.
@@ -210,7 +210,7 @@ class NamedSource:
         return bool(ids) if ids in ((), (tokenizer.bos_id,)) else list(ids)
 
     def describe_begin(self, tokenizer: Tokenizer | None) -> str:
-        """What documents begin with, and why. Args: tokenizer: None for one that is to be trained."""
+        """Says what documents begin with, and why. Args: tokenizer: None for one that is to be trained."""
         bos_policy = self.config.format.bos_policy
         if bos_policy == "template":
             return "begin as the chat template writes them"
@@ -243,7 +243,7 @@ class NamedSource:
             return now
 
     def preview(self, tokenizer: Tokenizer, seq_len: int, *, copies: Log | None = None) -> MaskPreview | None:
-        """What the loss is computed on in the first training records; None for a format without a loss mask.
+        """Shows what the loss is computed on in the first training records; None for a format without a loss mask.
 
         Args:
             copies: logs what is copied from other machines; None copies nothing, and returns None for such text.
@@ -270,7 +270,7 @@ class NamedSource:
         return describe_records(self.config.format, tokenizer, self.local_files(split) or (), self._text_key)
 
     def is_tokenized(self, split: str) -> bool:
-        """Whether the token cache of the split exists, here or at the URL."""
+        """Tells whether the token cache of the split exists, here or at the URL."""
         return (self.folder / split).exists() or find_blocks(self.store, self.folder / split, self.blocks) is not None
 
     def open_cache(
@@ -311,7 +311,7 @@ class NamedSource:
         return cache
 
     def describe_cache(self, split: str) -> str:
-        """What a start will do about the token cache of the split. Asks the store, and writes nothing.
+        """Says what a start will do about the token cache of the split. Asks the store, and writes nothing.
 
         Raises:
             ConfigError: the store cannot be read, or the cache there is damaged.
@@ -323,7 +323,7 @@ class NamedSource:
         return (lambda line: log(f"{self.name} {line}")) if self.name else log
 
     def provenance(self, split: str, cache: TokenCache) -> Provenance:
-        """Which URL of the split each token of an open cache came from."""
+        """Says which URL of the split each token of an open cache came from."""
         listed = list({item.url: item for item in reversed(self._listed(split))}.values())[::-1]
         known = self._known(listed)
         files_until = [len(self._files(listed[: n + 1], print, known)) for n in range(len(listed))]

@@ -115,7 +115,7 @@ class TextFile:
 
     @property
     def has_records(self) -> bool:
-        """Whether the file holds records, with the text under `text_key`."""
+        """Tells whether the file holds records, with the text under `text_key`."""
         return has_records(self.path.name)
 
     @property

@@ -187,7 +187,7 @@ class SourceConfig:
     """Of a key that states none: one of a class outside jaxlm."""
 
     def has(self, split: str) -> bool:
-        """Whether the source has data for the split."""
+        """Tells whether the source has data for the split."""
         if split == VALIDATION and (self.validation_urls or self.num_validation_files):
             return True
         if self.id is not None:
@@ -262,7 +262,7 @@ def _list(urls: Sequence[str], key: str, mirror: Path, cache: Path) -> list[List
 
 
 def _hold_out(listed: list[ListedUrl], count: int, split: str, key: str, mirror: Path) -> list[ListedUrl]:
-    """What is left of some URLs for a split, if the last `count` of their files are for validation.
+    """Returns what is left of some URLs for a split, if the last `count` of their files are for validation.
 
     Raises:
         ConfigError: no file would be left to train on.

@@ -40,11 +40,11 @@ _EXIT_S = 2.0
 
 
 class RenderingError(Exception):
-    """What a template does instead of rendering, as the rest of a sentence about it."""
+    """Says what a template did instead of rendering, as the rest of a sentence about it."""
 
 
 class UnsuitableTextError(Exception):
-    """What is wrong with a conversation for any template, as a sentence."""
+    """Says what is wrong with a conversation for any template, as a sentence."""
 
 
 class Renderer:
@@ -188,13 +188,13 @@ class ChatTemplate:
     names: Mapping[str, str]
 
     def cache_key(self) -> dict[str, Any]:
-        """What determines rendered text, as plain JSON."""
+        """Returns what determines rendered text, as plain JSON."""
         content = json.dumps([self.text, dict(self.names)])
         return {_TEMPLATE: hashlib.sha256(content.encode()).hexdigest(), CONVERSATIONS: _VERSION}
 
     @property
     def reads(self) -> Reads:
-        """What the template reads. Raises `ConfigError` if it is invalid."""
+        """The variables, keys and marks that the template reads. Raises `ConfigError` if it is invalid."""
         try:
             return _read_by(self.text)
         except RenderingError as error:
@@ -349,7 +349,7 @@ def turn_ends(template: ChatTemplate, tokenizer: Tokenizer) -> tuple[int, ...]:
 
 
 def turn_end_texts(template: ChatTemplate, tokenizer: Tokenizer) -> tuple[str, ...]:
-    """What the template writes after an assistant's turn, if that is not a special token but text; empty for white space."""
+    """Lists what the template writes after an assistant's turn, unless it is a special token; empty for white space."""
     text, end = _example(template)
     after = text[end:].strip()
     return (after,) if after and not turn_ends(template, tokenizer) else ()

@@ -28,7 +28,7 @@ _RANDOM_GLOBALS, _RANDOM_FILTERS = ("lipsum",), ("random",)
 
 
 class Limits(NamedTuple):
-    """What rendering a conversation may need.
+    """Limits what rendering a conversation may need.
 
     Attributes:
         cpu_s: seconds of a CPU, so that a busy machine makes no difference.
@@ -42,7 +42,7 @@ class Limits(NamedTuple):
 
 
 class Job(NamedTuple):
-    """What to render.
+    """Says what to render.
 
     Attributes:
         template: the Jinja template.
@@ -57,7 +57,7 @@ class Job(NamedTuple):
 
 
 class Reads(NamedTuple):
-    """What a template reads.
+    """Lists what a template reads.
 
     Attributes:
         variables: beside those that it sets.

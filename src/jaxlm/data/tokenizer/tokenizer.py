@@ -213,7 +213,7 @@ class Tokenizer:
         return Tokenizer(self._backend, self.bos_id, self.eos_id, files)
 
     def writes_text_with(self, number: int) -> bool:
-        """Whether texts can have this token: one that was learned, and not an added one."""
+        """Tells whether texts can have this token: one that was learned, and not an added one."""
         added = self._backend.get_added_tokens_decoder()
         return number not in added and number in self.encode(self.decode([number], special=True))
 
@@ -503,7 +503,7 @@ def _check_bounds(content: Mapping[str, Any], file: Path) -> None:
 
 
 def _growth(stage: Any) -> float:
-    """How many times as long a text can become in a stage of tokenizer.json, and in all that are in it."""
+    """Returns how many times as long a text can become in a stage of tokenizer.json, and in all that are in it."""
     if not isinstance(stage, dict):
         return math.prod(map(_growth, stage)) if isinstance(stage, list) else 1.0
     pattern, content = stage.get("pattern"), stage.get("content")
@@ -530,7 +530,7 @@ def _read_json(file: Path) -> dict[str, Any]:
 
 
 def _can_split_at_lines(backend: "tokenizers.Tokenizer") -> bool:
-    """Whether the tokenizer is byte-level, makes newlines between words separate pieces, and adds no prefix to a text."""
+    """Tells whether the tokenizer is byte-level, makes newlines between words pieces of their own, and adds no prefix."""
     text, newline = "a\nb\n1\n2", "\u010a"  # a newline in byte-level tokens
     if backend.normalizer is not None and backend.normalizer.normalize_str(text) != text:
         return False

@@ -89,13 +89,13 @@ class BpeConfig:
             ) from error
 
     def cache_key(self) -> dict[str, Any]:
-        """What determines the tokens besides the text and the size, as plain JSON; {} for the defaults."""
+        """Returns what determines the tokens besides the text and the size, as plain JSON; {} for the defaults."""
         default = asdict(BpeConfig())
         return {name: value for name, value in asdict(self).items() if value != default[name]}
 
 
 def bpe_config(tokenizer: str | BpeConfig) -> BpeConfig | None:
-    """How the tokenizer of a configuration is trained; None if it is the path of one."""
+    """Says how the tokenizer of a configuration is trained; None if it is the path of one."""
     if isinstance(tokenizer, BpeConfig):
         return tokenizer
     return BpeConfig() if tokenizer == TRAIN_BPE else None

@@ -28,12 +28,12 @@ _MISSING = ("Granite",)  # families without such a class
 
 
 def is_reward_model(model: LanguageModel) -> bool:
-    """Whether a model has a reward head. Its paths are then `reward`, and `base.` before those of the model."""
+    """Tells whether a model has a reward head. Its paths are then `reward`, and `base.` before those of the model."""
     return jax.eval_shape(lambda model: model.reward_head(), model) is not None
 
 
 def is_classifier(content: Mapping[str, Any]) -> bool:
-    """Whether a config.json describes a sequence classifier."""
+    """Tells whether a config.json describes a sequence classifier."""
     names = content.get("architectures")
     return isinstance(names, list) and any(isinstance(name, str) and name.endswith(_SUFFIX) for name in names)
 

@@ -131,7 +131,7 @@ def sort_unread(content: Mapping[str, Any], names: Iterable[str]) -> tuple[list[
 
 
 def _reason(name: str, value: Any) -> str | None:
-    """Why a key changes the numbers; None if it is off or not known."""
+    """Says why a key changes the numbers; None if it is off or not known."""
     if name in _ON and value is False:
         return "these models always have it on"
     off = not value or value in _NEUTRAL.get(name, ())

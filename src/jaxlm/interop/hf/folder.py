@@ -53,7 +53,7 @@ def _ignore(_: str) -> None:
 
 @dataclass(frozen=True)
 class ReadOptions:
-    """How the files of another program are read.
+    """Says how the files of another program are read.
 
     Attributes:
         rules: `RenamedTensors` rules from their tensor names to the Hugging Face names. With any, config.json is not read.

@@ -15,7 +15,7 @@ _SAFETENSORS, _TORCH = "*.safetensors", "pytorch_model*.bin"
 
 
 def may_be_repository(name: str) -> bool:
-    """Whether a name has the format of a Hub repository: `name` or `owner/name`, optionally with `@revision`."""
+    """Tells whether a name has the format of a Hub repository: `name` or `owner/name`, optionally with `@revision`."""
     return _REPOSITORY.fullmatch(name) is not None
 
 

@@ -19,7 +19,7 @@ _FENCE = "---"
 
 @dataclass(frozen=True)
 class ModelCard:
-    """What a model card says.
+    """Holds what a model card says.
 
     Attributes:
         title: name of the model.
@@ -70,7 +70,7 @@ def _split(card: str) -> tuple[Mapping[str, Any], str]:
 
 
 def _is_flat(value: object) -> bool:
-    """Whether a value is a text or a list of texts, as all inherited keys are: nested ones may be too deep to write."""
+    """Tells whether a value is a text or a list of texts, as all inherited keys are: nested ones could be too deep."""
     return isinstance(value, str) or (isinstance(value, list) and all(isinstance(one, str) for one in value))
 
 

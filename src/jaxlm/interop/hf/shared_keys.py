@@ -204,7 +204,7 @@ def usual_keys(
 
 
 def causality() -> KeyGroup:
-    """Whether tokens attend to no later ones. Only false is written, which transformers reads from version 5 on."""
+    """Returns the key for causal attention. Only false is written, which transformers reads from version 5 on."""
 
     def to_theirs(config: Any) -> Json:
         return {} if config.is_causal else {_IS_CAUSAL: False}
@@ -268,7 +268,7 @@ def layer_ropes(*, theta: float, local_theta: float, local_key: str | None = Non
 def _followed(
     settings: Mapping[str, Any], outer: Mapping[str, Any] | None = None, *, rotates_part: bool = False
 ) -> tuple[Json, list[str]]:
-    """What transformers follows of one rotary embedding's parameters, and notes about the others.
+    """Returns what transformers follows of one rotary embedding's parameters, and notes about the others.
 
     Args:
         outer: the object that has these parameters by kind of layer, where transformers looks for `truncate`.
@@ -350,7 +350,7 @@ def rope_to_json(rope: RotaryConfig) -> Json:
 
 
 def expert_layers(*, width: int, dense_width: int) -> KeyGroup:
-    """Which layers have experts, and the widths of these and of the MLPs of the others.
+    """Returns the keys for which layers have experts, and for the widths of these and of the MLPs of the others.
 
     Args:
         width, dense_width: defaults for keys that are missing.

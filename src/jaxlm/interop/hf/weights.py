@@ -72,7 +72,7 @@ class Tensor:
 
     @property
     def is_stacked(self) -> bool:
-        """Whether there is one tensor per layer."""
+        """Tells whether there is one tensor per layer."""
         return LAYERS in self.stacked
 
     def own_axes(self, leaf: Any) -> list[str]:

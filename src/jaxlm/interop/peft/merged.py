@@ -61,7 +61,7 @@ def read_merged(folder: Path) -> tuple[MergedAdapter, ...]:
 
 
 def has_adapters_of(model: LanguageModel, folder: Path, config: ModelConfig, layout: Layout) -> bool:
-    """Whether a model has the adapters of a PEFT folder, as far as the dtype of the file says. All processes call it."""
+    """Tells whether a model has the adapters of a PEFT folder, as rounded in the file. All processes call it."""
     leaves = dict(tree.leaves(model))
     try:
         values = read_adapters(folder, config, axis_sizes(tree.leaves(model))).leaves(model)

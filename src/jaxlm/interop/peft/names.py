@@ -51,7 +51,7 @@ def peft_tensors(config: ModelConfig) -> list[Tensor]:
 
 
 def is_tied(config: ModelConfig) -> bool:
-    """Whether the head of a model is its token embedding."""
+    """Tells whether the head of a model is its token embedding."""
     fields = {field.name for field in dataclasses.fields(config)}
     return "tie_word_embeddings" in fields and bool(getattr(config, "tie_word_embeddings"))  # noqa: B009
 

@@ -272,7 +272,7 @@ def _saved(tensor: Tensor, names: Mapping[str, Any], num_layers: int, file: Path
 def _tied_as_one(
     saved: list[tuple[Tensor, list[str]]], settings: Mapping[str, Any], file: Path
 ) -> list[tuple[Tensor, list[str]]]:
-    """What the file has of a token embedding and of the head that is tied to it, as the embedding.
+    """Returns what the file has of a token embedding and of the head that is tied to it, as the embedding.
 
     Raises:
         ConfigError: it has copies of them with other values.

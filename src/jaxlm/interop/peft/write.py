@@ -70,7 +70,7 @@ class Adapter:
 
 @dataclass(frozen=True)
 class Adapted:
-    """What the files have of a model with adapters.
+    """Holds what the files have of a model with adapters.
 
     Attributes:
         adapters: the adapters of all its modules.

@@ -84,7 +84,7 @@ class NullSlot(eqx.Module):
 
 
 class AttentionSpec(eqx.Module):
-    """How queries attend to keys and values, apart from these three.
+    """Says how queries attend to keys and values, apart from these three.
 
     Attributes:
         mask: which queries attend to which keys, apart from the window.
@@ -114,7 +114,7 @@ class AttentionSpec(eqx.Module):
         return head_size**-0.5 if self.scale is None else self.scale
 
     def task(self, q: NamedArray, num_kv_heads: int, value_size: int) -> AttentionTask:
-        """What a backend must support for these queries, on the devices of the current layout."""
+        """Describes what a backend must support for these queries, on the devices of the current layout."""
         return AttentionTask(
             current_platform(),
             q.dtype,

@@ -17,7 +17,7 @@ _CUDNN_TILE = 8
 
 @dataclass(frozen=True)
 class AttentionTask:
-    """What a backend must support.
+    """Describes what a backend must support.
 
     Attributes:
         platform: `cpu`, `gpu` or `tpu`.
@@ -57,18 +57,18 @@ class AttentionTask:
 
     @property
     def divided(self) -> bool:
-        """Whether a device has only a part of the keys of a row at a time, in any order."""
+        """Tells whether a device has only a part of the keys of a row at a time, in any order."""
         return self.same_tokens and self.context.divides_rows
 
     @property
     def needs_parts(self) -> bool:
-        """Whether attention is computed from positions, not from the place of tokens in the row. So is ALiBi after devices
-        have exchanged heads, because its slopes are those of a device's own heads."""
+        """Tells whether attention is computed from positions, not from the place of tokens in the row. So is ALiBi after
+        devices have exchanged heads, because its slopes are those of a device's own heads."""
         return self.divided or (bool(self.context.heads) and self.rule.alibi_max is not None)
 
     @property
     def in_zigzag_ring(self) -> bool:
-        """Whether every hop of the ring needs half of its scores, without a mask or with a causal one."""
+        """Tells whether every hop of the ring needs half of its scores, without a mask or with a causal one."""
         is_zigzag = self.context.balance == "zigzag" and not self.in_text_order
         return bool(self.context.ring) and is_zigzag and self.causal and self.window is None
 

@@ -72,7 +72,7 @@ class AttentionShape:
 
 
 def selftest_cudnn(shape: AttentionShape, *, packed: bool) -> str | None:
-    """Why cuDNN's attention cannot be used on this device; None if it can.
+    """Says why cuDNN's attention cannot be used on this device; None if it can.
 
     Args:
         packed: for rows of several documents, not of a single one.
@@ -87,7 +87,7 @@ def _run_selftest(shape: AttentionShape, packed: bool) -> str | None:
 
 
 def disagreement(attend: Attend, segment_BT: np.ndarray, shape: AttentionShape) -> str | None:
-    """How a kernel differs from float32 reference attention on the same inputs; None if it does not.
+    """Says how a kernel differs from float32 reference attention on the same inputs; None if it does not.
 
     Errors are measured per document, because one wrong document would not show in an average over many.
     """

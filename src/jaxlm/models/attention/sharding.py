@@ -167,7 +167,7 @@ class _Heads:
         return out.reshape(*out.shape[:2], self.kv_heads, self.group, -1)
 
     def tokens(self, column_BT: jax.Array) -> jax.Array:
-        """What a device knows of its tokens, for all tokens."""
+        """Returns what a device knows of its tokens, for all tokens."""
         return jax.lax.all_gather(column_BT, self.axes, axis=1, tiled=True) if self.axes else column_BT
 
     def own(self, by_head_KG: jax.Array) -> jax.Array:
@@ -186,7 +186,7 @@ class _Heads:
 
 
 def head_repeats(kv_heads: int, group: int, num_devices: int) -> int:
-    """How often key/value heads are repeated before devices exchange tokens for them: until the devices divide them.
+    """Counts the copies of each key/value head before devices exchange tokens for heads, so that the devices divide them.
 
     Args:
         group: query heads per key/value head, which the repeats must divide.

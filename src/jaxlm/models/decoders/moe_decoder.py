@@ -95,7 +95,7 @@ class MoeConfig(PreNormConfig):
     @property
     @abc.abstractmethod
     def normalizes_shares(self) -> bool:
-        """Whether the probabilities of a token's experts are normalized to sum to 1."""
+        """Tells whether the probabilities of a token's experts are normalized to sum to 1."""
 
     @property
     def kinds(self) -> tuple[LayerKind, ...]:

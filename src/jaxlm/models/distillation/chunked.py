@@ -242,7 +242,7 @@ def _array(column: NamedArray) -> jax.Array:
 
 
 class _Outcomes(NamedTuple):
-    """What a chunk's divergence is computed from.
+    """Holds what a chunk's divergence is computed from.
 
     Attributes:
         log_p, log_q: [C, O], log-probabilities of the teacher and the student.

@@ -34,7 +34,7 @@ _TOKENS = (BATCH, POSITION)
 
 
 class LayerStreams(eqx.Module):
-    """What every layer of a model reads and computes on a batch.
+    """Holds what every layer of a model reads and computes on a batch.
 
     Attributes:
         inputs: {layers, batch, position, embed}, the residual stream before the layer.
@@ -101,7 +101,7 @@ def unreached(trainable: Any, target: Target) -> list[str]:
 
 
 def layer_streams(model: LanguageModel, inputs: Inputs, target: Target) -> LayerStreams:
-    """What the layers of a model read and compute, without dropout."""
+    """Returns what the layers of a model read and compute, without dropout."""
     body = layer_body(model, target, "the teacher")
 
     def visit(block: Block, x: NamedArray, context: LayerContext, layer_cache: Any, *, index, key, given):
@@ -121,7 +121,7 @@ def layer_errors(
     own_inputs: bool = False,
     key: jax.Array | None = None,
 ) -> LayerErrors:
-    """How far each layer is from the teacher's layer with the same number. Layers have gradients of their own error alone.
+    """Measures how far each layer is from the teacher's of the same number. Layers have gradients of their own error alone.
 
     Args:
         teacher: has as many layers.

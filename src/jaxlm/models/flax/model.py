@@ -231,7 +231,7 @@ _NOT_MATRICES = ("scale", "bias", "embedding")
 
 @dataclass(frozen=True)
 class FlaxDefinition:
-    """What a module is built from. Equal definitions build equal modules.
+    """Holds what a module is built from. Equal definitions build equal modules.
 
     Attributes:
         factory: path of the factory, `package.module:function`.

@@ -35,7 +35,7 @@ _CHUNK = 64  # tokens of each row whose logits are computed at once
 
 @dataclass(frozen=True)
 class DenoisingConfig:
-    """How a model whose tokens attend to later ones fills in new tokens.
+    """Says how a model whose tokens attend to later ones fills in new tokens.
 
     Attributes:
         num_steps: passes over the text, among which the new tokens are divided equally. Null fills in one token in each;
@@ -113,7 +113,7 @@ class DenoisingConfig:
 
 @dataclass(frozen=True)
 class Passes:
-    """What each pass over some texts fills in.
+    """Says what each pass over some texts fills in.
 
     Attributes:
         blocks: int32 [passes], the block of new tokens.

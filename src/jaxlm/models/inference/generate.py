@@ -108,7 +108,7 @@ def default_new_tokens(prompts: Sequence[Sequence[int]], seq_len: int) -> int:
 
 
 def how_to_fit(num_prompt_tokens: int, seq_len: int) -> str:
-    """What to change if a prompt and the tokens after it are too long for a model, for messages."""
+    """Says what to change if a prompt and the tokens after it are too long for a model, for messages."""
     room = seq_len - num_prompt_tokens
     return f"Shorten the prompt, or set max_new_tokens to at most {room}" if room > 0 else "Shorten the prompt"
 
@@ -225,7 +225,7 @@ def stream_tokens(
 
 
 def num_programs() -> int:
-    """How many programs for generation this process has compiled so far."""
+    """Counts the programs for generation that this process has compiled so far."""
     programs: Any = (_prefill, _decode, _cross)
     return sum(program._cache_size() for program in programs)
 
@@ -317,7 +317,6 @@ def _with_outputs(state: "_State", rows: Sequence[Sequence[int]], tools: ToolCal
 
 
 def _until_end(tokens: np.ndarray, config: GenerationConfig) -> list[int]:
-    """The new tokens of a row until it has ended."""
     row = tokens[tokens != _NO_TOKEN].tolist()
     return row[:-1] if row and row[-1] in config.stop_ids and not config.with_stop else row
 
@@ -336,7 +335,7 @@ def _seen(prompts: Sequence[Sequence[int]], rows: int, vocab_size: int) -> np.nd
 
 
 class _Calls(eqx.Module):
-    """What a tool answers.
+    """Holds what a tool answers.
 
     Attributes:
         forced: int32 [rows, capacity]; the token of each step, -1 where it is sampled.
@@ -490,7 +489,6 @@ def _waits(model: LanguageModel, state: _State, end: jax.Array) -> jax.Array:
 
 
 def _goes_on(state: _State, end: jax.Array) -> jax.Array:
-    """Whether there are tokens to generate now."""
     goes_on = (state.step < end) & state.alive.any()
     return goes_on if state.calls is None else goes_on & ~state.calls.has_ended
 

@@ -86,7 +86,6 @@ def _at(hidden: NamedArray, slot: jax.Array) -> NamedArray:
 
 
 def _where(rows: jax.Array, chosen: NamedArray, other: NamedArray) -> NamedArray:
-    """`chosen` for these rows of the batch, else `other`."""
     chosen = chosen.rearrange(other.axes)
     shape = [axis.size if axis.name == BATCH else 1 for axis in other.axes]
     return NamedArray(jnp.where(rows.reshape(shape), chosen.array, other.array), other.axes)

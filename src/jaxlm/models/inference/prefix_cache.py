@@ -98,8 +98,6 @@ def _truncate(cache: KVCache, length: jax.Array) -> KVCache:
 
 @functools.partial(jax.jit, static_argnums=1)
 def _grow(cache: KVCache, capacity: int) -> KVCache:
-    """Adds empty slots up to `capacity`."""
-
     def grow(slots: NamedArray) -> NamedArray:
         KeyPos = slots.resolve_axis(KEY_POSITION)
         widths = [(0, capacity - KeyPos.size if axis == KeyPos else 0) for axis in slots.axes]

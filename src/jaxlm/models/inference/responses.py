@@ -56,7 +56,7 @@ def check_samples_as_trained(model: LanguageModel) -> None:
 
 
 class Noise(NamedTuple):
-    """What the random numbers of each row depend on: these numbers, the row's number, and the position of the token.
+    """Holds what the random numbers of each row depend on: these numbers, the row's number, and the position of the token.
 
     Attributes:
         seed: of the run.
@@ -266,7 +266,7 @@ def _cross(
 
 @jax.jit
 def _waits(model: LanguageModel, state: _State) -> jax.Array:
-    """Whether `_finish` ended before a switch length, on every process."""
+    """Tells whether `_finish` ended before a switch length, on every process."""
     return replicated(_goes_on(state) & rows_that_cross(model, state).any())
 
 

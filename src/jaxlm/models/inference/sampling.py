@@ -162,7 +162,7 @@ class TokenDistribution(eqx.Module):
 
     @property
     def reads_text(self) -> bool:
-        """Whether the distribution depends on which tokens the text has."""
+        """Tells whether the distribution depends on which tokens the text has."""
         return self.repetition_penalty is not None
 
     def logits(self, logits: jax.Array, seen: jax.Array | None) -> jax.Array:

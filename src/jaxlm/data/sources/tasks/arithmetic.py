@@ -70,7 +70,7 @@ ProblemMaker = Callable[[random.Random, str], Problem | None]
 
 
 def problem_maker(chooser: random.Random, stories: float) -> ProblemMaker:
-    """What draws a problem. Args: stories: how often it draws a story."""
+    """Chooses the function that draws a problem. Args: stories: how often it draws a story."""
     return _story if chooser.random() < stories else _question
 
 
@@ -244,7 +244,7 @@ def _changed(chooser: random.Random, expression: str) -> str:
 
 
 def _outputs(steps: list[str]) -> list[str]:
-    """What the calculator answers to each step; empty if it has no answer to one of them."""
+    """Returns what the calculator answers to each step; empty if it has no answer to one of them."""
     outputs: list[str] = []
     for step in steps:
         output = Calculator().run(step.format(*outputs[-1:]))

@@ -70,7 +70,7 @@ def default_attention_block(platform: str) -> int:
 
 @dataclass(frozen=True)
 class Reach:
-    """Which keys of its own document a query attends to.
+    """Says which keys of its own document a query attends to.
 
     Attributes:
         window: number of tokens that it attends to, including itself; None means all.
@@ -81,7 +81,7 @@ class Reach:
     causal: bool = True
 
     def includes(self, distance: jax.Array) -> jax.Array:
-        """Whether it attends to a key. Args: distance: query position minus key position."""
+        """Tells whether it attends to a key. Args: distance: query position minus key position."""
         near = distance >= 0 if self.causal else jnp.ones(distance.shape, bool)
         return near if self.window is None else near & (jnp.abs(distance) < self.window)
 

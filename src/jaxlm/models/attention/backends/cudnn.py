@@ -105,7 +105,7 @@ def _select_branch(options: CudnnOptions, branches, segment_BT, *arrays):
 
 
 def are_single_documents(segment_BT: jax.Array) -> jax.Array:
-    """Whether every row is one document followed only by padding. What padding attends to does not matter."""
+    """Tells whether every row is one document followed only by padding. What padding attends to does not matter."""
     previous, current = segment_BT[:, :-1], segment_BT[:, 1:]
     return jnp.all((current == previous) | (current == 0))
 

@@ -62,7 +62,7 @@ class CudnnHops(PartialAttention):
 
 
 def _are_single_documents(tokens: Tokens, device: jax.Array, num_devices: int) -> jax.Array:
-    """Whether the tokens of a device in zigzag order are those of rows with one document followed only by padding."""
+    """Tells whether the tokens of a device in zigzag order are those of rows with one document followed only by padding."""
     chunk = tokens.positions.shape[-1] // 2
     starts = jnp.stack([device * chunk, (2 * num_devices - 1 - device) * chunk])
     index_T = (starts[:, None] + jnp.arange(chunk)).reshape(-1)

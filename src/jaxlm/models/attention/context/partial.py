@@ -26,7 +26,7 @@ _NO_SEGMENT = jnp.iinfo(jnp.int32).max
 
 
 class Tokens(NamedTuple):
-    """Where tokens are, whatever their order in the array. Queries attend to keys of their own segment, within `Reach`.
+    """Says where tokens are, whatever their order in the array. Queries attend to keys of their segment, within `Reach`.
 
     Attributes:
         positions: int32 [..., T], position within the document.
@@ -116,7 +116,7 @@ _einsum = functools.partial(jnp.einsum, preferred_element_type=jnp.float32)
 
 
 class Factors(NamedTuple):
-    """What scores are scaled by.
+    """Holds the factors of scores.
 
     Attributes:
         scale: float32 scalar.
