@@ -299,7 +299,7 @@ def _result(plan: Plan, step: CompiledStep, dispatch_seconds: list[float], step_
 
 
 def _products(result: Result) -> str:
-    """What computes the matrix products on a CPU, and the largest of those that XLA computes itself."""
+    """Says what computes the matrix products on a CPU, and the largest of those that XLA computes itself."""
     libraries, own = (
         ", ".join(f"{name} {share:.0%}" for name, share in shares.items())
         for shares in (result.products, dict(list(result.products_without_library.items())[:_SHOWN_PRODUCTS]))

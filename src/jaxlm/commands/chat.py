@@ -80,7 +80,7 @@ def _load_template(template: str | None, tokenizer: Tokenizer) -> ChatTemplate:
 
 
 def _tool_calls(options: argparse.Namespace, tokenizer: Tokenizer, template: ChatTemplate) -> ToolCalls | None:
-    """What answers the model's tool calls; None if nothing does, or if the template cannot write calls."""
+    """Returns what answers the model's tool calls; None if nothing does, or if the template cannot write calls."""
     calls = tool_calls_of(options, tokenizer)
     if calls is None or _writes_calls(template):
         return calls

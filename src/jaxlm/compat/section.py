@@ -158,7 +158,7 @@ class Translated:
         self._marks[(*parents, last)] = section.where(key)
 
     def has(self, path: str) -> bool:
-        """Whether a key has been set."""
+        """Tells whether a key has been set."""
         node: Any = self._tree
         for name in path.split("."):
             if not isinstance(node, dict) or name not in node:
@@ -167,7 +167,7 @@ class Translated:
         return True
 
     def source(self) -> ConfigSource:
-        """What has been written."""
+        """Returns what has been written."""
         return ConfigSource(_with_lists(self._tree), dict(self._marks))
 
 

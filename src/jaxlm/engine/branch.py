@@ -43,7 +43,7 @@ class TakenStep:
 
 @dataclass(frozen=True)
 class BranchResult:
-    """Where a run is after a branch.
+    """Describes where a run is after a branch.
 
     Attributes:
         state: the winner's.

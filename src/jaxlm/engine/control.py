@@ -45,7 +45,7 @@ Note = Callable[[int, str, Mapping[str, Json]], None]
 
 @dataclass(frozen=True)
 class _Memory:
-    """What the history says about a controller.
+    """Holds what the history says about a controller.
 
     Attributes:
         state: its state.
@@ -107,7 +107,7 @@ class Control:
         return self._with_controls(state) if self._phase.controls else state
 
     def is_due(self, step: int) -> bool:
-        """Whether decisions take effect after `step`."""
+        """Tells whether decisions take effect after `step`."""
         memories = self._saver.history.controllers
         pending = (memories.get(controller.name, {}).get("pending", ()) for controller in self._phase.controllers)
         return any(decision["after"] <= step for decisions in pending for decision in decisions)
@@ -193,7 +193,7 @@ class Control:
         return self._ask(self._done(step), metrics, of_evaluations=True)
 
     def after_rewind(self, then: Mapping[str, Any], step: int) -> dict[str, Any]:
-        """What the controllers remember when the run has gone back.
+        """Returns what the controllers remember when the run has gone back.
 
         Args:
             then: what they remembered in that checkpoint.
@@ -232,12 +232,12 @@ class Control:
         return decided
 
     def _acts_now(self, decision: Decision | None, done: DoneStep, of_evaluations: bool) -> TypeGuard[Rewind | Next]:
-        """Whether the loop ends here. After its last step, a phase that keeps its weights is done anyway."""
+        """Tells whether the loop ends here. After its last step, a phase that keeps its weights is done anyway."""
         is_done_anyway = isinstance(decision, Next) and done.is_last and decision.weights is None
         return isinstance(decision, Rewind) or (isinstance(decision, Next) and of_evaluations and not is_done_anyway)
 
     def _after(self, memory: _Memory, decision: Decision | None, done: DoneStep, *, takes_effect_now: bool) -> _Memory:
-        """What is remembered of a decision."""
+        """Returns what is remembered of a decision."""
         after = done.effective - 1
         then: dict[str, Any]
         match decision:
@@ -272,7 +272,6 @@ class Control:
         return answer.decision
 
     def _due_branch(self, step: int) -> tuple[Controller, Branch] | None:
-        """The branch that is due after `step`, and whose it is."""
         for controller in self._phase.controllers:
             for decision in self._memory(controller).pending:
                 if "branch" in decision and decision["after"] <= step:

@@ -49,7 +49,7 @@ OpenBatches = Callable[[], Batches]
 def calibrate(
     surgery: SurgeryConfig, model: LanguageModel, precision: Precision, layout: Layout, open_batches: OpenBatches
 ) -> Any:
-    """What `surgery.measure` returns, summed over its calibration batches. None if it is not calibrated.
+    """Sums what `surgery.measure` returns over its calibration batches. None if it is not calibrated.
 
     Args:
         model: the model that the surgery will change, in the dtype of storage. It keeps its buffers.
@@ -85,7 +85,7 @@ _VALUES = 1  # folded into a surgery's key for `fill`
 
 
 class Given(eqx.Module):
-    """What the surgeries of a phase make values of, besides the model and a random key.
+    """Holds what the surgeries of a phase make values of, besides the model and a random key.
 
     Attributes:
         leaves: of each surgery, leaf path -> the value that replaces the one made by the surgery, read from files.
@@ -104,7 +104,7 @@ class Given(eqx.Module):
 
 
 class Carried(eqx.Module):
-    """What a phase takes over from the end of the previous one, besides the model (`PhaseEntry.state`)."""
+    """Holds what a phase takes over from the end of the previous one, besides the model (`PhaseEntry.state`)."""
 
     opt_state: Any
     updates: jax.Array
@@ -112,7 +112,7 @@ class Carried(eqx.Module):
 
 
 class Before(eqx.Module):
-    """What a phase is entered from.
+    """Describes what a phase is entered from.
 
     Attributes:
         model: at the end of the previous phase; for the first phase, the initial model.

@@ -13,11 +13,11 @@ class Hook(Protocol):
 
     @property
     def activity(self) -> Activity:
-        """What the time that it takes counts as."""
+        """The activity that its time counts as."""
         ...
 
     def due(self, step: int) -> bool:
-        """Whether to run after this step. All processes must return the same."""
+        """Tells whether to run after this step. All processes must return the same."""
         ...
 
     def run(self, step: int, state: RunState) -> None:
@@ -35,7 +35,7 @@ class Evaluations(Hook, Protocol):
     latest: dict[str, float]
 
     def all_due(self, step: int) -> bool:
-        """Whether all evaluations run after this step."""
+        """Tells whether all evaluations run after this step."""
         ...
 
     def run_at_early_end(self, step: int, state: RunState) -> None:
@@ -45,7 +45,7 @@ class Evaluations(Hook, Protocol):
 
 @dataclass(frozen=True)
 class Hooks:
-    """What runs between the steps of a phase, in this order.
+    """Lists what runs between the steps of a phase, in this order.
 
     Attributes:
         first: run before the evaluations.
@@ -63,7 +63,7 @@ class Hooks:
         return [hook for hook in (*self.first, *self._with_state) if any(map(hook.due, steps))]
 
     def needs_state(self, step: int) -> bool:
-        """Whether an evaluation or an export runs after this step."""
+        """Tells whether an evaluation or an export runs after this step."""
         return any(hook.due(step) for hook in self._with_state)
 
     @property

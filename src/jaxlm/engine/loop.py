@@ -118,7 +118,7 @@ class TrainingLoop:
         return ended
 
     def _between(self, before: int) -> Outcome | None:
-        """What happens between the last step and the next one. Args: before: the step before those that were just taken."""
+        """Does what is due between two steps. Args: before: the step before those that were just taken."""
         at, step = self._at, self.step
         agreed = at.flag_sync.agreed(at.metrics.flags, save=at.saver.due_by_clock())
         ending = step == at.phase.end or bool(agreed.stop)

@@ -58,7 +58,7 @@ class Totals:
 
 @dataclass(frozen=True)
 class Workload:
-    """What is needed to compute progress and throughput.
+    """Holds what is needed to compute progress and throughput.
 
     Attributes:
         batches: global batch size of each step.

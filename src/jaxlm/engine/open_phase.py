@@ -48,6 +48,6 @@ class OpenPhase:
     probe: Probe = no_probe
 
     def is_fixed(self, step: int) -> bool:
-        """Whether something needs the state after this step: an evaluation, an export or a permanent checkpoint. It follows
-        from the configuration alone."""
+        """Tells whether something needs the state after this step: an evaluation, an export or a permanent checkpoint. It
+        follows from the configuration alone."""
         return self.hooks.needs_state(step) or self.saver.is_permanent(step)

@@ -117,7 +117,7 @@ class PeerWatch:
                 os._exit(1)
 
     def _others_remain(self) -> bool:
-        """Whether a process that has not left still sends heartbeats."""
+        """Tells whether a process that has not left still sends heartbeats."""
         left = {key.rpartition("/")[2] for key, _ in self._client.key_value_dir_get(_LEFT)}
         silences = self._silences()
         # A process that has not sent any yet has just started.
@@ -197,12 +197,12 @@ def stop_watching_peers() -> None:
 
 
 def has_peers() -> bool:
-    """Whether this is one of several processes of a run, connected or not."""
+    """Tells whether this is one of several processes of a run, connected or not."""
     return bool(_watches) or _awaited() is not None
 
 
 def _awaited() -> DistributedConfig | None:
-    """How to connect to processes that wait for this one; None if it has connected, or if there are none."""
+    """Tells how to connect to processes that wait for this one; None if it has connected, or if there are none."""
     for distributed in _unconnected:
         with contextlib.suppress(Exception):  # the configuration may be what is wrong
             return config if (config := distributed()).has_several_processes else None
@@ -210,7 +210,7 @@ def _awaited() -> DistributedConfig | None:
 
 
 def is_lost_peer(error: BaseException) -> bool:
-    """Whether a collective failed because another process is gone."""
+    """Tells whether a collective failed because another process is gone."""
     if not _watches or not any(text in str(error) for text in _LOST_PEER):
         return False
     # jax raises a ValueError with a status for what fails while an array is fetched.

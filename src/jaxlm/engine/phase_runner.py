@@ -175,7 +175,7 @@ def _in_phase(phase: Phase | None, history: History) -> History:
 
 
 def _precedes(name: str, rewind: Rewind, phase: Phase, attempt: int) -> bool:
-    """Whether a checkpoint is from this attempt and phase, and from before the steps to go back to before."""
+    """Tells whether a checkpoint is from this attempt and phase, and from before the steps to go back to before."""
     parsed = CheckpointName.parse(name)
     if parsed is None or parsed.attempt != attempt or not phase.start <= parsed.step < rewind.first:
         return False

@@ -104,7 +104,7 @@ class SaveOnError:
 
 
 def _all_have_failed(folder: str) -> bool:
-    """Whether all processes say that they have failed at the same place.
+    """Tells whether all processes say that they have failed at the same place.
 
     Args:
         folder: of the place, in the key-value store of jax's coordination service.

@@ -41,7 +41,7 @@ class Interrupted:
 
     @property
     def cause(self) -> str:
-        """What stopped the run, for messages."""
+        """The name of what stopped the run, for messages."""
         return "a preemption notice" if self.signal == PREEMPTED else signal.Signals(self.signal).name
 
 
@@ -84,7 +84,7 @@ class FlagSync:
 
     @staticmethod
     def unset(layout: Layout) -> jax.Array:
-        """What a step is called with when nothing is requested."""
+        """Returns what a step is called with when nothing is requested."""
         return FlagSync(layout, StopRequest())._unset
 
     @staticmethod

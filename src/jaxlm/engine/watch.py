@@ -56,7 +56,7 @@ class WatchConfig:
             )
 
     def due(self, step: Any) -> Any:
-        """Whether to measure at this step (a traced or concrete integer)."""
+        """Tells whether to measure at this step (a traced or concrete integer)."""
         return step % self.interval == 0
 
     def measure(self, step: jax.Array, trees: Mapping[str, Any], batch: Any) -> Numbers:

@@ -25,7 +25,7 @@ _STDERR = 2
 
 @dataclass(frozen=True)
 class WatchdogConfig:
-    """What to do when a run makes no progress: no step, evaluation batch, save or restore begins or ends.
+    """Sets what to do when a run makes no progress: no step, evaluation batch, save or restore begins or ends.
 
     Opening the data and compiling are not watched. Exports and uploads count as a save.
 

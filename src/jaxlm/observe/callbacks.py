@@ -62,7 +62,7 @@ HOOKS = tuple(name for name in vars(Callback) if name.startswith("on_"))
 
 @dataclass(frozen=True)
 class CallbackContext:
-    """What a callback is opened with.
+    """Holds what a callback is opened with.
 
     Attributes:
         run: facts about the run.

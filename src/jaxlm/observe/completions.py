@@ -20,7 +20,7 @@ _MAX_CHARACTERS = 400  # of a text on the console
 
 @dataclass(frozen=True)
 class CompletionsConfig:
-    """Which completions are logged, if an objective or an evaluation rewards some.
+    """Sets which completions are logged, if an objective or an evaluation rewards some.
 
     Attributes:
         max_per_step: how many completions of a rollout or an evaluation go to `completions.jsonl`, from the first on; null

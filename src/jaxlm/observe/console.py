@@ -35,7 +35,7 @@ class Console:
 
     @property
     def has_colors(self) -> bool:
-        """Whether the output is a terminal that may show colors (https://no-color.org)."""
+        """Tells whether the output is a terminal that may show colors (https://no-color.org)."""
         return self._is_terminal and not os.environ.get("NO_COLOR")
 
     def log_to(self, path: Path) -> None:

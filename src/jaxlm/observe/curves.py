@@ -114,12 +114,12 @@ class NeedleGrid(NamedTuple):
 
     @property
     def title(self) -> str:
-        """What it shows."""
+        """The metric, the phase and the step that it shows."""
         return f"{self.name.removeprefix(EVAL_PREFIX)}, {f'{self.phase}, ' if self.phase else ''}step {self.step}"
 
 
 def is_cell(metric: str) -> bool:
-    """Whether a metric is a cell of a grid."""
+    """Tells whether a metric is a cell of a grid."""
     return _CELL.fullmatch(metric) is not None
 
 

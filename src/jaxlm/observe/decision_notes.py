@@ -32,7 +32,7 @@ class LoggedDecision(NamedTuple):
 
     @property
     def is_done(self) -> bool:
-        """Whether the run has followed it. Controllers that only monitor say what they would do."""
+        """Tells whether the run has followed it. Controllers that only monitor say what they would do."""
         return self.note.get("would") is not True
 
     @property
@@ -68,7 +68,7 @@ def parse_decisions(content: bytes, attempt_ends: Mapping[int, float]) -> tuple[
 
 
 def described(note: Mapping[str, Any]) -> str:
-    """What was decided, in plain words that follow the name of the controller. An unknown event is listed as it is."""
+    """Says what was decided, in plain words that follow the controller's name. An unknown event is listed as it is."""
     text = _known(note) or f"{note.get('event')}: {_listed(note.items())}"
     return shorten(text, _MAX_CHARACTERS, placeholder=" ...")
 
@@ -85,7 +85,7 @@ def numbers(controller: str, note: Mapping[str, Any]) -> dict[str, float]:
 
 
 def strategy_bands(decisions: Sequence[LoggedDecision], end: int) -> list[Band]:
-    """Which strategy trained which steps, as far as the decisions say. Args: end: steps done."""
+    """Lists which strategy trained which steps, as far as the decisions say. Args: end: steps done."""
     followed = [one for one in decisions if one.is_done and (one.is_rollback or not one.is_superseded)]
     # A branch whose winner is another strategy is followed by the switch to it, which says what the strategy was before.
     names = [one.note.get("from") for one in followed] + [one.note.get("winner") for one in followed]

@@ -102,7 +102,7 @@ def packages() -> tuple[str, ...]:
 
 
 def described() -> dict[str, str]:
-    """What a reader of the results asks for: the command, the commit, and the versions of what computes."""
+    """Lists what a reader of the results asks for: the command, the commit, and the versions of what computes."""
     facts = {"command": _command(), "commit": commit() or "no git repository"}
     versions = {name: _version(name) for name in _COMPUTING}
     return facts | versions | {"Python": platform.python_version(), "system": platform.platform()}
@@ -136,7 +136,7 @@ _NO_NUMBERS = re.compile(r"--xla_(dump_\w+|force_host_platform_device_count|gpu_
 
 
 def computing(modules: Iterable[str]) -> dict[str, str]:
-    """What computes the numbers of a run, as name -> text. Args: modules: imported modules of the user's own."""
+    """Lists what computes the numbers of a run, as name -> text. Args: modules: imported modules of the user's own."""
     devices = jax.devices()
     options = (f"{name}={getattr(jax.config, name)}" for name in JAX_OPTIONS)
     return {

@@ -52,7 +52,7 @@ class PhaseRecord(NamedTuple):
 
     @property
     def cells(self) -> tuple[str, ...]:
-        """What tables show of it, in the order of `_COLUMNS`."""
+        """The texts that tables show of it, in the order of `_COLUMNS`."""
         losses = " to ".join(f"{loss:.4f}" for loss in self.losses)
         validation = "" if self.validation_loss is None else f"{self.validation_loss:.4f}"
         texts = (f"{self.start} to {self.end}", self.layers, self.trains, self.hidden, self.stored)
@@ -132,7 +132,7 @@ class SkippedStep(NamedTuple):
 
 
 def events(run: LoggedRun) -> Iterator[tuple[str, list[Mark]]]:
-    """What pictures mark with vertical lines, by kind, oldest first."""
+    """Lists what pictures mark with vertical lines, by kind, oldest first."""
     yield "resumes", [Mark(step, "resumed") for step in resumes(run)]
     phases = [
         (re.match(r"steps (\d+) to", value), name) for name, value in run.start_table() if name.startswith("phase ")
@@ -148,7 +148,7 @@ def events(run: LoggedRun) -> Iterator[tuple[str, list[Mark]]]:
 
 
 def strategies(run: LoggedRun) -> list[Band]:
-    """Which strategy of a portfolio of optimizers trained which steps. Of very many bands, the newest."""
+    """Lists which strategy of a portfolio of optimizers trained which steps. Of very many bands, the newest."""
     end = max((int(series.steps.max()) for series in run.series.values() if len(series.steps)), default=0)
     return strategy_bands(run.decisions, end)[-_MAX_BANDS:]
 

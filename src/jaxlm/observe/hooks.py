@@ -147,7 +147,7 @@ class ProgressListener:
 
 
 class Generated:
-    """What the model has written for the evaluations: prompts and texts, and completions with their rewards."""
+    """Collects what the model has written for the evaluations: prompts and texts, and completions with their rewards."""
 
     def __init__(self):
         self.samples: list[tuple[str, str]] = []

@@ -34,7 +34,7 @@ _LARGEST = 1e15  # of the numbers in a line
 
 @dataclass(frozen=True)
 class Goodput:
-    """What a run's wall time was spent on.
+    """Describes what a run's wall time was spent on.
 
     Attributes:
         wall_s: from the start of the first process to the last line of the last one, without the time for which the machine
@@ -138,7 +138,7 @@ class Ledger:
         }
 
     def _totals_before(self) -> tuple[float, float]:
-        """When the run began, and the seconds that earlier processes spent on steps that are kept."""
+        """Returns when the run began, and the seconds that earlier processes spent on steps that are kept."""
         now = self._record()
         goodput = account([*self._lines_before, now])
         assert goodput is not None

@@ -44,7 +44,7 @@ class Series(NamedTuple):
 
 @dataclass(frozen=True)
 class LoggedRun:
-    """What a log folder says about a run.
+    """Holds what a log folder says about a run.
 
     Attributes:
         name: the run's id, or the path as it was given if two runs have one id.

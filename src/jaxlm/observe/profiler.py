@@ -47,7 +47,7 @@ class OperationTime:
 
 @dataclass(frozen=True)
 class Profile:
-    """Where the devices' time went in the recorded steps.
+    """Describes where the devices' time went in the recorded steps.
 
     Attributes:
         spent: time by operation, largest first. Operations that overlap on a device each count in full.
@@ -280,7 +280,7 @@ class ProfileHook:
             )
 
     def due(self, step: int) -> bool:
-        """Whether recording starts or stops after this step."""
+        """Tells whether recording starts or stops after this step."""
         return step in (self._begin, self._end) and self._begin < self._end
 
     def run(self, step: int, state: RunState) -> None:

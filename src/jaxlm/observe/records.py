@@ -144,5 +144,5 @@ def drop_after(path: Path, place: tuple[int, int], warn: Callable[[str], None]) 
 
 
 def is_count(value: Any) -> TypeGuard[int]:
-    """Whether a value is a number of steps, as a record may have it."""
+    """Tells whether a value is a number of steps, as a record may have it."""
     return type(value) is int and 0 <= value <= _MAX_STEP

@@ -81,7 +81,7 @@ def phase_controllers(config: RunConfig, phase: PhaseConfig, index: int) -> tupl
 
 
 def controller_notes(config: RunConfig, phases: Sequence[Phase]) -> list[str]:
-    """What of controllers, and of what optimizers measure for them, has no effect."""
+    """Lists what of controllers, and of what optimizers measure for them, has no effect."""
     written = [phase.controllers for phase in config.phases] or [None]
     shared = [phase for phase, controllers in zip(phases, written, strict=True) if controllers is None]
     sections = [("trainer.controllers", config.trainer.controllers, shared)]

@@ -72,7 +72,7 @@ def load_source(arguments: Sequence[str], command: str, kind: type[RunConfig]) -
 
 
 def _overridden(arguments: Arguments, kind: type[RunConfig], origin: str) -> tuple[ConfigSource, str | None]:
-    """What `load_source` returns. Args: origin: what messages write before the name of an option."""
+    """Returns what `load_source` returns. Args: origin: what messages write before the name of an option."""
     file = read_file(arguments, kind)
     options = {key: value for key, value in arguments.options.items() if not is_option_of_variables(key)}
     dropped = drop_stale_keys(kind, file.source.tree, option_tree(options, origin))
@@ -117,7 +117,7 @@ def _resolved(source: ConfigSource, selection: Selection, kind: type[RunConfig])
 
 
 def _name_of(path: Path | str, target: str | None) -> str:
-    """What a run is called: each target of a file has its own logs and checkpoints."""
+    """Names a run: each target of a file has its own logs and checkpoints."""
     stem = config_file(path).stem
     return stem if target is None else f"{stem}-{target}"
 
@@ -129,7 +129,7 @@ def help_of(command: str, topic: str, kind: type[RunConfig] = RunConfig) -> str:
 
 
 def given_distributed(arguments: Sequence[str]) -> DistributedConfig:
-    """How the processes of the run connect, as far as it can be told although the command line or the file is wrong."""
+    """Tells how the run's processes connect, as far as can be told although the command line or the file is wrong."""
     options: dict[str, str] = {}
     for argument, following in zip(arguments, [*arguments[1:], ""], strict=True):
         name, equals, text = argument.partition("=")

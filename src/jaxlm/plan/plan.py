@@ -401,7 +401,7 @@ def initial_model(config: RunConfig) -> ModelConfig:
 
 
 def saved_models(config: RunConfig, vocab_size: int, precision: Precision) -> StateBuilder:
-    """What builds the models of a run with this configuration."""
+    """Makes the builder of the models of a run with this configuration."""
     return StateBuilder(config.model, vocab_axis(vocab_size), config.trainer.seed, precision, plan_phases(config)[0])
 
 
@@ -482,7 +482,7 @@ def all_sources(phases: Sequence[Phase], sections: Sequence[DataConfig]) -> list
 def _check_carries(
     optimizer: OptimizerConfig, objective: ObjectiveConfig, earlier: Sequence[Phase], index: int
 ) -> bool:
-    """Whether the schedule of the phase before goes on. Raises `ConfigError` if its optimizer's state cannot."""
+    """Tells whether the schedule of the phase before goes on. Raises `ConfigError` if its optimizer's state cannot."""
     key = f"phases.{index}.carry_optimizer"
     if not earlier:
         raise ConfigError(f"{key}: true given, but no phase is before the first one. Remove it")

@@ -126,7 +126,7 @@ def with_annotations(
 
 
 def _identity(plan: Plan, phase: Phase, model: LanguageModel) -> dict[str, Any]:
-    """What the bits of the model's annotations depend on: its frozen part, and the program that computes them. Plain JSON."""
+    """Lists what the bits of the model's annotations depend on: its frozen part, and the program. Plain JSON."""
     layout = plan.layout
     return {
         "model": encode(phase.model),
@@ -141,7 +141,7 @@ def _identity(plan: Plan, phase: Phase, model: LanguageModel) -> dict[str, Any]:
 
 
 def _opened(folder: AnnotationFolder) -> AnnotationCache:
-    """What process 0 finds in a folder. The others may list it late, but a file that they ask for by its name is there."""
+    """Opens what process 0 finds in a folder. Others may list it late, but a file that they ask for by name is there."""
     blocks = from_main(folder.blocks)
     if not all_processes(all(map(folder.has, blocks))):
         raise ConfigError(

@@ -34,7 +34,7 @@ class CommandPart(Registry, draccus.ChoiceRegistry, abc.ABC):
 
 
 def parts_of(command: str) -> list[CommandPart]:
-    """What wings add to a command."""
+    """Lists what wings add to a command."""
     names = (name for name in CommandPart.known_names() if name.partition(" ")[0] == command)
     return [CommandPart.get_choice_class(name)() for name in names]
 

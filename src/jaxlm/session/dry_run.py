@@ -137,7 +137,7 @@ def dry_run(plan: Plan, console: Console) -> None:
 
 
 def _caveats(rows: Sequence[tuple[str, str]]) -> str:
-    """What qualifies that all training steps compile."""
+    """Says what qualifies that all training steps compile."""
     but = ""
     for prefix, says in (
         (_REFUSED, ", but a start would not get that far"),
@@ -149,7 +149,7 @@ def _caveats(rows: Sequence[tuple[str, str]]) -> str:
 
 
 class _UncheckedError(Exception):
-    """What was not checked, and why."""
+    """Says what was not checked, and why."""
 
 
 class _Question(NamedTuple):
@@ -182,7 +182,7 @@ def _caches(plan: Plan) -> Iterator[tuple[str, str]]:
 
 
 def _checks(plan: Plan) -> Iterator[_Question]:
-    """What a start checks, as far as that neither writes nor reads text."""
+    """Lists what a start checks, as far as that neither writes nor reads text."""
     config = plan.config
     for data in {id(data): data for data in plan.data}.values():
         yield _Question("tokenizer", data.check_tokenizer, f"the disk with {data.tokenizer}")
@@ -207,7 +207,7 @@ def _checks(plan: Plan) -> Iterator[_Question]:
 
 
 def _agreed_checks(plan: Plan) -> Iterator[_Question]:
-    """What all processes of a start check together."""
+    """Lists what all processes of a start check together."""
     trainer = plan.config.trainer
     if plan.refs and bpe_config(plan.data[0].tokenizer) is not None:
         yield _unchecked("references", "whether they have the run's tokens, because a start trains its tokenizer")
@@ -223,7 +223,7 @@ def _agreed_checks(plan: Plan) -> Iterator[_Question]:
 
 
 def _openings(plan: Plan) -> Iterator[_Question]:
-    """What a start opens on process 0. Rewards have time limits of their own: they may import large libraries."""
+    """Lists what a start opens on process 0. Rewards have time limits of their own: they may import large libraries."""
 
     def tokenizer() -> Tokenizer:
         if bpe_config(plan.data[0].tokenizer) is not None:
@@ -242,8 +242,8 @@ def _openings(plan: Plan) -> Iterator[_Question]:
 
 
 def _previews(plan: Plan, drawn: list[MaskPreview]) -> Iterator[_Question]:
-    """How the records on this machine are read, and the share of tokens that the loss is computed on, for chats and prompts.
-    Adds these to `drawn`."""
+    """Describes how the records on this machine are read, and the share of tokens that the loss is computed on, for chats
+    and prompts. Adds these to `drawn`."""
     if bpe_config(plan.data[0].tokenizer) is not None:
         return
 

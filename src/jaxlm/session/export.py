@@ -234,7 +234,7 @@ def _datasets(sections: tuple[DataConfig, ...]) -> Iterator[str]:
 
 
 def output_folder(given: str) -> Location:
-    """Where `--output_dir` is. Refuses a folder in a checkpoint: the checkpoint would not match its checksums."""
+    """Returns where `--output_dir` is. Refuses a folder in a checkpoint: the checkpoint would not match its checksums."""
     folder = location_of(given)
     parents = folder.absolute().parents if isinstance(folder, Path) else ()
     if (checkpoint := next((parent for parent in parents if (parent / CURSOR).exists()), None)) is not None:

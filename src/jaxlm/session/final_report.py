@@ -103,7 +103,7 @@ def how_to_use(plan: Plan, *, chats: bool) -> tuple[str, str]:
 
 
 def outputs(plan: Plan) -> list[tuple[str, str]]:
-    """Where the numbers and texts of the run are, and how to open those that went to trackers."""
+    """Lists where the numbers and texts of the run are, and how to open those that went to trackers."""
     rows = [("metrics", str(plan.log_folder / METRICS))]
     if (samples := plan.log_folder / SAMPLES).exists():
         rows.append(("samples", str(samples)))

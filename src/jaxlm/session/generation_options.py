@@ -131,7 +131,7 @@ def generation_config_of(options: argparse.Namespace, stop_ids: tuple[int, ...])
 
 
 def tool_calls_of(options: argparse.Namespace, tokenizer: Tokenizer) -> ToolCalls | None:
-    """What answers the model's tool calls, by the option `--tool`; None if nothing does.
+    """Returns what answers the model's tool calls, by the option `--tool`; None if nothing does.
 
     Raises:
         ConfigError: there is no such tool, or the tokenizer has no tokens for calls.

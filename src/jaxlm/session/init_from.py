@@ -61,7 +61,7 @@ Log = Callable[[str], None]
 
 @dataclass(frozen=True)
 class InitFrom:
-    """What a run starts from.
+    """Describes what a run starts from.
 
     Attributes:
         state: the checkpoint to resume from, including step, optimizer state and data position; None starts at step 0.
@@ -81,7 +81,7 @@ class InitFrom:
         return self.state.cursor.step if self.state and self.is_own else None
 
     def initializes(self, plan: Plan) -> bool:
-        """Whether some parameters may be initialized, and not loaded."""
+        """Tells whether some parameters may be initialized, and not loaded."""
         if (source := self.state or self.weights) is not None and plan.config.trainer.allow_partial_checkpoint:
             wanted = plan.model.leaves_from_tokens(plan.state_builder.Vocab.size)
             saved = json.loads(source.checkpoint.read("run/manifest.json"))["leaves"]
@@ -98,11 +98,11 @@ class InitFrom:
 
     @property
     def is_newest(self) -> bool:
-        """Whether `state` is the newest checkpoint of this run."""
+        """Tells whether `state` is the newest checkpoint of this run."""
         return self.is_own and self.back is None
 
     def describe(self, plan: Plan) -> str:
-        """What the run starts from, for the table at the start."""
+        """Says what the run starts from, for the table at the start."""
         if self.state is not None:
             prefix = "" if self.is_own else "the state of another run, "
             return f"{prefix}{self.state.location} (step {self.state.cursor.step})"
@@ -136,7 +136,7 @@ class InitFrom:
 
 
 def starts_at_random(config: RunConfig, tokenizer: Any) -> bool:
-    """Whether a new run may initialize some parameters, and not load them.
+    """Tells whether a new run may initialize some parameters, and not load them.
 
     Args:
         tokenizer: `data.tokenizer` of the first phase.
@@ -195,7 +195,7 @@ def _layers(parameter: NamedArray) -> Iterator[NamedArray]:
 
 
 def _changes_on_read(plan: Plan) -> tuple[dict[str, Change], int]:
-    """What the first surgeries of the first phase make of parameters when they are read, and the number of surgeries."""
+    """Returns what the first phase's first surgeries make of parameters as they are read, and how many surgeries."""
     model, changes, number = plan.state_builder.abstract_initial_model, {}, 0
     for surgery in plan.phases[0].surgeries:
         if (of_surgery := surgery.on_read(model)) is None:
@@ -241,14 +241,14 @@ class _ChangeOnRead:
         return place_state(joined, jax.eval_shape(joined, *changed), self.layout, *changed)
 
     def _checked(self, layer: NamedArray) -> tuple[Any, jax.Array]:
-        """What becomes of a layer, and whether all numbers before and after are finite."""
+        """Changes a layer, and tells whether all numbers before and after are finite."""
         changed = self.change(layer)
         numbers = [layer.array, *filter(eqx.is_inexact_array, jax.tree.leaves(changed))]
         return changed, jnp.all(jnp.stack([jnp.all(jnp.isfinite(array)) for array in numbers]))
 
 
 def import_notes(plan: Plan) -> list[str]:
-    """What a start logs about the config.json of the weights and references that it loads. Reads no weights."""
+    """Lists what a start logs about the config.json of the weights and references that it loads. Reads no weights."""
     config, notes = plan.config, [note for ref in plan.active_refs.values() for note in ref.notes()]
     name = hf_name(config.initialize_from_hf, plan.data[0].tokenizer)
     if name is None or config.hf_weight_names:
@@ -374,7 +374,7 @@ def find_init_from(plan: Plan, log: Log) -> InitFrom:
 
 
 def _going_back(plan: Plan, newest: VerifiedCheckpoint, log: Log) -> InitFrom | None:
-    """Where the run goes back to because the configuration names a checkpoint of its own; None if it does not go back.
+    """Returns where the run goes back to because its configuration names one of its checkpoints; None if it does not.
 
     It goes back once: a later start with the same configuration goes on from what was done since.
     """
@@ -441,8 +441,8 @@ def _own_checkpoint_named(plan: Plan) -> tuple[str, str | None]:
 
 
 def expected_cursor(plan: Plan) -> Cursor | None:
-    """Where the run will probably go on: the checkpoints are not verified yet. None if it starts at step 0, or if no
-    checkpoint says it. All processes must call this, and only process 0 gets the answer."""
+    """Returns where the run will probably go on: the checkpoints are not verified yet. None if it starts at step 0, or if
+    no checkpoint says it. All processes must call this, and only process 0 gets the answer."""
     own_checkpoints, trainer = main_first(plan.checkpoints.checkpoints), plan.config.trainer
     if own_checkpoints:
         return main_only(lambda: _own_cursor(plan, own_checkpoints))

@@ -51,7 +51,7 @@ _TOP_LEVEL = ("hf_skip_keys",)
 
 @dataclass(frozen=True)
 class Spelling:
-    """How messages write the arguments of `open_model`.
+    """Says how messages write the arguments of `open_model`.
 
     Attributes:
         name, adapter, weights: the arguments.

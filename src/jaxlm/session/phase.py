@@ -112,7 +112,6 @@ def open_data(plan: Plan, tokenizer: Tokenizer, phase: Phase, log: Log) -> Data:
 
 
 def _services(run: Run, phase: Phase) -> RunServices:
-    """What batches that ask the model may use."""
     plan, tokenizer = run.plan, run.saved_tokenizer
     exporter, surgeries = run.exporter(plan.precision.params), plan.state_builder.surgeries_until(phase)
     export = lambda model, folder: exporter.write(folder, export_form(model, surgeries), phase.model)  # noqa: E731
@@ -159,7 +158,6 @@ def open_metrics(
 
 
 def _workload(run: Run, phase: Phase) -> Workload:
-    """What a step of a phase amounts to, for throughput and MFU."""
     plan, devices = run.plan, jax.devices()
     peak = peak_flops(devices[0].device_kind)
     tokens = plan.tokens_per_example(phase)
@@ -263,7 +261,7 @@ def _evaluations_of(run: Run, phase: Phase) -> list[EvalConfig]:
 def _context(
     run: Run, phase: Phase, data: Data, refs: Mapping[str, LanguageModel]
 ) -> tuple[EvalContext, "ObjectiveMeter", Generated]:
-    """What evaluations may use, what measures the objective in it, and where they put what the model has written."""
+    """Returns what evaluations may use, what measures the objective in it, and where they put the model's texts."""
     plan, trainer, saved_tokenizer = run.plan, run.plan.config.trainer, run.saved_tokenizer
 
     def validation_set(data_set: ValidationData) -> ValidationSet:

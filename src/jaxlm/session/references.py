@@ -185,7 +185,7 @@ def annotated(plan: Plan, phase: Phase, batches: Sequence[T], log: Log) -> Seque
 
 
 def annotations_of(phase: Phase, refs: Mapping[str, LanguageModel], batch: Any) -> Any:
-    """What the references say about a batch {microbatch, batch, ...}. Traceable."""
+    """Returns what the references say about a batch {microbatch, batch, ...}. Traceable."""
     return hax.map(lambda part: phase.objective.annotate(refs, part).annotations, microbatch_axis(batch))(batch)
 
 

@@ -47,7 +47,7 @@ _MODEL, _DATA, _TOKENIZER, _REFS = "model", "data", "tokenizer", "refs"
 
 @dataclass(frozen=True)
 class SavedRun:
-    """What a run was last started with.
+    """Describes what a run was last started with.
 
     Attributes:
         source: path of the saved configuration, for messages.
@@ -70,7 +70,7 @@ class SavedRun:
 
 
 def load_saved_run(plan: Plan) -> SavedRun | None:
-    """What is in this run's newest undamaged checkpoint, or else in its log folder; None for a new run.
+    """Reads what is in this run's newest undamaged checkpoint, or else in its log folder; None for a new run.
 
     The log folder's file may be damaged: without a checkpoint, nothing that it says would have to be kept.
     """
@@ -199,7 +199,7 @@ def check_cursor(cursor: Cursor, plan: Plan) -> Phase:
 
 
 def _remedy(plan: Plan, is_missing: bool) -> str:
-    """What gives a configuration the step of a checkpoint. Args: is_missing: whether it has not even its phase."""
+    """Says what gives a configuration the step of a checkpoint. Args: is_missing: whether it has not even its phase."""
     preset = plan.config.preset
     if preset is not None and preset.phase_keys:
         keys = ", ".join(f"preset.{key}" for key in preset.phase_keys)
@@ -321,7 +321,7 @@ def effect_of_fact(name: str) -> Effect:
 
 
 def computing_facts(config: RunConfig, options: StepOptions) -> dict[str, str]:
-    """What computes the numbers of a run, with the user's own modules that the configuration names.
+    """Lists what computes the numbers of a run, with the user's own modules that the configuration names.
 
     Args:
         options: of the training step.
@@ -330,7 +330,7 @@ def computing_facts(config: RunConfig, options: StepOptions) -> dict[str, str]:
 
 
 def computing_numbers(config: RunConfig) -> dict[str, str]:
-    """What computes the numbers of a run, without the options of its program."""
+    """Lists what computes the numbers of a run, without the options of its program."""
     precision = parse_precision(config.trainer.mp, jax.devices()[0])
     return {**computing(own_modules(config)), **({"precision": str(precision)} if precision.reason else {})}
 
@@ -383,7 +383,7 @@ def _differences(path: str, before: Any, now: Any) -> Iterator[str]:
 
 
 def _are_entries(before: Any, now: Any) -> bool:
-    """Whether two lists have sections, each of the same type as the one in its place."""
+    """Tells whether two lists have sections, each of the same type as the one in its place."""
     if not (isinstance(before, list) and isinstance(now, list) and len(before) == len(now)):
         return False
     pairs = zip(before, now, strict=True)

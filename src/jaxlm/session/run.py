@@ -55,7 +55,7 @@ from jaxlm.session.startup import run_info
 
 
 class OnStart:
-    """What is done once nothing can refuse the start any more. A start that is refused leaves the run's records alone."""
+    """Collects what is done once nothing can refuse the start any more. A refused start leaves the run's records alone."""
 
     def __init__(self) -> None:
         self._actions: list[Callable[[], object]] = []
@@ -260,7 +260,7 @@ def run_files(plan: Plan, of_data: Tokenizer, tokenizer: Tokenizer, source: Mapp
 
 @dataclass(frozen=True)
 class Run:
-    """What is open while a run trains.
+    """Holds what is open while a run trains.
 
     Attributes:
         tokenizer: as the run's data is tokenized with it.

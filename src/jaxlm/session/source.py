@@ -52,7 +52,7 @@ def saved_source(checkpoint: Checkpoint) -> Mapping[str, Any]:
 
 
 def _as_exported(checkpoint: Checkpoint) -> Mapping[str, Any]:
-    """What an export of another run's checkpoint would have; empty for a model that transformers does not know."""
+    """Returns what an export of another run's checkpoint would have; empty for a model that transformers does not know."""
     source = saved_source(checkpoint)
     with checkpoint.local("run") as run, contextlib.suppress(ConfigError):
         phases, _ = plan_phases(read_saved(run / "config.yaml"))

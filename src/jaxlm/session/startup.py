@@ -128,7 +128,7 @@ def describe(plan: Plan, start: str | None = None) -> list[tuple[str, str]]:
 
 
 def repeatability(platform: str, xla_flags: str) -> list[tuple[str, str]]:
-    """Whether a resumed run is the same bit for bit, as rows of name and value. Only on GPUs is that a choice."""
+    """Tells whether a resumed run is the same bit for bit, as rows of name and value. Only on GPUs is that a choice."""
     if platform != "gpu":
         return []
     values = [flag.lstrip("-").partition("=")[2] for flag in xla_flags.split() if _DETERMINISTIC in flag]
@@ -210,7 +210,7 @@ def _stacks(model: LanguageModel) -> list[Stack | HeterogeneousBody]:
 
 
 def _positions(plan: Plan) -> Iterator[str]:
-    """What LongRoPE chooses in training."""
+    """Says what LongRoPE chooses in training."""
     seq_len = plan.phases[0].model.seq_len
     for length in plan.state_builder.abstract_initial_model.switch_lengths:
         if seq_len <= length:
@@ -362,7 +362,7 @@ def _start_facts(config: RunConfig, run_id: str) -> dict[str, str]:
 
 
 def _device_facts(config: RunConfig) -> dict[str, str]:
-    """What computes the numbers on this process, as `jaxlm train` lists it for a run that resumes, as name -> text."""
+    """Lists what computes the numbers on this process, as `jaxlm train` lists it for a resumed run: name -> text."""
     devices = jax.local_devices()
     return {
         **{

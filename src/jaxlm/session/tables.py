@@ -188,7 +188,7 @@ class TableModels:
             yield name, ref.precision, ref.load(plan.state_builder.Vocab, plan.layout, log)
 
     def about(self, tables: Sequence[TableConfig]) -> dict[str, Any]:
-        """What the tables show. Plain JSON."""
+        """Describes what the tables show. Plain JSON."""
         trained = self.trained
         return {
             "models": {
@@ -329,7 +329,7 @@ def tables_after_training(plan: Plan, state: RunState, tokenizer: Tokenizer, che
 
 
 def _are_written(models: TableModels, tables: Sequence[TableConfig], folder: Path, log: Log) -> bool:
-    """Whether the tables of exactly these models are there."""
+    """Tells whether the tables of exactly these models are there."""
     about = models.about(tables)
     are_written = from_main(lambda: _read_about(folder) == about)
     if are_written:
@@ -386,5 +386,5 @@ def _read_about(folder: Path) -> Any:
 
 
 def default_folder(plan: Plan) -> Location:
-    """Where `jaxlm tables` writes those of a run."""
+    """Returns where `jaxlm tables` writes those of a run."""
     return child_of(plan.log_folder if plan.log_url is None else location_of(plan.log_url), FOLDER)

@@ -89,7 +89,7 @@ def names_read(phase: Phase) -> tuple[str, ...]:
 
 
 def _problem(plan: Plan, phase: Phase, model: LanguageModel) -> str | None:
-    """Why a reference cannot be measured on the phase's batches; None if it can."""
+    """Explains why a reference cannot be measured on the phase's batches; None if it can."""
     section, seq_len = plan.data[phase.index], phase.model.seq_len
     spec = section.batch_spec(seq_len)
     if not hasattr(batch := spec.make(**dict.fromkeys(spec.columns)), "supervised"):
@@ -208,7 +208,7 @@ def _gates(opened: LoadedModel, file: str) -> Gates:
 
 
 def _compares(evaluation: EvalConfig) -> bool:
-    """Whether an evaluation is one of those that may compare the model with a reference or with limits."""
+    """Tells whether an evaluation is one of those that may compare the model with a reference or with limits."""
     return isinstance(evaluation, GateConfig) or bool(evaluation.references or evaluation.limits.by_metric)
 
 

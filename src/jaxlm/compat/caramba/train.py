@@ -102,7 +102,7 @@ _OF_THE_CODE = "lion_conservative"
 
 
 def take_mode(train: Section) -> Mode | None:
-    """What the orchestrator does; None if there is none. Then none of its keys is left."""
+    """Returns what the orchestrator does; None if there is none. Then none of its keys is left."""
     enabled = train.choice(_ENABLED, (True, False), False)
     mode = train.choice(_MODE, ("active", "monitor", "disabled"))
     if enabled and mode != "disabled":

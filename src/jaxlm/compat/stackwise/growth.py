@@ -181,7 +181,7 @@ def _sizes(section: Section, prefix: str, strategy: str, number: int) -> tuple[f
 
 
 def _patterns(section: Section, prefix: str, strategy: str, allowed: Collection[str]) -> list[Any]:
-    """How rank and alpha change from stack to stack. Args: prefix: of the names of the keys."""
+    """Returns how rank and alpha change from stack to stack. Args: prefix: of the names of the keys."""
     patterns = [section.choice(f"{prefix}{of}_pattern", allowed, "constant") for of in _SIZE]
     if strategy == "progressive":
         if patterns == _CONSTANT:
@@ -228,7 +228,7 @@ WHOLE = "no effect: all stacks train at once (strategy: end_to_end, or progressi
 
 @dataclass(frozen=True)
 class Growth:
-    """How many stacks there are.
+    """Says how many stacks there are.
 
     Attributes:
         is_progressive: whether they train one after the other.

@@ -85,7 +85,7 @@ class Holder:
         return f"process {self.pid} on {self.host} since {self.since}"
 
     def has_ended(self) -> bool:
-        """Whether it is certain that the process has ended: it ran on this machine, and is gone."""
+        """Tells whether it is certain that the process has ended: it ran on this machine, and is gone."""
         this_process = Holder.this_process()
         if _NOWHERE in (self.boot, this_process.boot) or self.host != this_process.host:
             return False
@@ -113,7 +113,7 @@ def held_by(holder: object, what: str) -> ConfigError:
 
 
 def _started(pid: int) -> str:
-    """When the process started; empty if there is none, or if it only waits for its parent to notice its end."""
+    """Returns when the process started; empty if there is none, or if it only waits for its parent to notice its end."""
     _, _, fields = _read(f"/proc/{pid}/stat").rpartition(")")
     state, *others = fields.split() or ["X"]
     return _NOWHERE if state in "XZ" else others[18]

@@ -219,7 +219,7 @@ class LocalFolder(CheckpointFolder):
         return self.location / f"{name}{UNFINISHED}"
 
     def _deleted(self, name: str) -> Path:
-        """Where a checkpoint is moved before it is deleted. Not `_unfinished`, which is the folder of the one being saved."""
+        """Returns where a checkpoint is moved before it is deleted: not `_unfinished`, where the new one is saved."""
         return self.location / f"deleted-{name}{UNFINISHED}"
 
 

@@ -53,7 +53,7 @@ class Saver:
         self._unsettled: _Unsettled | None = None
 
     def due_by_clock(self) -> bool:
-        """Whether a temporary checkpoint is due by process 0's clock; False on every other process.
+        """Tells whether a temporary checkpoint is due by process 0's clock; False on every other process.
 
         None is due in the pause after one that failed, or while another one is being written, unless every step is saved.
 
@@ -67,7 +67,7 @@ class Saver:
         return is_main_process() and (health.retry_due() if health.is_failing else self._clock.due())
 
     def due_by_step(self, step: int) -> bool:
-        """Whether the retention rules or a request of this step save a checkpoint."""
+        """Tells whether the retention rules or a request of this step save a checkpoint."""
         return self.is_permanent(step) or any(kept.step == step for kept in self._kept.values())
 
     def is_permanent(self, step: int) -> bool:
@@ -160,7 +160,7 @@ class Saver:
         self._clock.reset()
 
     def _pins(self, cursor: Cursor) -> dict[str, str]:
-        """What to pin once the checkpoint at `cursor` is saved."""
+        """Lists what to pin once the checkpoint at `cursor` is saved."""
         name = cursor.folder_name
         pins = {purpose: pinned for purpose, pinned in self.history.pins.items() if purpose != BEFORE_STREAK}
         pins |= {purpose: name for purpose, kept in self._kept.items() if kept.step == cursor.step}
@@ -173,7 +173,7 @@ class Saver:
 
 @dataclass(frozen=True)
 class _Unsettled:
-    """What is right again if the save in progress fails.
+    """Holds what is right again if the save in progress fails.
 
     Attributes:
         pins: of the history.

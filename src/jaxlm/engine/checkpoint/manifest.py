@@ -133,7 +133,7 @@ def _digest(path: Path, kind: str = SHA256, *, sync: bool = False) -> str:
 
 @dataclass(frozen=True)
 class History:
-    """What a run has done that its configuration does not say. Saved in the cursor, without the fields at their defaults.
+    """Records what a run has done that its configuration does not say. The cursor has it, without fields at their defaults.
 
     Attributes:
         attempt: how often the run went back to an earlier checkpoint.
@@ -180,7 +180,7 @@ class History:
         )
 
     def num_rewinds(self, key: str) -> int:
-        """How often the run has gone back because of this key; attempts of earlier versions count for any."""
+        """Counts how often the run has gone back because of this key; attempts of earlier versions count for any."""
         unknown = self.attempt - sum(self.rewinds.values())
         return self.rewinds.get(key, unknown)
 
@@ -250,7 +250,7 @@ class Cursor:
 
 
 def is_temporary(read: Callable[[], bytes]) -> bool:
-    """Whether a checkpoint is temporary. False if `read` cannot return its saved cursor, so that it is never deleted."""
+    """Tells whether a checkpoint is temporary. False if `read` cannot return its cursor, so that it is never deleted."""
     try:
         return Cursor.from_json(read()).temporary
     except (OSError, ValueError, TypeError):

@@ -25,7 +25,7 @@ class KeepRule:
 
 @dataclass(frozen=True)
 class CheckpointerConfig:
-    """Where and when checkpoints are saved.
+    """Sets where and when checkpoints are saved.
 
     Attributes:
         base_path: folder or URL under which runs save their checkpoints. With `gs://bucket/runs` every process writes its
@@ -66,7 +66,7 @@ class CheckpointerConfig:
 
 
 def is_permanent(rules: Sequence[KeepRule], step: int) -> bool:
-    """Whether the retention rules keep this step's checkpoint permanently."""
+    """Tells whether the retention rules keep this step's checkpoint permanently."""
     for rule in rules:
         if rule.until is None or step <= rule.until:
             return step % rule.every == 0

@@ -140,7 +140,7 @@ def _set_aside(folder: CheckpointFolder, name: str, damage: DamagedError, log: C
 
 
 def _is_undamaged(find: Callable[[], Checkpoint], if_damaged: Callable[[DamagedError], None]) -> bool:
-    """Whether a checkpoint is undamaged. Process 0 reads it, and calls `if_damaged` if it is not."""
+    """Tells whether a checkpoint is undamaged. Process 0 reads it, and calls `if_damaged` if it is not."""
 
     def verify() -> bool:
         try:
@@ -327,7 +327,7 @@ class _SavedSlot:
         return bool(self.unused or self.missing or self.cast)
 
     def describe(self, wanted: RunState) -> list[str]:
-        """What a start says about the differences."""
+        """Returns what a start says about the differences."""
         lines, slot = [], dict(tree.leaves(wanted.slots.get(OBJECTIVE_SLOT)))
         if self.cast:
             path = min(self.cast)

@@ -117,7 +117,7 @@ class SaveHealth:
         return [pause for pause, end in zip(pauses_s, ends, strict=True) if end <= self._retry_for_s]
 
     def retry_due(self) -> bool:
-        """Whether the pause after the last failure is over."""
+        """Tells whether the pause after the last failure is over."""
         return self._now() >= self._next_at
 
     def saved(self, name: str) -> None:
@@ -229,12 +229,12 @@ class CheckpointWriter:
 
     @property
     def has_failed(self) -> bool:
-        """Whether the last save, which has been waited for, has failed."""
+        """Tells whether the last save, which has been waited for, has failed."""
         return self._error is not None
 
     @property
     def is_busy(self) -> bool:
-        """Whether a state is being written."""
+        """Tells whether a state is being written."""
         return self._thread.is_alive()
 
     def start(self, state: RunState, cursor: Cursor, position: Mapping[str, Any]) -> None:

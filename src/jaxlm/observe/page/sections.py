@@ -153,7 +153,7 @@ class Share(NamedTuple):
 
 
 def report_card(runs: Sequence[LoggedRun], price_per_hour: float | None = None) -> Table:
-    """What each run trains and with what, how far it is, its newest metrics, and its cost.
+    """Shows what each run trains and with what, how far it is, its newest metrics, and its cost.
 
     Args:
         price_per_hour: of the machines of each run together; None shows no cost.

@@ -15,7 +15,7 @@ _Job = Callable[[Tracker], None]
 
 @dataclass(frozen=True)
 class TrackerTimeouts:
-    """How long the run waits for a tracker, and the tracker's thread for records.
+    """Limits how long the run waits for a tracker, and the tracker's thread for records.
 
     Attributes:
         gather_s: seconds between the thread's checks of the queue. Waking it for each record costs more than the record.

@@ -95,7 +95,7 @@ class RunInfo:
 
 @dataclass(frozen=True)
 class TrackerConfig(Registry, draccus.ChoiceRegistry, abc.ABC):
-    """Where to send metrics in addition to `metrics.jsonl`; `type:` selects the tracker."""
+    """Describes where to send metrics in addition to `metrics.jsonl`; `type:` selects the tracker."""
 
     @classmethod
     def default_choice_name(cls) -> str:

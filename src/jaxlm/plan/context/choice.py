@@ -177,7 +177,7 @@ _MEMORY_SHARE = 0.1  # of a device, that `gather` may take for the keys and valu
 
 @dataclass(frozen=True)
 class ContextChoice:
-    """How a run divides attention.
+    """Describes how a run divides attention.
 
     Attributes:
         size: devices that share a row.
@@ -281,7 +281,7 @@ def choose_balance(rows: Rows, num_shards: int, *, fused_zigzag: bool = False) -
 
 
 def balance_problem(balance: Balance, rows: Rows, num_shards: int) -> str | None:
-    """Why tokens cannot be in this order; None if they can."""
+    """Explains why tokens cannot be in this order; None if they can."""
     if balance == "none":
         return None
     if num_shards == 1:

@@ -54,7 +54,7 @@ class ContextConfig:
 def plan_context(
     config: ContextConfig, layout: Layout, axes: Sequence[str], rows: Rows, devices: Sequence[Any], *, is_free: bool
 ) -> tuple[ContextChoice, ContextSharding, dict[str, int]]:
-    """How the devices along some mesh axes divide attention: the choice, and what the layout says of it.
+    """Decides how the devices along some mesh axes divide attention. Returns the choice, and what the layout says of it.
 
     Args:
         layout: with the mesh, and the mapping of heads.

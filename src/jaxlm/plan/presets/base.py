@@ -54,7 +54,7 @@ class DerivedNumber:
 
 @dataclass(frozen=True)
 class RunSize:
-    """What a scaling law is fitted to, beside the loss.
+    """Holds what a scaling law is fitted to, beside the loss.
 
     Attributes:
         num_parameters: the scaling parameters.
@@ -69,7 +69,7 @@ class RunSize:
 
 @dataclass(frozen=True)
 class Derivation:
-    """What follows from a preset.
+    """Holds what follows from a preset.
 
     Attributes:
         keys: the keys that it fills in, as a nested dictionary.
@@ -95,7 +95,7 @@ class PresetConfig(Registry, draccus.ChoiceRegistry, abc.ABC):
 
     @abc.abstractmethod
     def derive(self, source: ConfigSource) -> Derivation:
-        """What follows from this section and from the keys of a configuration that the preset reads, such as
+        """Derives what follows from this section and from the keys of a configuration that the preset reads, such as
         `model.seq_len`. Deriving again from the complete configuration gives the same.
 
         Raises:

@@ -52,7 +52,7 @@ class Ref(abc.ABC, Generic[C]):
 
     @abc.abstractmethod
     def notes(self) -> Sequence[str]:
-        """What `load` logs about its configuration, such as keys that are ignored. Reads no weights."""
+        """Lists what `load` logs about its configuration, such as keys that are ignored. Reads no weights."""
 
     @abc.abstractmethod
     def load(self, Vocab: Axis, layout: Layout, log: Log) -> LanguageModel:
@@ -64,7 +64,7 @@ class Ref(abc.ABC, Generic[C]):
 
     @abc.abstractmethod
     def identity(self) -> dict[str, str]:
-        """What identifies its numbers, by content and not by path: digests of its configuration and its weights."""
+        """Returns what identifies its numbers, by content and not by path: digests of its configuration and its weights."""
 
 
 @dataclass(frozen=True)

@@ -197,7 +197,7 @@ _DEFAULT = "XLA's own"
 
 @dataclass(frozen=True)
 class StepOptions:
-    """What the training step is traced and compiled with.
+    """Holds what the training step is traced and compiled with.
 
     Attributes:
         xla: options of the compilation.
@@ -298,7 +298,7 @@ def step_options(plan: Plan) -> StepOptions:
 
 
 def tuned_options(plan: Plan) -> TunedOptions | None:
-    """What was tuned for the step of this plan, on this processor with this compiler; None if nothing was."""
+    """Returns what was tuned for the step of this plan, on this processor with this compiler; None if nothing was."""
     if plan.layout.platform not in CANDIDATES:
         return None
     machine = (processor(), jaxlib.version.__version__, step_key(plan))
@@ -307,8 +307,8 @@ def tuned_options(plan: Plan) -> TunedOptions | None:
 
 
 def describe_options(plan: Plan) -> str | None:
-    """Which options the step is compiled with, and why; None if the platform has nothing to tune and no option is set. All
-    processes must call this.
+    """Says which options the step is compiled with, and why; None if the platform has nothing to tune and no option is set.
+    All processes must call this.
     """
     used = step_options(plan)
     if plan.layout.platform not in CANDIDATES:

@@ -60,7 +60,7 @@ class CompiledStep:
 
     @property
     def fits(self) -> bool:
-        """Whether the step fits into a device's usable memory, as far as known."""
+        """Tells whether the step fits into a device's usable memory, as far as known."""
         return self.num_bytes is None or self.limit is None or self.num_bytes <= USABLE * self.limit
 
     def check_fits_memory(self) -> None:
@@ -243,7 +243,7 @@ _NO_MEMORY = "RESOURCE_EXHAUSTED"
 
 
 def _advice(plan: Plan, phase: Phase, stage: BatchStage) -> str:
-    """What would make a step need less memory and has not been done yet."""
+    """Says what would make a step need less memory and has not been done yet."""
     policy = parse_remat(phase.model.gradient_checkpointing)
     can_shard = plan.config.trainer.fsdp_axis is None and plan.layout.mesh.size > 1
     ways = [

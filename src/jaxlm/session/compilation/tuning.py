@@ -49,7 +49,7 @@ class UnusableError(Exception):
 
 @dataclass(frozen=True)
 class Trial:
-    """What was found about one set of options.
+    """Records what was found about one set of options.
 
     Attributes:
         ratio: times as fast as the step without them: low end, median and high end of a 95 % interval; None if the options
@@ -125,7 +125,7 @@ def tune(
 
 
 def compare(base: Step, step: Step, state: RunState, batches: Sequence[Any], rounds: int) -> tuple[float, float, float]:
-    """How many times as fast as the base a step is: low end, median and high end of a 95 % interval."""
+    """Computes how many times as fast as the base a step is: low end, median and high end of a 95 % interval."""
     ratios = []
     for turn in range(-1, rounds):
         ratio, state = _ratio(base, step, state, batches, turn)
@@ -156,7 +156,6 @@ def _trials(
     batches: Sequence[Any],
     rounds: int,
 ) -> tuple[list[Trial], RunState]:
-    """Measures each of the candidates against the base."""
     expected = _losses(base, state, batches)
     failed, steps = [], {}
     for number, options in enumerate(candidates):
@@ -181,8 +180,8 @@ def _trials(
 
 
 def _ratio(base: Step, step: Step, state: RunState, batches: Sequence[Any], turn: int) -> tuple[float, RunState]:
-    """How many times as fast as the base a step is, both run once. Which of them is first changes from turn to turn: the
-    second finds warmer caches."""
+    """Measures how many times as fast as the base a step is, both run once. Which of them is first changes from turn to
+    turn: the second finds warmer caches."""
     seconds, batch = {}, batches[turn % len(batches)]
     for is_base in (False, True)[:: 1 if turn % 2 else -1]:
         started = time.perf_counter()

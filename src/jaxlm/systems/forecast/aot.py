@@ -19,7 +19,7 @@ CUDA_PLUGINS = ("jax_plugins.xla_cuda13", "jax_plugins.xla_cuda12")
 
 
 def has_compiler(topology: Topology) -> bool:
-    """Whether the compiler for these devices is installed. Does not initialize jax."""
+    """Tells whether the compiler for these devices is installed. Does not initialize jax."""
     if topology.chip.platform == "tpu":
         return is_installed("libtpu")
     return topology.chip.cuda is not None and any(map(is_installed, CUDA_PLUGINS))
@@ -51,7 +51,7 @@ def aot_devices(topology: Topology) -> tuple[Sequence[Any], str]:
 
 
 def is_installed(module: str) -> bool:
-    """Whether a module can be imported. Imports only its package."""
+    """Tells whether a module can be imported. Imports only its package."""
     package = module.partition(".")[0]
     return importlib.util.find_spec(package) is not None and importlib.util.find_spec(module) is not None
 

@@ -328,7 +328,7 @@ def _analytic_estimate(
 
 
 def _host(result: Forecast) -> str:
-    """What is in the host's memory, and how long the copies take beside the kernels of a layer."""
+    """Says what is in the host's memory, and how long the copies take beside the kernels of a layer."""
     parts = [gib(result.host_bytes)]
     for traffic in sorted(result.host_traffic, key=lambda traffic: traffic.copies.back):
         directions = ((traffic.copies.there, "to the host"), (traffic.copies.back, "back"))

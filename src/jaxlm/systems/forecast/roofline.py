@@ -116,7 +116,7 @@ class Overlap(NamedTuple):
 
 
 def overlapped(hlo: str, speed: Speed, seconds: Callable[[Instruction], float]) -> list[Overlap]:
-    """How long each collective runs, and how long concurrently with kernels, in the compiler's schedule.
+    """Computes how long each collective runs, and how long concurrently with kernels, in the compiler's schedule.
 
     `seconds` returns the run time of an instruction's collectives, 0 for other instructions.
     """
@@ -132,7 +132,7 @@ def overlapped(hlo: str, speed: Speed, seconds: Callable[[Instruction], float]) 
 
 @dataclass(frozen=True)
 class HostTraffic:
-    """What a part of a program copies between the memory of the device and that of the host.
+    """Describes what a part of a program copies between the memory of the device and that of the host.
 
     Attributes:
         turns: how often the part runs: a loop over layers once for each.
@@ -225,7 +225,7 @@ class _Roofline:
         return Seconds(memory=memory)
 
     def _is_counted(self, kernel: Instruction) -> bool:
-        """Whether a kernel is in the scope. A fusion that has no name is if any of its operations is."""
+        """Tells whether a kernel is in the scope. A fusion that has no name is if any of its operations is."""
         if not self.scope:
             return True
         fused = (self.program.computations[name] for name in self.program.called_by(kernel))

@@ -44,7 +44,7 @@ _Kind = tuple[LayerKind, bool]
 
 
 class BodyOutput(eqx.Module):
-    """What the layers return.
+    """Holds what the layers return.
 
     Attributes:
         last: the residual stream after the last layer.
@@ -60,7 +60,7 @@ class BodyOutput(eqx.Module):
 
 
 class _Layer(eqx.Module):
-    """What one layer has; or, with a leading axis, what several have."""
+    """Holds what one layer has; or, with a leading axis, what several have."""
 
     block: NanoBlock
     resid_lambda: NamedArray
@@ -79,7 +79,7 @@ class _Carry(eqx.Module):
 
 @dataclass(frozen=True)
 class _ForwardPass:
-    """What all layers share in one forward pass.
+    """Holds what all layers share in one forward pass.
 
     Attributes:
         x0: the input of the first layer.
@@ -316,7 +316,7 @@ class UnstackedNanoBody(eqx.Module):
 
 
 def has_value_embedding(number: int, num_layers: int) -> bool:
-    """Whether a layer has a value embedding: every other one, and the last."""
+    """Tells whether a layer has a value embedding: every other one, and the last."""
     return number % 2 == (num_layers - 1) % 2
 
 
@@ -335,7 +335,6 @@ def _periods(kinds: Sequence[_Kind]) -> tuple[int, int]:
 def _contexts(
     body: NanoBody | UnstackedNanoBody, inputs: Inputs, mask: AttentionMask, backend: str
 ) -> dict[LayerKind, LayerContext]:
-    """What the layers of each kind share in one forward pass."""
     kinds = tuple(dict.fromkeys(body.kinds))
     contexts = layer_contexts(kinds, inputs, mask, backend, body.HeadSize)
     num_keys = mask.key_positions.axis_size(KEY_POSITION)
@@ -370,8 +369,6 @@ def _at(stacked: Any, name: str, number: int) -> Any:
 
 
 def _between(stacked: Any, name: str, start: int, stop: int) -> Any:
-    """Layers `start` to `stop` of stacked arrays."""
-
     def part(leaf: Any) -> Any:
         size = leaf.axis_size(name) if is_named(leaf) else leaf.shape[0]
         if (start, stop) == (0, size):

@@ -85,7 +85,7 @@ class CoreTask:
 
 @dataclass(frozen=True)
 class TaskEntry:
-    """Where a task is, and how it is asked: its entry in `core.yaml`, its file of questions, the accuracy of guessing."""
+    """Says where a task is, and how it is asked: its entry in `core.yaml`, its questions, the accuracy of guessing."""
 
     settings: Mapping[str, Any]
     file: Path

@@ -189,7 +189,7 @@ def _cropped(pair: _Pair, max_tokens: int) -> _Pair:
 
 
 def is_correct(kind: str, gold: int, scored: Sequence[tuple[Scored, int]]) -> bool:
-    """Whether a question is answered. Args: scored: the score of each continuation, and its number of tokens."""
+    """Tells whether a question is answered. Args: scored: the score of each continuation, and its number of tokens."""
     if kind == LANGUAGE_MODELING:
         return scored[0][0].is_greedy
     # Without tokens there is no mean. As in the reference, NaN is the least if it comes first, and never otherwise.

@@ -60,7 +60,7 @@ _NEVER = -1e30  # so low that its exponential is 0. Finite, because infinities h
 
 
 class Scores(NamedTuple):
-    """How queries and keys are compared. Static.
+    """Describes how queries and keys are compared. Static.
 
     Attributes:
         scale: factor of the scores.
@@ -264,7 +264,7 @@ def allocate(
 
 
 def uniform_bounds(vocab_size: int, num_entries: int) -> np.ndarray:
-    """Where the entries of each token begin if all tokens get the same number, give or take one: int64 [vocab_size + 1]."""
+    """Returns where each token's entries begin if all get the same number, give or take one: int64 [vocab_size + 1]."""
     return np.arange(vocab_size + 1) * num_entries // vocab_size
 
 
@@ -398,7 +398,7 @@ class LookupConfig:
         return -(-num_entries // vocab_size) if self.allocation == "uniform" else self.max_entries
 
     def bounds_of(self, sequences: Sequence[np.ndarray], num_entries: int, vocab_size: int) -> np.ndarray:
-        """Where the entries of each token begin, and where the last ones end, int32 [vocab + 1].
+        """Returns where the entries of each token begin, and where the last ones end, int32 [vocab + 1].
 
         Args:
             sequences: the sample of training tokens.
@@ -408,7 +408,7 @@ class LookupConfig:
 
 
 class LookupLayer(eqx.Module):
-    """What a lookup layer adds to the residual stream.
+    """Computes what a lookup layer adds to the residual stream.
 
     Attributes:
         keys_embedding: {lookup_entries, embed}.
@@ -459,7 +459,7 @@ class LookupLayer(eqx.Module):
         return mix_proj(mixed.astype(x.dtype)).rearrange(x.axes)
 
     def _read(self, q: NamedArray, tokens: NamedArray) -> NamedArray:
-        """What the tokens read from their entries, {batch, position, embed}."""
+        """Computes what the tokens read from their entries, {batch, position, embed}."""
         keys, values = for_compute((self.keys_embedding, self.values_embedding), sum_first=True)
         q = q.rearrange((BATCH, POSITION, EMBED))
         ids, bounds = tokens.rearrange((BATCH, POSITION)).array, self.bounds.array

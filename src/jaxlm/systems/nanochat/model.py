@@ -171,7 +171,7 @@ class NanoConfig(SizedConfig):
 
     @property
     def window_distances(self) -> tuple[int, ...]:
-        """How many tokens back each layer attends; `seq_len` stands for all."""
+        """The number of tokens over which each layer attends back; `seq_len` stands for all."""
         exact, multiple = self.seq_len * self.short_window_fraction, self.short_window_multiple
         short = math.floor(exact) if multiple is None else multiple * math.ceil(exact / multiple)
         letters = [self.window_pattern[i % len(self.window_pattern)] for i in range(self.num_layers - 1)]

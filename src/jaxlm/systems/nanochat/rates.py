@@ -43,7 +43,7 @@ class AdamGroup:
 
 @dataclass(frozen=True)
 class Recipe:
-    """What a recipe sets by hand.
+    """Holds what a recipe sets by hand.
 
     Attributes:
         revision: of nanochat, for the start-up table.
@@ -265,7 +265,7 @@ class OptimizerKeys:
         return entries
 
     def _instead(self, match: str, rate: float) -> str:
-        """What a list of your own has in place of an entry with this learning rate; empty if it has the same."""
+        """Says what a list of your own has in place of an entry with this learning rate; empty if it has the same."""
         entries = self.section.get("groups")
         if not isinstance(entries, list):
             return ""

@@ -51,7 +51,7 @@ class MemberRayConfig:
 
 @dataclass(frozen=True)
 class ScalingConfig:
-    """Which models to train, and what to measure them by.
+    """Sets which models to train, and what to measure them by.
 
     Attributes:
         depths: `preset.depth` of the members.
@@ -82,7 +82,7 @@ class ScalingRunConfig(RunConfig):
 
 @dataclass(frozen=True)
 class MemberResult:
-    """What a member that has finished adds to the fit.
+    """Records what a member that has finished adds to the fit.
 
     Attributes:
         num_parameters: the scaling parameters.
@@ -284,7 +284,7 @@ def _short(budget: float) -> str:
 
 
 def plan_table(members: Sequence[Member], finished: Collection[str]) -> str:
-    """What the study trains. Args: finished: names of the members that need no training."""
+    """Lists what the study trains. Args: finished: names of the members that need no training."""
     return _table(
         ("run", "depth", "FLOPs", "scaling parameters", "tokens", "steps", ""),
         (

@@ -108,7 +108,7 @@ def reward(before: float, after: float, scale: float) -> float:
 
 @dataclass(frozen=True)
 class Memory:
-    """What the orchestrator remembers. Steps are those of the run.
+    """Holds what the orchestrator remembers. Steps are those of the run.
 
     Attributes:
         strategy: the current one.
@@ -195,12 +195,12 @@ class Safety:
 
     @property
     def never_trips(self) -> bool:
-        """Whether all limits are null."""
+        """Tells whether all limits are null."""
         limits = (self.max_loss_increase, self.max_loss_delta, self.max_grad_increase, self.max_skipped)
         return all(limit is None for limit in limits)
 
     def trip(self, metrics: Mapping[str, float], skipped: int) -> str | None:
-        """Why the run has gone wrong, in words; None if it has not. Args: skipped: updates skipped in a row."""
+        """Says why the run has gone wrong, in words; None if it has not. Args: skipped: updates skipped in a row."""
         loss, reference = metrics[logged.LOSS], metrics[logged.LOSS_REFERENCE]
         ratio = metrics[logged.GRAD_NORM_RATIO]
         if self.max_skipped is not None and skipped >= self.max_skipped:

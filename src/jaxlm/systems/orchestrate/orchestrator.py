@@ -212,8 +212,8 @@ class OrchestratorConfig(ControllerConfig):
         return lines
 
     def extra_steps(self, num_candidates: int, num_steps: int) -> int:
-        """What a branch costs in addition to the winner's steps. A held-out batch costs a third of a step: it has no backward
-        pass."""
+        """Computes what a branch costs in addition to the winner's steps. A held-out batch costs a third of a step: it has
+        no backward pass."""
         return (num_candidates - 1) * num_steps + math.ceil((num_candidates + 1) * self.probe_batches / 3)
 
     def _check_nowcast(self, window: int | None) -> None:
@@ -326,7 +326,7 @@ class Orchestrator(Controller):
         return asdict(memory), Noted(None, notes)
 
     def _after(self, step: DoneStep, metrics: Mapping[str, float], memory: Memory) -> tuple[Memory, Answer]:
-        """What follows from a step, but for the record of its spike."""
+        """Returns what follows from a step, but for the record of its spike."""
         config, safety = self.config, self.config.safety
         skipped = memory.skipped + 1 if step.is_skipped else 0
         memory = replace(memory, healthy=memory.healthy + 1, skipped=skipped)
@@ -354,7 +354,7 @@ class Orchestrator(Controller):
         return memory, None
 
     def _boundary(self, step: DoneStep, metrics: Mapping[str, float], memory: Memory) -> tuple[Memory, str | None]:
-        """Why to decide after this step; None for no reason."""
+        """Says why to decide after this step; None for no reason."""
         config = self.config
         on_plateau = bool(metrics[logged.IS_PLATEAU])
         is_planned = any(memory.planned_until < planned.step <= step.effective for planned in config.switch_at)
@@ -475,7 +475,7 @@ class Orchestrator(Controller):
 
     @property
     def _would(self) -> dict[str, Json]:
-        """What a record has if nothing is done."""
+        """The fields that a record has if nothing is done."""
         return {} if self._is_active else {"would": True}
 
     @property
@@ -507,7 +507,7 @@ class Orchestrator(Controller):
         )
 
     def _affordable(self, step: DoneStep, memory: Memory) -> int:
-        """How many candidates may lose a branch after this step."""
+        """Counts the candidates that may lose a branch after this step."""
         left, horizon = self._budget_left(step, memory), self.config.horizon
         within = (n for n in range(1, self._num_candidates) if self.config.extra_steps(n + 1, horizon) <= left)
         return max(within, default=0)

@@ -195,7 +195,6 @@ class PortfolioConfig(OptimizerConfig):
 
 
 def _adagc(section: bool | AdaGc) -> AdaGc:
-    """What a strategy that clips by AdaGC says about it."""
     return section if isinstance(section, AdaGc) else AdaGc()
 
 

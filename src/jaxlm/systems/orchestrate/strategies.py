@@ -24,7 +24,7 @@ Number = float | jax.Array
 
 
 class Moments(NamedTuple):
-    """What an update rule reads of one parameter, as float32 arrays.
+    """Holds what an update rule reads of one parameter, as float32 arrays.
 
     Attributes:
         gradient: after clipping.
@@ -80,7 +80,7 @@ class Strategy(draccus.ChoiceRegistry, abc.ABC):
 
     @property
     def needs_matrix_squares(self) -> bool:
-        """Whether the rule needs the squares of hidden matrices too."""
+        """Tells whether the rule needs the squares of hidden matrices too."""
         return self.square_decay is not None
 
     @property

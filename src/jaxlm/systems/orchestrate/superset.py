@@ -70,7 +70,7 @@ class Table:
         return values[0] if len(set(values)) == 1 else jnp.asarray(values, jnp.float32)[self.row]
 
     def flag(self, of: Callable[[Strategy], bool]) -> bool | jax.Array:
-        """Whether something is true of the strategy."""
+        """Tells whether something is true of the strategy."""
         values = [of(strategy) for strategy in self.rows]
         return values[0] if len(set(values)) == 1 else jnp.asarray(values)[self.row]
 
@@ -186,7 +186,7 @@ class Superset:
         return updates, norms
 
     def _moments(self, table: Table, updates: Any, state: Any) -> tuple[dict[str, Moments], PortfolioState]:
-        """What the rules read, by path, and the state after this gradient."""
+        """Returns what the rules read, by path, and the state after this gradient."""
         decays, shares = _decay(table, lambda one: one.mean_decay)
         mu_weight = decays * state.mu_weight + shares
         of_matrices = (decays, shares, mu_weight)

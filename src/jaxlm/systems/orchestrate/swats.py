@@ -19,7 +19,7 @@ from jaxlm.reading.choices import choice
 
 
 class Projection(NamedTuple):
-    """How long an SGD step along the gradient would be, whose projection onto Adam's step is that step.
+    """Describes how long an SGD step along the gradient would be, whose projection onto Adam's step is that step.
 
     Attributes:
         average: running mean of gamma, the learning rate of that SGD step, divided by Adam's learning rate: lambda of the

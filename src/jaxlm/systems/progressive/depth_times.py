@@ -154,7 +154,7 @@ class DepthTimes:
 
 
 def _to_rise(masking: MaskingConfig) -> str:
-    """What to change, so that later times have larger mask fractions."""
+    """Says what to change, so that later times have larger mask fractions."""
     if masking.time_step_mask_fractions is not None:
         return "Write rising data.masking.time_step_mask_fractions"
     ends = f"{masking.min_mask_fraction:g} and max_mask_fraction: {masking.max_mask_fraction:g}"

@@ -305,7 +305,6 @@ def _model(source: ConfigSource) -> ModelConfig:
 
 
 def _is_tied(model: ModelConfig) -> bool:
-    """Whether the head is the embeddings."""
     return isinstance(model, TransformerConfig) and model.tie_word_embeddings
 
 

@@ -30,7 +30,7 @@ from jaxlm.reading.choices import NamedChoice, choice
 
 @dataclass(frozen=True)
 class Advantage(NamedChoice, abc.ABC):
-    """How advantages are computed.
+    """Defines how advantages are computed.
 
     Attributes:
         std_ddof: what is subtracted from the number of responses in the variance: 0, or 1 as in TRL, verl and Tunix.
@@ -165,7 +165,7 @@ class Overlong:
             )
 
     def penalties(self, lengths: jax.Array) -> jax.Array:
-        """What is added to each reward, float32: from 0 to -1. Args: lengths: in tokens."""
+        """Returns what is added to each reward, float32: from 0 to -1. Args: lengths: in tokens."""
         return jnp.clip((self.max_response_tokens - self.cache - lengths.astype(jnp.float32)) / self.cache, -1.0, 0.0)
 
 
@@ -223,7 +223,7 @@ def reward_metrics(rewards_BG: jax.Array, shaped_BG: jax.Array, batch: GroupBatc
 
 
 def sampler_metrics(tokens: ResponseTokens) -> Metrics:
-    """How far our log-likelihoods are from those of the sampler, which had the same weights in the first update."""
+    """Measures how far our log-likelihoods are from the sampler's, which had the same weights in the first update."""
     if tokens.sampler is None:
         return {}
     distance_NS = jnp.where(tokens.mask > 0, jnp.abs(jax.lax.stop_gradient(tokens.logps) - tokens.sampler), 0.0)
@@ -306,7 +306,7 @@ class Entropy:
 
 
 def coefficient_of(statistics: Mapping[str, jax.Array]) -> jax.Array:
-    """What the entropy of a batch is weighted with, a scalar."""
+    """Returns what the entropy of a batch is weighted with, a scalar."""
     return statistics[_COEFFICIENT] * statistics[_IS_LOW]
 
 

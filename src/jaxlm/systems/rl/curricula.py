@@ -29,7 +29,7 @@ _MOST_EPOCHS = 200  # without an accepted prompt; far more than the smallest sha
 
 
 class PromptNumbers(NamedTuple):
-    """Which prompts these are, int64 [prompts] each.
+    """Says which prompts these are, int64 [prompts] each.
 
     Attributes:
         examples: the number in the order of training. A prompt has another one in each epoch.
@@ -44,7 +44,7 @@ class PromptNumbers(NamedTuple):
 
 @dataclass(frozen=True)
 class CurriculumContext:
-    """What a curriculum may need of the run.
+    """Holds what a curriculum may need of the run.
 
     Attributes:
         seed: of the order of the training data.
@@ -73,11 +73,11 @@ class Curriculum(abc.ABC):
 
     @abc.abstractmethod
     def metrics(self, step: int) -> Mapping[str, float]:
-        """What is logged of it, by name."""
+        """Returns what is logged of it, by name."""
 
     @abc.abstractmethod
     def state(self) -> dict[str, Any]:
-        """What it has learned, as plain JSON, exact."""
+        """Returns what it has learned, as plain JSON, exact."""
 
     @abc.abstractmethod
     def restore(self, state: Mapping[str, Any]) -> None:
@@ -86,7 +86,7 @@ class Curriculum(abc.ABC):
 
 @dataclass(frozen=True)
 class CurriculumConfig(Registry, draccus.ChoiceRegistry, abc.ABC):
-    """Which prompts are sampled for, and when."""
+    """Decides which prompts are sampled for, and when."""
 
     @property
     def columns(self) -> tuple[str, ...]:
@@ -138,7 +138,7 @@ class PromptOrder:
             self.curriculum.learn(self._numbers(examples), rewards)
 
     def metrics(self, step: int, num_passed_over: int) -> dict[str, float]:
-        """What is logged. Args: num_passed_over: prompts for which the rollout of a step has not sampled."""
+        """Returns what is logged. Args: num_passed_over: prompts for which the rollout of a step has not sampled."""
         if self.curriculum is None:
             return {}
         metrics = {"passed_over": float(num_passed_over), **self.curriculum.metrics(step)}

@@ -28,7 +28,7 @@ from jaxlm.reading.choices import Registry, choice
 
 @dataclass(frozen=True)
 class Observation:
-    """What an environment says to a turn.
+    """Holds what an environment says to a turn.
 
     Attributes:
         text: what the policy reads next. No part of it becomes a special token. None adds nothing.
@@ -82,7 +82,7 @@ class EnvironmentConfig(Registry, draccus.ChoiceRegistry, abc.ABC):
 
     @property
     def gives_rewards(self) -> bool:
-        """Whether its observations may have a reward. If not, `data.rewards` must give some."""
+        """Tells whether its observations may have a reward. If not, `data.rewards` must give some."""
         return True
 
     def check(self) -> None:
@@ -152,8 +152,8 @@ class ToolEnvironment(Environment):
 
 
 class Turn(Protocol):
-    """What a sampler returns for a row: tokens with the one that ended them, their log-likelihoods, and whether a stop token
-    ended them."""
+    """Holds what a sampler returns for a row: tokens with the one that ended them, their log-likelihoods, and whether a
+    stop token ended them."""
 
     @property
     def tokens(self) -> Sequence[int]: ...
@@ -173,7 +173,7 @@ on the other rows or on the most new tokens."""
 
 @dataclass(frozen=True)
 class ConversationLimits:
-    """When a conversation ends although the environment has not ended it.
+    """Says when a conversation ends although the environment has not ended it.
 
     Attributes:
         max_turns: number of turns of the policy.
@@ -185,7 +185,7 @@ class ConversationLimits:
 
 
 class Dialect(NamedTuple):
-    """How texts and tokens of a conversation correspond.
+    """Says how texts and tokens of a conversation correspond.
 
     Attributes:
         encode: text to tokens, none of them special.
@@ -208,7 +208,7 @@ class Dialect(NamedTuple):
 
 
 class Conversation(NamedTuple):
-    """What follows a prompt.
+    """Holds what follows a prompt.
 
     Attributes:
         tokens: turns and observations.
@@ -311,7 +311,7 @@ def _add_turn(row: _Row, room: int, sampled: Turn) -> bool:
 def _observations(
     speakers: "Sequence[_Speaker]", written: Sequence[tuple[_Row, Sequence[int]]], dialect: Dialect
 ) -> list[tuple[str | None, float, bool]]:
-    """What the environments say to the turns that rows have written. Args: speakers: empty on processes other than 0."""
+    """Returns what environments say to the turns that rows have written. Args: speakers: empty except on process 0."""
 
     def ask() -> list[tuple[str | None, float, bool]]:
         return [

@@ -293,7 +293,6 @@ class Grpo(ReferencedObjective):
     def _tokens(
         self, model: LanguageModel, batch: GroupBatch, key: jax.Array | None
     ) -> tuple[ResponseTokens, Mapping[str, AuxLoss]]:
-        """The numbers of the tokens, and the layers' losses."""
         entropy = ChunkLogits.entropy if self.entropy.has_weight else _constant_entropy
         sequences, temperature = batch.sequences(), batch.temperature
         logps, entropies, aux = token_logps(model, sequences, entropy, key=key, temperature=temperature)

@@ -30,7 +30,7 @@ _SHOWN = 300  # characters of a server's message
 
 @dataclass(frozen=True)
 class ServerConfig:
-    """How to reach an inference server.
+    """Sets how to reach an inference server.
 
     Attributes:
         url: its address, such as `http://localhost:8000`.

@@ -35,7 +35,7 @@ EARNED = "environment"
 
 
 def dialect_of(config: EnvironmentConfig, tokenizer: Tokenizer) -> Dialect:
-    """How conversations become tokens. Raises `ConfigError` if the tokenizer lacks a special token of the environment."""
+    """Determines how conversations become tokens. Raises `ConfigError` if the tokenizer lacks the environment's tokens."""
     decode = lambda ids: tokenizer.decode(ids, special=True)  # noqa: E731
     dialect = Dialect(tokenizer.encode, decode, tokenizer.vocabulary())
     dialect.special_ids((*config.turn_ends, *config.observation_start, *config.observation_end))
@@ -72,7 +72,7 @@ def _sample(conversation: Conversation) -> Sample:
 
 @dataclass(frozen=True)
 class RolloutOptions:
-    """How responses are sampled and trained on; see `RolloutsConfig`.
+    """Sets how responses are sampled and trained on; see `RolloutsConfig`.
 
     Attributes:
         seed: of the run.
@@ -204,7 +204,7 @@ class RolloutMaker:
         return self._of_sources(examples, lambda name, prompts, indices: prompt_tokens(prompts, indices))
 
     def describe(self, examples: np.ndarray) -> str:
-        """Where the prompts of some training examples are, for messages."""
+        """Says where the prompts of some training examples are, for messages."""
         return self._mixture.describe(examples)
 
     def close(self) -> None:
@@ -283,7 +283,7 @@ class RolloutMaker:
         )
 
     def _written(self, sample: Sample) -> str:
-        """What the policy has written, its turns on lines of their own: digits of two turns are not one number."""
+        """Returns what the policy has written, its turns on lines of their own: digits of two turns are not one number."""
         # An environment may say nothing between two turns, so the mask alone does not tell them apart.
         key = lambda at: (bisect.bisect(sample.turn_ends, at), sample.mask[at])  # noqa: E731
         turns = itertools.groupby(range(len(sample.tokens)), key)
@@ -303,7 +303,7 @@ class RolloutMaker:
         return self._of_sources(examples, of_source)
 
     def _of_sources(self, examples: np.ndarray, read: Callable[[str, Examples, np.ndarray], Sequence[T]]) -> list[T]:
-        """What `read` returns for the examples of each source, in the order of the examples."""
+        """Returns what `read` returns for the examples of each source, in the order of the examples."""
         sources, indices = self._mixture.find(examples)
         results: dict[int, T] = {}
         for source in np.unique(sources).tolist():
@@ -313,7 +313,7 @@ class RolloutMaker:
         return [results[row] for row in range(len(examples))]
 
     def _metrics(self, groups: Groups) -> dict[str, float]:
-        """What is logged of the groups, with TRL's names where it has them."""
+        """Returns what is logged of the groups, with TRL's names where it has them."""
         lengths = np.array([sum(sample.mask) for sample in groups.samples])
         is_finished = np.array([sample.is_finished for sample in groups.samples])
         metrics = {

@@ -27,7 +27,7 @@ Importance = Literal["token", "sequence", "sequence_product"]
 
 
 def log_ratios(logps_NS: jax.Array, others_NS: jax.Array, mask_NS: jax.Array, level: Importance) -> jax.Array:
-    """How much more likely each token is than for another model, as a logarithm, float32 [N, S].
+    """Computes how much more likely each token is than for another model, as a logarithm, float32 [N, S].
 
     With `sequence`, every token has the mean of its response: the ratio is that of the whole responses, normalized by length.
     Source: GSPO (Zheng et al. 2025, arXiv:2507.18071, equation 7). With `sequence_product`, it has their sum: the ratio of
@@ -44,7 +44,7 @@ def log_ratios(logps_NS: jax.Array, others_NS: jax.Array, mask_NS: jax.Array, le
 
 @dataclass(frozen=True)
 class PolicyLoss(NamedChoice, abc.ABC):
-    """What is minimized at each token, from the ratio of its probability to that under the old policy."""
+    """Defines what is minimized at each token, from the ratio of its probability to that under the old policy."""
 
     importance: ClassVar[Importance] = "token"
     is_of_responses: ClassVar[bool] = False
@@ -86,11 +86,11 @@ class ClippedLoss(PolicyLoss, abc.ABC):
 
     @property
     def limits(self) -> tuple[float, float]:
-        """How far below and above its center the ratio is clipped."""
+        """The distances below and above its center at which the ratio is clipped."""
         return self.epsilon, self.epsilon if self.epsilon_high is None else self.epsilon_high
 
     def is_clipped(self, log_ratio_NS: jax.Array, advantage_N: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Whether the lower and the upper limit take away the gradient of each token, bool [N, S] each."""
+        """Tells whether the lower and the upper limit take away the gradient of each token, bool [N, S] each."""
         center, advantage_N1 = 0.0 if self.clips_logarithms else 1.0, advantage_N[:, None]
         ratio_NS, (low, high) = log_ratio_NS if self.clips_logarithms else jnp.exp(log_ratio_NS), self.limits
         return (ratio_NS < center - low) & (advantage_N1 < 0), (ratio_NS > center + high) & (advantage_N1 > 0)
@@ -251,7 +251,7 @@ def on_policy_weights(tokens: ResponseTokens, advantage_N: jax.Array, threshold:
 
 
 def most_uncertain(entropy_NS: jax.Array, mask_NS: jax.Array, share: float) -> jax.Array:
-    """Whether each token is one of this `share` of all tokens that had the largest entropies, bool [N, S].
+    """Marks each token that is one of this `share` of all tokens that had the largest entropies, bool [N, S].
 
     Source: Wang et al. 2025, "Beyond the 80/20 Rule" (arXiv:2506.01939), equation 5.
     """
@@ -262,14 +262,14 @@ def most_uncertain(entropy_NS: jax.Array, mask_NS: jax.Array, share: float) -> j
 
 @dataclass(frozen=True)
 class LossAgg(NamedChoice):
-    """What the losses of tokens are averaged over."""
+    """Defines what the losses of tokens are averaged over."""
 
     def token_weights(self, mask_NS: jax.Array) -> jax.Array:
-        """How much each token counts in the sum, float32 [N, S]."""
+        """Returns how much each token counts in the sum, float32 [N, S]."""
         return _shares(mask_NS) if isinstance(self, SeqMeanTokenMean) else mask_NS
 
     def denominator(self, mask: jax.Array, counted: jax.Array) -> jax.Array:
-        """What the sum is divided by, a scalar.
+        """Returns what the sum is divided by, a scalar.
 
         Args:
             mask: [..., S].

@@ -154,8 +154,8 @@ def _without_prompts(source: NamedSource, files: Iterable[TextFile]) -> Iterator
 
 
 class PromptRecords:
-    """What the records of a source have besides the prompt, in the order of the documents of its cache. The first access
-    reads all of them into memory.
+    """Gives what the records of a source have besides the prompt, in the order of the documents of its cache. The first
+    access reads all of them into memory.
     """
 
     def __init__(self, source: NamedSource, log: Log):

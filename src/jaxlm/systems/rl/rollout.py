@@ -88,7 +88,7 @@ class Rollout:
 
     @staticmethod
     def is_whole(state: Mapping[str, Any]) -> bool:
-        """Whether a state has all arrays. Those of earlier versions have fewer."""
+        """Tells whether a state has all arrays. Those of earlier versions have fewer."""
         return state["arrays"].keys() >= _ARRAYS.keys()
 
     @staticmethod

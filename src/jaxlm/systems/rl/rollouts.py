@@ -150,8 +150,8 @@ class RolloutBatches(Batches):
         return end, min(options.minibatches_per_rollout, end - step)
 
     def _still_fits(self, rollout: Rollout, checksum: int) -> bool:
-        """Whether the configuration still gives the steps of a rollout these groups and rewards, and its examples these
-        prompts."""
+        """Tells whether the configuration still gives the steps of a rollout these groups and rewards, and its examples
+        these prompts."""
         options = self._maker.options
         size = self._reader.batches.at(self._step).size * rollout.num_minibatches
         has_shape = rollout.reward_parts.shape == (size, options.group_size, len(options.reward_names))
@@ -238,7 +238,7 @@ class RolloutsConfig(DataConfig):
         return Sampling(float(self.temperature), self.top_k, self.top_p, self.min_p, float(self.repetition_penalty))
 
     def _sampled(self, seq_len: int) -> SampledRows | None:
-        """What the devices that train sample; None if a server does."""
+        """Describes what the devices that train sample; None if a server does."""
         if not self.sampler.rows_at_once(self.group_size):
             return None
         return SampledRows(

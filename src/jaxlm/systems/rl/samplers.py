@@ -26,7 +26,7 @@ from jaxlm.reading.choices import Registry, choice
 
 @dataclass(frozen=True)
 class SamplerContext:
-    """What a sampler may need of the run.
+    """Holds what a sampler may need of the run.
 
     Attributes:
         layout: the mesh that the model is sharded over.
@@ -51,7 +51,7 @@ class SamplerContext:
 
 @dataclass(frozen=True)
 class SamplingRequest:
-    """What is sampled.
+    """Describes what is sampled.
 
     Attributes:
         step: the step that the samples are for, counted from 0. With the seed, it determines them.
@@ -78,7 +78,7 @@ class SamplingRequest:
 
 
 class Sample(NamedTuple):
-    """What follows a prompt.
+    """Holds what follows a prompt.
 
     Attributes:
         tokens: with the token that ended it, and nothing after it.
@@ -113,7 +113,7 @@ class Sampler(abc.ABC):
 
 @dataclass(frozen=True)
 class SamplerConfig(Registry, draccus.ChoiceRegistry, abc.ABC):
-    """What samples the responses."""
+    """Describes what samples the responses."""
 
     @classmethod
     def default_choice_name(cls) -> str | None:
@@ -141,7 +141,7 @@ class SamplerConfig(Registry, draccus.ChoiceRegistry, abc.ABC):
         """Opens the sampler, on every process."""
 
     def rows_at_once(self, num_rows: int) -> int:
-        """How many of the rows of a rollout the devices that train sample at the same time; 0 if they sample none."""
+        """Counts the rows of a rollout that the devices that train sample at the same time; 0 if they sample none."""
         return 0
 
 

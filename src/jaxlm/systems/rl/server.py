@@ -143,7 +143,7 @@ class ServerSamplerConfig(SamplerConfig):
 
     @property
     def folder(self) -> Path:
-        """Where weights are exported to."""
+        """The folder that weights are exported to."""
         return Path(self.weights_folder).absolute()
 
     def open(self, context: SamplerContext) -> Sampler:
@@ -261,7 +261,7 @@ def _request(
 
 
 def _mean_the_same(tokenizer: Tokenizer, theirs: list[Any], ours: list[int]) -> bool:
-    """Whether tokens of the server stand for the same text. It may split texts in another way: it only gets and sends ids."""
+    """Tells whether the server's tokens stand for the same text. It may split it otherwise: it only gets and sends ids."""
     if not all(type(one) is int and 0 <= one < tokenizer.vocab_size for one in theirs):
         return False
     return tokenizer.decode(theirs) == tokenizer.decode(ours)

@@ -185,7 +185,7 @@ class AttentionNode(LayerNode):
         return ModelConfig.get_choice_class("dba")(**shared, **decoupled, output_bias=self.output_bias)
 
     def kind(self, width: int) -> LayerKind:
-        """What is static about a layer with this attention."""
+        """Returns what is static about a layer with this attention."""
         family = self.family(width)
         (kind,) = family.kinds
         rope = None if self.rope is None else kind.rope

@@ -41,7 +41,7 @@ from jaxlm.systems.topology.structure import PATH, TopologyLayer, check_groups, 
 
 
 class Spelling(Protocol):
-    """What describes a model by its layers."""
+    """Describes a model by its layers."""
 
     @property
     def topology(self) -> Node: ...

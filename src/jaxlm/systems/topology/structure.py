@@ -212,7 +212,7 @@ class TopologyLayer:
 
     @property
     def kind(self) -> LayerKind:
-        """What is static about it."""
+        """The kind of the layer: what is static about it."""
         return next(node.kind(width) for node, width in self.layers() if isinstance(node, AttentionNode))
 
     @property

@@ -50,7 +50,7 @@ _WINSOR = 3.0  # a spike widens the spread no more than a step of this many devi
 
 @dataclass(frozen=True)
 class Convergence:
-    """When a block has learned enough. It then stays as it is, with its optimizer state.
+    """Decides when a block has learned enough. It then stays as it is, with its optimizer state.
 
     Attributes:
         target: a block is done when its averaged error is at most this; null has no such limit.
@@ -180,7 +180,7 @@ class BlockProgress(eqx.Module):
         return jax.tree.map(lambda new, old: jnp.where(trained, new, old) if new.ndim else new, after, kept)
 
     def _tuned(self, error: jax.Array, improved: jax.Array, decay: float, autotune: Autotune) -> dict[str, jax.Array]:
-        """What follows for the learning rate of each block."""
+        """Updates the scale of each block's learning rate, and what it follows from."""
         if autotune.mode == "off":
             fields = ("scale", "level", "drift", "spread", "observed", "flat", "events")
             return {name: getattr(self, name) for name in fields}

@@ -32,7 +32,7 @@ _SMALLEST_VARIANCE = 1e-6  # of the largest one: inputs hardly move in direction
 
 
 class Scores(NamedTuple):
-    """What scores are products of: <q x_i, k x_j>, without a scale."""
+    """Holds what scores are products of: <q x_i, k x_j>, without a scale."""
 
     q_HDI: jax.Array
     k_GDI: jax.Array
@@ -72,7 +72,7 @@ class ScoreErrors(NamedTuple):
 
 @dataclass(frozen=True)
 class HeadFeatures:
-    """Where a head of a teacher has its features.
+    """Says where a head of a teacher has its features.
 
     Attributes:
         first, second: the two features of each pair [P].

@@ -102,7 +102,7 @@ class DbaConfig(PreNormConfig):
 
     @property
     def has_output_bias(self) -> bool:
-        """Whether the output projection of attention has a bias."""
+        """Tells whether the output projection of attention has a bias."""
         return self.attention_bias if self.output_bias is None else self.output_bias
 
     @property

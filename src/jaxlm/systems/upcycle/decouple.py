@@ -97,7 +97,7 @@ def in_shared_keys(teacher: Scores, features: HeadFeatures, num_keys: int, momen
 
 
 def of_shared_keys(features: HeadFeatures, head_size: int, shared: int) -> HeadFeatures:
-    """Where a key of `shared` heads has its features. Pair j P + p is mixture j of those with frequency p."""
+    """Returns where a key of `shared` heads has its features. Pair j P + p is mixture j of those with frequency p."""
 
     def of_heads(part: tuple[int, ...]) -> tuple[int, ...]:
         return tuple(head * head_size + feature for head in range(shared) for feature in part)
@@ -289,7 +289,7 @@ class DecoupleConfig(SurgeryConfig):
 
 
 class _Teacher(NamedTuple):
-    """What a surgery must know of a model that it changes."""
+    """Holds what a surgery must know of a model that it changes."""
 
     block: DecoderBlock
     attention: SelfAttention
@@ -348,7 +348,7 @@ def _angles(teacher: _Teacher) -> jax.Array:
 
 
 def _problem(model: LanguageModel) -> str | None:
-    """Why no `DbaConfig` describes the model with other attention."""
+    """Explains why no `DbaConfig` describes the model with other attention."""
     if not isinstance(model, Decoder):
         return "its layers are not known"
     if len(model.body.stacks) > 1 or not isinstance(_block_of(model).mlp, GatedMlp):

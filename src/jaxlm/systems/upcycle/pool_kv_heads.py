@@ -101,7 +101,7 @@ def rotation_of_pairs(features: HeadFeatures) -> Rule:
 
 
 def loss_of_mean(heads_GRDI: jax.Array, moment_II: jax.Array) -> jax.Array:
-    """What heads differ by from the mean of their group, relative to them; root mean square over heads and inputs."""
+    """Measures how much heads differ from their group's mean, relative to them: root mean square over heads and inputs."""
     sizes = lambda w: jnp.einsum("grdi,ij,grdj->", w, moment_II, w)  # noqa: E731
     difference = heads_GRDI - heads_GRDI.mean(axis=1, keepdims=True)
     return jnp.sqrt(jnp.maximum(sizes(difference) / sizes(heads_GRDI), 0.0))
@@ -288,7 +288,7 @@ class PoolKvHeadsConfig(SurgeryConfig):
 
 
 def _problem(config: ModelConfig, model: LanguageModel) -> str | None:
-    """Why the key/value heads of a model cannot be pooled."""
+    """Explains why the key/value heads of a model cannot be pooled."""
     attentions = tree.modules(model, Attention)
     if not isinstance(config, DecoderConfig) or not isinstance(model, Decoder):
         return "its config has no number of key/value heads that can change alone. Remove the surgery"
@@ -315,7 +315,7 @@ def _alignment_problem(model: LanguageModel) -> str | None:
 
 
 def _features(model: LanguageModel) -> HeadFeatures:
-    """Where heads have the pairs that rotate. Layers without rotation may be turned as the others are."""
+    """Returns where heads have the pairs that rotate. Layers without rotation may be turned as the others are."""
     attention = tree.modules(model, SelfAttention)[0]
     size = attention.q_proj.weight.axis_size(HEAD_SIZE)
     kinds = [kind for kind in next(iter(tree.modules(model, Body))).kinds_by_layer if kind.rope is not None]

@@ -23,7 +23,7 @@ _T = TypeVar("_T")
 
 @dataclass(frozen=True)
 class RewardContext:
-    """What rewards may use besides the completions.
+    """Holds what rewards may use besides the completions.
 
     Attributes:
         decode: token ids to text, without special tokens.
@@ -104,8 +104,8 @@ def reward_names(configs: Sequence[RewardConfig]) -> list[str]:
 
 
 def _answers(workers: Mapping[str, RewardWorker], ask: Callable[[RewardWorker], _T]) -> dict[str, _T]:
-    """What processes answer. A thread listens to each: one without a listener would stop working. The first error is
-    raised at once, and the processes that have not answered are ended: no answer must be left for the next call.
+    """Collects what processes answer. A thread listens to each: one without a listener would stop working. The first error
+    is raised at once, and the processes that have not answered are ended: no answer must be left for the next call.
     """
     with ThreadPoolExecutor(max(len(workers), 1)) as pool:
         answers = {name: pool.submit(ask, worker) for name, worker in workers.items()}

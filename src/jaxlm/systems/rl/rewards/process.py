@@ -83,7 +83,7 @@ def _answer(reward: "Reward", rows: "ScoredRows", begin: Callable[[int], None]) 
 
 
 class _WrongScoreError(Exception):
-    """What a reward returned is not what was expected. Args: a message, and the number of the row; None for all."""
+    """Says that a reward returned something unexpected. Args: a message, and the number of the row; None for all."""
 
 
 def _scores(result: Any, expected: int, first: int) -> list[float]:

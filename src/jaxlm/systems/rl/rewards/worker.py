@@ -118,8 +118,8 @@ class RewardWorker:
     def _messages(
         self, request: bytes, timeout_s: float, size: int, during: Callable[[], str]
     ) -> Iterator[tuple[str, Any]]:
-        """What the process says after a request. Raises `TimeoutError` if it says nothing more in time, and `ConfigError` if
-        it has ended. Args: size: number of rows. during: for messages.
+        """Yields what the process says after a request. Raises `TimeoutError` if it says nothing more in time, and
+        `ConfigError` if it has ended. Args: size: number of rows. during: for messages.
         """
         deadline, rest = time.monotonic() + timeout_s, b""
         self._connection.settimeout(min(_SEND_S, timeout_s))
