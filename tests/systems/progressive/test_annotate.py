@@ -234,7 +234,7 @@ def test_a_request_to_stop_ends_it_after_a_block(setup, tmp_path, monkeypatch):
 class OfTeacher(CachedTrunk):
     """What a reference computes instead of the model that trains."""
 
-    asks_itself = False
+    trunk = None
     references = ("teacher",)
 
     def annotate(self, refs, batch):
