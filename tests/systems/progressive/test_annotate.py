@@ -138,7 +138,7 @@ def test_losses_are_those_of_a_trunk_that_is_computed(two_epochs):
 
     @jax.jit
     def losses(model, batch):
-        (terms, _, _), inner = run.phase.objective.terms(model, batch, None, key=None), run.phase.objective.inner
+        (terms, _, _), inner = run.phase.objective.terms(model, batch, None, key=None), run.phase.objective.objective
         without = dataclasses.replace(batch, annotations=None)
         return terms["loss"].total, inner.terms(model, without, None, key=None)[0]["loss"].total
 
