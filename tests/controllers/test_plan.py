@@ -6,10 +6,11 @@ from typing import Any
 
 import pytest
 
-from jaxlm.controllers.base import Controller, ControllerConfig, OptimizerFacts
+from jaxlm.controllers.base import Controller, ControllerConfig
 from jaxlm.controllers.early_stopping import BadStreak, EarlyStopping
 from jaxlm.controllers.reduce_on_plateau import ReduceOnPlateauConfig
 from jaxlm.core.errors import ConfigError
+from jaxlm.core.guards import OptimizerFacts
 from jaxlm.plan.plan import plan_phases
 from jaxlm.plan.run_config import PhaseConfig, RunConfig
 from jaxlm.plan.trainer_config import TrainerConfig

@@ -7,10 +7,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from jaxlm.controllers.base import DoneStep, OptimizerFacts, SetControls
+from jaxlm.controllers.base import DoneStep, SetControls
 from jaxlm.controllers.reduce_on_plateau import ReduceOnPlateauConfig
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.field_types import check_fields
+from jaxlm.core.guards import OptimizerFacts
 
 KEYS = [
     {"mode": mode, "threshold_mode": threshold_mode, **others}

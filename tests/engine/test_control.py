@@ -10,9 +10,10 @@ import jax
 import numpy as np
 import pytest
 
-from jaxlm.controllers.base import Controller, Decision, DoneStep, Keep, Next, OptimizerFacts, Rewind, SetControls
+from jaxlm.controllers.base import Controller, Decision, DoneStep, Keep, Next, Rewind, SetControls
 from jaxlm.controllers.reduce_on_plateau import ReduceOnPlateauConfig
 from jaxlm.core.errors import ConfigError
+from jaxlm.core.guards import OptimizerFacts
 from jaxlm.core.sharding import Layout
 from jaxlm.core.values.logged import Activity, StepInfo
 from jaxlm.engine.checkpoint.manifest import Cursor, History

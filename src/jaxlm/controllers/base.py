@@ -13,6 +13,7 @@ from typing import Any, ClassVar, Protocol
 
 import draccus
 
+from jaxlm.core.guards import OptimizerFacts
 from jaxlm.reading.choices import Registry
 from jaxlm.reading.effects import Effect, follows
 
@@ -250,25 +251,6 @@ class Controller(abc.ABC):
         Its cost is spent, so this comes before `after` is called for the winner's steps, from which the run may go back.
         """
         raise AssertionError(f"{self.name} does not branch")
-
-
-@dataclass(frozen=True)
-class OptimizerFacts:
-    """Holds what a controller may know of the optimizer of its phase.
-
-    Attributes:
-        learning_rate: the peak of its schedule.
-        strategies: name -> the controls that select the strategy. The first is the one that it begins with. Empty if it has
-            only one way to update.
-        telemetry_window: number of recent steps of which it measures the metrics of `core/values/logged.py`; None if it
-            does not.
-        nowcast_window: updates over which it measures where the weights are going; None if it does not.
-    """
-
-    learning_rate: float
-    strategies: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
-    telemetry_window: int | None = None
-    nowcast_window: int | None = None
 
 
 @dataclass(frozen=True)

@@ -8,9 +8,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Literal
 
-from jaxlm.controllers.base import Controller, ControllerConfig, Decision, DoneStep, OptimizerFacts, SetControls
+from jaxlm.controllers.base import Controller, ControllerConfig, Decision, DoneStep, SetControls
 from jaxlm.core.field_types import STEPS_OF_PHASE, BelowOne, LearningRate, NonNegativeFloat, NonNegativeInt
-from jaxlm.core.guards import LR_SCALE
+from jaxlm.core.guards import LR_SCALE, OptimizerFacts
 from jaxlm.reading.choices import choice
 
 

@@ -10,6 +10,7 @@ Controls are numbers that the step reads from the state, so that they change bet
 import abc
 import math
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 if TYPE_CHECKING:  # the report reads the names below, without jax
@@ -123,3 +124,22 @@ KNOWN = (LR_SCALE, STRATEGY, NOWCAST)
 def scaled(learning_rate: Any, controls: Mapping[str, Any]) -> Any:
     """The learning rate that applies, given the scheduled one. Traceable."""
     return learning_rate * controls[LR_SCALE] if LR_SCALE in controls else learning_rate
+
+
+@dataclass(frozen=True)
+class OptimizerFacts:
+    """Holds what a controller may know of the optimizer of its phase.
+
+    Attributes:
+        learning_rate: the peak of its schedule.
+        strategies: name -> the controls that select the strategy. The first is the one that it begins with. Empty if it has
+            only one way to update.
+        telemetry_window: number of recent steps of which it measures the metrics of `core/values/logged.py`; None if it
+            does not.
+        nowcast_window: updates over which it measures where the weights are going; None if it does not.
+    """
+
+    learning_rate: float
+    strategies: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
+    telemetry_window: int | None = None
+    nowcast_window: int | None = None

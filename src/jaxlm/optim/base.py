@@ -18,7 +18,7 @@ from jaxlm.core.field_types import (
     PositiveScheduleLength,
     ScheduleLength,
 )
-from jaxlm.core.guards import RewindRule, StepGuard, scaled
+from jaxlm.core.guards import OptimizerFacts, RewindRule, StepGuard, scaled
 from jaxlm.optim.bad_steps import SkipBadSteps, WindowLength, bad_step_guards
 from jaxlm.optim.clipping import AdaGc
 from jaxlm.optim.schedules import LrShape, Schedule, ScheduleSpec, make_schedule
@@ -143,37 +143,20 @@ class OptimizerConfig(Registry, draccus.ChoiceRegistry, abc.ABC):
         return (*bad_step_guards(self.skip_bad_steps), *telemetry_guards(self.telemetry))
 
     @property
-    def telemetry_window(self) -> int | None:
-        """Number of recent steps of which each step has the metrics of `core/values/logged.py`; None if it has none."""
-        return next((guard.window for guard in telemetry_guards(self.telemetry)), None)
-
-    @property
     def rewind_rule(self) -> RewindRule | None:
         """The rule by which the run goes back because updates were skipped; None if it never does."""
         return next((guard.rewind_rule for guard in bad_step_guards(self.skip_bad_steps)), None)
 
     @property
-    def strategy_controls(self) -> Mapping[str, Mapping[str, float]]:
-        """Name -> the controls that select a strategy. The first is the one that it begins with.
-
-        Empty if the optimizer has only one way to update.
-        """
-        return {}
-
-    @property
-    def nowcast_window(self) -> int | None:
-        """Updates over which it measures where the weights are going; None if it does not."""
-        return None
-
-    @property
-    def peak_learning_rate(self) -> float:
-        """The peak of the learning rate while no control changes it."""
-        return self.learning_rate
+    def facts(self) -> OptimizerFacts:
+        """The facts that controllers may know."""
+        window = next((guard.window for guard in telemetry_guards(self.telemetry)), None)
+        return OptimizerFacts(self.learning_rate, telemetry_window=window)
 
     def schedule(self, num_steps: int) -> Schedule:
         """The learning rate of an update, as a function of the number of updates applied before it in the phase."""
         spec = ScheduleSpec(
-            peak=self.peak_learning_rate,
+            peak=self.facts.learning_rate,
             warmup=self.warmup,
             decay=self.decay,
             kind=self.lr_schedule,

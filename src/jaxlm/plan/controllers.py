@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from jaxlm.controllers.base import Controller, OptimizerFacts
+from jaxlm.controllers.base import Controller
 from jaxlm.controllers.early_stopping import BadStreak, EarlyStopping, Finished, UntilConfig
 from jaxlm.core import guards
 from jaxlm.core.errors import ConfigError
@@ -53,12 +53,9 @@ def phase_controllers(config: RunConfig, phase: PhaseConfig, index: int) -> tupl
         if phase.controllers is None
         else (phase.controllers, f"phases.{index}.controllers")
     )
-    facts = OptimizerFacts(
-        optimizer.peak_learning_rate, optimizer.strategy_controls, optimizer.telemetry_window, optimizer.nowcast_window
-    )
     for number, section in enumerate(written):
         try:
-            controller = section.build(facts)
+            controller = section.build(optimizer.facts)
         except ConfigError as error:
             raise ConfigError(f"{path}.{number} (phase '{phase.name}'): {error}") from error
         controller.check(objective, f"{path}.{number}", phase.name)
@@ -98,7 +95,7 @@ def controller_notes(config: RunConfig, phases: Sequence[Phase]) -> list[str]:
                 notes.append(f"{path}.{number}: no effect in steps {steps}: {'; '.join(lines)}")
     moving = [phase.optimizer for phase in phases if guards.NOWCAST in phase.controls]
     for phase in phases:
-        if phase.optimizer.nowcast_window is not None and phase.optimizer not in moving:
+        if phase.optimizer.facts.nowcast_window is not None and phase.optimizer not in moving:
             notes.append(
                 f"optimizer.nowcast of phase '{phase.name}': no controller moves the weights, so it only costs memory. Give"
                 " the orchestrator a section nowcast and mode: active, or, in a new run, remove it"

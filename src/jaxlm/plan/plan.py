@@ -220,7 +220,7 @@ def make_plan(config: RunConfig, run_id: str, vocab_size: int, devices: Sequence
 
 def _check_trend(phase: Phase) -> None:
     """Raises `ConfigError` if the optimizer measures where weights are going that the objective holds back."""
-    if phase.optimizer.nowcast_window is None:
+    if phase.optimizer.facts.nowcast_window is None:
         return
     if phase.objective.pacing is not None:
         raise ConfigError(

@@ -297,7 +297,7 @@ def describe_phase(phase: Phase) -> str:
     return (
         f"steps {phase.start} to {phase.end}{after_surgery}; {type(phase.objective).__name__} with"
         f" {type(optimizer).__name__.removesuffix('Config')}, {lr_shape_name(optimizer.lr_schedule)} schedule from"
-        f" {optimizer.peak_learning_rate:g}"
+        f" {optimizer.facts.learning_rate:g}"
     )
 
 

@@ -229,7 +229,7 @@ def test_with_adagc_the_strategies_of_the_guide_are_clipped_by_one_section(tmp_p
     }
     assert optimizer.adagc == AdaGc(mode="zscore", beta=0.99)
     of_the_code = ["--optimizer.strategies", "caramba", "--optimizer.adagc", "null"]
-    assert load_config([*manifest, *of_the_code], "jaxlm.train").optimizer.peak_learning_rate == pytest.approx(3e-5)
+    assert load_config([*manifest, *of_the_code], "jaxlm.train").optimizer.facts.learning_rate == pytest.approx(3e-5)
 
 
 def test_what_an_orchestrated_run_reads_otherwise_is_noted(tmp_path: Path):

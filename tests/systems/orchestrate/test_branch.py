@@ -10,18 +10,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxlm.controllers.base import (
-    Branch,
-    Branched,
-    Controller,
-    DoneStep,
-    Next,
-    Noted,
-    OptimizerFacts,
-    Rewind,
-    SetControls,
-)
+from jaxlm.controllers.base import Branch, Branched, Controller, DoneStep, Next, Noted, Rewind, SetControls
 from jaxlm.core import tree
+from jaxlm.core.guards import OptimizerFacts
 from jaxlm.core.sharding import Layout
 from jaxlm.core.values.logged import Activity, StepInfo
 from jaxlm.engine.checkpoint.manifest import History
@@ -355,7 +346,7 @@ def test_a_portfolio_of_one_with_an_orchestrator_is_the_optimizer_alone():
         telemetry=True,
         strategies={"only": AdamW(max_grad_norm=1.0)},
     )
-    facts = OptimizerFacts(1e-2, one.strategy_controls, telemetry_window=128)
+    facts = OptimizerFacts(1e-2, one.facts.strategies, telemetry_window=128)
     asked = OrchestratorConfig(interval=2, min_steps_between_switches=0, safety=None).build(facts)
     states = []
     for controllers in ((), (asked,)):
@@ -376,7 +367,7 @@ def test_weights_that_walk_at_random_are_not_extrapolated_and_the_tries_leave_no
     optimizer = PortfolioConfig(
         learning_rate=1e-2, warmup=0, lr_schedule="constant", telemetry=True, nowcast=Nowcast(window=4)
     )
-    facts = OptimizerFacts(1e-2, optimizer.strategy_controls, telemetry_window=128, nowcast_window=4)
+    facts = OptimizerFacts(1e-2, optimizer.facts.strategies, telemetry_window=128, nowcast_window=4)
     usual = OrchestratorConfig(interval=1000, branch_budget=1.0, probe_batches=1, safety=None)
     rng = np.random.default_rng(0)
     noise = [{**arrays(0), "targets": rng.integers(0, 64, (16, 16)).astype(np.int32)} for _ in range(61)]

@@ -8,18 +8,9 @@ from typing import Any
 
 import pytest
 
-from jaxlm.controllers.base import (
-    Branch,
-    Branched,
-    Decision,
-    DoneStep,
-    Keep,
-    Noted,
-    OptimizerFacts,
-    Rewind,
-    SetControls,
-)
+from jaxlm.controllers.base import Branch, Branched, Decision, DoneStep, Keep, Noted, Rewind, SetControls
 from jaxlm.core.errors import ConfigError
+from jaxlm.core.guards import OptimizerFacts
 from jaxlm.core.values import logged
 from jaxlm.systems.orchestrate.orchestrator import (
     NowcastTrials,

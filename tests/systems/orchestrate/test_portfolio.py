@@ -55,7 +55,7 @@ def started(updates: Updates) -> Updates:
 
 
 def controls(name: str) -> dict[str, float]:
-    return dict(PORTFOLIO.strategy_controls[name])
+    return dict(PORTFOLIO.facts.strategies[name])
 
 
 def masked(params: Any) -> Any:
@@ -156,7 +156,7 @@ def test_switches_between_all_rules_match_the_documented_state():
     gradients = [{p: g + 0.3 * numbers(0)[p] for p, g in numbers(t).items()} for t in range(1, len(rows) + 1)]
     updates = Updates(config, len(rows))
     for row, gradient in zip(rows, gradients, strict=True):
-        weights = updates.step(gradient, **config.strategy_controls[row])
+        weights = updates.step(gradient, **config.facts.strategies[row])
     assert updates.update._cache_size() == 1
     for path, expected in by_hand(config, rows, gradients).items():
         np.testing.assert_allclose(weights[path], expected, rtol=0, atol=2e-5, err_msg=path)
@@ -190,12 +190,12 @@ def test_the_learning_rate_of_a_switch_is_the_schedules_times_the_scale():
     config = PortfolioConfig(
         learning_rate=0.25, weight_decay=0.0, warmup=0, lr_schedule="linear", strategies=rows, initial="b"
     )
-    assert list(config.strategy_controls) == ["b", "a", "c"]
+    assert list(config.facts.strategies) == ["b", "a", "c"]
     updates, schedule, before = Updates(config, 40), config.schedule(40), flat(as_model(numbers(0)))
     one = {path: np.ones_like(array) for path, array in numbers(0).items()}
     for t in range(12):
         name = "bbaabbccaacc"[t]
-        given: Any = {} if t == 0 else config.strategy_controls[name]
+        given: Any = {} if t == 0 else config.facts.strategies[name]
         after = updates.step(one, **given)
         logged = float(scaled(schedule(t), given))
         expected = 0.25 * rows[name].lr_scale * float(replace(config, initial="c").schedule(40)(t)) / 0.25
@@ -390,5 +390,5 @@ def test_the_tables_of_the_guide_and_of_its_source():
     rates = {name: 1e-4 * row.lr_scale for name, row in caramba.table.items()}
     assert list(rates.values()) == pytest.approx([1e-5, 5e-4, 1e-3, 1e-4, 1e-4])
     assert list(rates)[-1] == "lion_conservative"
-    assert caramba.peak_learning_rate == pytest.approx(caramba.learning_rate / 10)
-    assert OptimizerConfig.get_known_choices()["adam"]().strategy_controls == {}
+    assert caramba.facts.learning_rate == pytest.approx(caramba.learning_rate / 10)
+    assert OptimizerConfig.get_known_choices()["adam"]().facts.strategies == {}

@@ -4,8 +4,9 @@ import math
 
 import pytest
 
-from jaxlm.controllers.base import DoneStep, OptimizerFacts, StopRunError
+from jaxlm.controllers.base import DoneStep, StopRunError
 from jaxlm.core.errors import ConfigError
+from jaxlm.core.guards import OptimizerFacts
 from jaxlm.objectives.distill import Distill
 from jaxlm.objectives.next_token import NextToken
 from jaxlm.plan.plan import plan_phases

@@ -22,7 +22,6 @@ from jaxlm.controllers.base import (
     Json,
     Keep,
     Noted,
-    OptimizerFacts,
     Rewind,
     SetControls,
     StopRunError,
@@ -36,7 +35,7 @@ from jaxlm.core.field_types import (
     PositiveFraction,
     PositiveInt,
 )
-from jaxlm.core.guards import NOWCAST
+from jaxlm.core.guards import NOWCAST, OptimizerFacts
 from jaxlm.core.values import logged
 from jaxlm.reading.choices import choice
 from jaxlm.systems.orchestrate.bandit import PURPOSES, Bandit, Memory, Safety, favoring, reward

@@ -8,7 +8,7 @@ a linear regression over recent weights, with running sums instead of copies.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 
 import jax
@@ -18,7 +18,7 @@ from annotated_types import Interval
 
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.field_types import NonNegativeFloat
-from jaxlm.core.guards import LR_SCALE, NOWCAST, STRATEGY
+from jaxlm.core.guards import LR_SCALE, NOWCAST, STRATEGY, OptimizerFacts
 from jaxlm.optim.base import OptimizerConfig, ParameterGroup, scale_by_learning_rate
 from jaxlm.optim.clipping import AdaGc
 from jaxlm.optim.stored_state import Full
@@ -164,21 +164,19 @@ class PortfolioConfig(OptimizerConfig):
         return TABLES[self.strategies] if isinstance(self.strategies, str) else self.strategies
 
     @property
-    def strategy_controls(self) -> Mapping[str, Mapping[str, float]]:
+    def facts(self) -> OptimizerFacts:
         first = self._first
+        factor = self.table[first].lr_scale
         controls = {
-            name: {STRATEGY: float(row), LR_SCALE: strategy.lr_scale / self.table[first].lr_scale}
+            name: {STRATEGY: float(row), LR_SCALE: strategy.lr_scale / factor}
             for row, (name, strategy) in enumerate(self.table.items())
         }
-        return {first: controls[first]} | controls
-
-    @property
-    def nowcast_window(self) -> int | None:
-        return None if self.nowcast is None else self.nowcast.window
-
-    @property
-    def peak_learning_rate(self) -> float:
-        return self.learning_rate * self.table[self._first].lr_scale
+        return replace(
+            super().facts,
+            learning_rate=self.learning_rate * factor,
+            strategies={first: controls[first]} | controls,
+            nowcast_window=None if self.nowcast is None else self.nowcast.window,
+        )
 
     def build(self, groups: Sequence[ParameterGroup], num_steps: int) -> optax.GradientTransformationExtraArgs:
         names, rows = list(self.table), tuple(self.table.values())

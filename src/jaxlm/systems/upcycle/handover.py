@@ -9,18 +9,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
-from jaxlm.controllers.base import (
-    Controller,
-    ControllerConfig,
-    Decision,
-    DoneStep,
-    Json,
-    Measured,
-    OptimizerFacts,
-    StopRunError,
-)
+from jaxlm.controllers.base import Controller, ControllerConfig, Decision, DoneStep, Json, Measured, StopRunError
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.field_types import AboveOne, NonNegativeFloat
+from jaxlm.core.guards import OptimizerFacts
 from jaxlm.reading.choices import choice
 from jaxlm.reading.decode import choice_name
 
