@@ -17,8 +17,8 @@ tests      the default tests, except those of wings (`tests/systems`, `tests/com
            which is one for the whole house: the guide and its fields (`tests/test_guide.py`, `tests/test_fields.py`,
            `tests/fields`), and the commands and links of all pages (`tests/test_snippets.py`)
 
-Prints a line per check, and the last lines of one that fails. Exits with 1 if any fails. A wing takes a minute without the
-tests, which take ten on two cores. `--folder` keeps the copy.
+Prints a line per check, and the last lines of one that fails. Exits with 1 if any fails. A wing takes half a minute, and
+the tests seven more on two cores. `--folder` keeps the copy.
 """
 
 import argparse

@@ -54,13 +54,3 @@ def test_the_benchmark_of_fp8_runs_completely_with_tiny(tmp_path):
     assert list(found["curves"]) == variants
     assert len({tuple(losses) for losses in found["curves"].values()}) == 3, "the losses are rounded differently"
     assert all(len(losses) == 20 for losses in found["curves"].values())
-
-
-def test_the_benchmark_of_a_stored_trunk_gives_both_sides_the_same_losses(tmp_path):
-    options = ("--trunks", 1, "--layers", 1, "--hidden", 64, "--steps", 40, "--folder", tmp_path)
-    done = run(*options, script="cached_trunk.py")
-    assert done.returncode == 0, done.stderr[-3000:]
-    (found,) = json.loads(done.stdout.splitlines()[-1])
-    assert found["losses"] == 0
-    assert found["stored"][0] > 0
-    assert found["fill"] > 0

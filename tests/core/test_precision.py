@@ -22,7 +22,7 @@ from jaxlm.session.compilation.options import StepOptions
 from jaxlm.session.resume_checks import SavedRun, changes, computing_facts, config_changes
 from jaxlm.session.startup import describe
 from tests.engine.helpers import VOCAB
-from tests.fields.trees import tree as run_tree
+from tests.small_runs import tree as run_tree
 
 ROUTER = {"match": r"\.router\.", "compute": "float32"}
 

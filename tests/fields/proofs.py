@@ -23,7 +23,7 @@ from jaxlm.plan.load_config import decode_run
 from jaxlm.plan.plan import Plan, make_plan
 from jaxlm.reading.yaml import ConfigSource
 from jaxlm.session.compilation.step import trace_step
-from tests.fields.trees import Tree
+from tests.small_runs import Tree
 
 _ROOT = Path(__file__).parents[2]
 

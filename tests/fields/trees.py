@@ -40,42 +40,9 @@ from jaxlm.systems.rl.policy_losses import ImportanceSampling, Kl, LossAgg, OfMo
 from jaxlm.systems.topology.layers import Node
 from jaxlm.systems.upcycle.blockwise import Autotune, Convergence
 from jaxlm.systems.upcycle.handover import HandoverConfig
+from tests.small_runs import LLAMA, SIZES, Tree, run_of
+from tests.small_runs import MODELS as CORE_MODELS
 
-Tree = dict[str, Any]
-
-SIZES = {"seq_len": 16, "hidden_dim": 32, "num_layers": 2, "num_heads": 4}
-LLAMA = {**SIZES, "intermediate_dim": 48, "num_kv_heads": 4}
-MODELS: dict[str, Tree] = {
-    "gpt2": {"type": "gpt2", **SIZES},
-    "llama": {"type": "llama", **LLAMA},
-    "mistral": {"type": "mistral", **LLAMA},
-    "dba": {"type": "dba", **LLAMA, "sem_dim": 16, "geo_dim": 32},
-    "qwen2": {"type": "qwen2", **LLAMA, "sliding_window": 4},
-    "gemma": {"type": "gemma", **LLAMA, "head_dim": 8},
-    "gemma2": {"type": "gemma2", **LLAMA, "head_dim": 8},
-    "gemma3": {"type": "gemma3", **LLAMA, "head_dim": 8, "sliding_window_pattern": 2},
-    "gpt_neox": {"type": "gpt_neox", **LLAMA},
-    "mpt": {"type": "mpt", **LLAMA},
-    "olmo": {"type": "olmo", **LLAMA},
-    "olmo2": {"type": "olmo2", **LLAMA},
-    "olmo3": {"type": "olmo3", **LLAMA, "sliding_window_pattern": 2},
-    "granite": {"type": "granite", **LLAMA},
-    "smollm3": {"type": "smollm3", **LLAMA, "no_rope_layer_interval": 2},
-    "glm4": {"type": "glm4", **LLAMA, "head_dim": 8},
-    "phi3": {"type": "phi3", **LLAMA},
-    "flax": {"type": "flax", "seq_len": 16, "factory": "examples.nnx_model:make", "kwargs": {"width": 32, "depth": 1}},
-    "mixtral": {"type": "mixtral", **LLAMA, "num_experts": 4, "num_experts_per_token": 1},
-    "qwen3_moe": {"type": "qwen3_moe", **LLAMA, "head_dim": 8, "num_experts": 4, "num_experts_per_token": 2},
-    "qwen2_moe": {
-        "type": "qwen2_moe",
-        **LLAMA,
-        "num_experts": 4,
-        "num_experts_per_token": 2,
-        "shared_expert_intermediate_dim": 24,
-    },
-    "qwen3": {"type": "qwen3", **LLAMA, "head_dim": 8, "sliding_window": 4},
-    "nano": {"type": "nano", **SIZES, "num_layers": 4, "window_pattern": "SL"},
-}
 TEACHER = str(Path(__file__).parent / "teacher")  # only its config.json
 OBJECTIVES = {
     "next_token": "llama",
@@ -94,43 +61,47 @@ OBJECTIVES = {
 }
 REFS = {"hf": "distill", "checkpoint": "checkpoint"}
 PRESETS = {"depth_dial": "dial", "progressive": "progressive"}
-TRAINER = {"id": "x", "train_batch_size": 16, "num_train_steps": 100, "fsdp_axis": "embed"}
 _PRE_NORM = {"type": "rms_norm"}
-MODELS["topology"] = {
-    "type": "topology",
-    "seq_len": 16,
-    "hidden_dim": 32,
+MODELS = {
+    **CORE_MODELS,
+    "dba": {"type": "dba", **LLAMA, "sem_dim": 16, "geo_dim": 32},
+    "nano": {"type": "nano", **SIZES, "num_layers": 4, "window_pattern": "SL"},
     "topology": {
-        "type": "stacked",
-        "layers": [
-            {
-                "type": "nested",
-                "repeat": 2,
-                "layers": [
-                    {
-                        "type": "residual",
-                        "layers": [
-                            _PRE_NORM,
-                            {"type": "attention", "num_heads": 4},
-                            {"type": "dropout", "probability": 0.0},
-                        ],
-                    },
-                    {
-                        "type": "residual",
-                        "layers": [{"type": "layer_norm"}, {"type": "swiglu", "intermediate_dim": 48}],
-                    },
-                ],
-            },
-            {"type": "residual", "layers": [_PRE_NORM, {"type": "attention", "num_heads": 4, "num_kv_heads": 2}]},
-            {"type": "residual", "layers": [{"type": "glu", "intermediate_dim": 40}]},
-            {"type": "residual", "layers": [{"type": "mlp", "intermediate_dim": 56}]},
-            {
-                "type": "residual",
-                "layers": [{"type": "moe", "intermediate_dim": 24, "num_experts": 4, "num_experts_per_token": 1}],
-            },
-            {"type": "residual", "layers": [{"type": "linear"}]},
-            _PRE_NORM,
-        ],
+        "type": "topology",
+        "seq_len": 16,
+        "hidden_dim": 32,
+        "topology": {
+            "type": "stacked",
+            "layers": [
+                {
+                    "type": "nested",
+                    "repeat": 2,
+                    "layers": [
+                        {
+                            "type": "residual",
+                            "layers": [
+                                _PRE_NORM,
+                                {"type": "attention", "num_heads": 4},
+                                {"type": "dropout", "probability": 0.0},
+                            ],
+                        },
+                        {
+                            "type": "residual",
+                            "layers": [{"type": "layer_norm"}, {"type": "swiglu", "intermediate_dim": 48}],
+                        },
+                    ],
+                },
+                {"type": "residual", "layers": [_PRE_NORM, {"type": "attention", "num_heads": 4, "num_kv_heads": 2}]},
+                {"type": "residual", "layers": [{"type": "glu", "intermediate_dim": 40}]},
+                {"type": "residual", "layers": [{"type": "mlp", "intermediate_dim": 56}]},
+                {
+                    "type": "residual",
+                    "layers": [{"type": "moe", "intermediate_dim": 24, "num_experts": 4, "num_experts_per_token": 1}],
+                },
+                {"type": "residual", "layers": [{"type": "linear"}]},
+                _PRE_NORM,
+            ],
+        },
     },
 }
 # Where each type of node is in that topology.
@@ -164,7 +135,7 @@ ROPES: dict[str, Tree] = {
 
 def tree(model: str = "llama", **sections: Any) -> Tree:
     """The configuration of a small run."""
-    return {"model": dict(MODELS[model]), "trainer": dict(TRAINER), **copy.deepcopy(sections)}
+    return run_of(MODELS[model], **sections)
 
 
 def merged(base: Any, over: Any) -> Any:

@@ -23,9 +23,9 @@ from jaxlm.optim.elementwise import AdamConfig
 from jaxlm.reading.decode import encode
 from tests.engine.helpers import AXES, TinyRun, arrays, one_device, phase
 from tests.fields.proofs import Outcome
-from tests.fields.trees import MODELS
-from tests.fields.trees import tree as tree_of_run
 from tests.interop.cases import inputs_of
+from tests.small_runs import MODELS
+from tests.small_runs import tree as tree_of_run
 
 CONFIG = MixtralConfig(
     seq_len=16,

@@ -28,7 +28,6 @@ from jaxlm.surgery.lora import LoraConfig
 from jaxlm.surgery.lora_layers import AdapterSize, LoraLinear
 from tests.engine.helpers import TinyRun, layout, one_device, phase
 from tests.engine.helpers import arrays as tokens
-from tests.fields.trees import MODELS
 from tests.models.test_flax import EXAMPLES
 from tests.optim.test_family import (
     STEPS,
@@ -44,6 +43,7 @@ from tests.optim.test_family import (
     stepper,
     trained,
 )
+from tests.small_runs import MODELS, Tree
 
 # Every kind of key: another type, another rate and schedule, other betas, another decay.
 FOUR = [
@@ -409,7 +409,11 @@ def test_the_first_side_of_a_flax_kernel_is_its_input():
 @pytest.mark.parametrize("kind", [name for name in MODELS if name != "flax"])
 def test_matrices_of_our_models_are_their_linear_layers(kind):
     """The rule for arrays whose layer declares nothing adds none, so runs from before keep their optimizer state."""
-    config = decode(ModelConfig, ConfigSource(MODELS[kind]))
+    check_matrices(MODELS[kind])
+
+
+def check_matrices(model: Tree) -> None:
+    config = decode(ModelConfig, ConfigSource(model))
     params = jax.eval_shape(lambda: config.build(vocab_axis(50), key=jax.random.PRNGKey(0)))
     layers = [(path, layer) for cls in (Linear, ExpertLinear) for path, layer in tree.modules_by_path(params, cls)]
     assert matrix_paths(params) == {f"{path}.weight" for path, layer in layers if not layer.weight.has_axis("vocab")}

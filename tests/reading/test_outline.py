@@ -70,13 +70,16 @@ def test_paths_to_keys_are_those_of_the_help():
         ("model.sequence_len", "seq_len"),
         ("num_epochs", "epoch"),
         ("output_dir", "trainer.checkpointer.base_path"),
-        ("depth", "preset.depth"),
         ("seq_len", "model.seq_len"),
         ("trainer.steps_per_evl", "steps_per_eval"),
         ("trainer.lerning_rate", "optimizer.learning_rate"),
     ],
 )
 def test_a_key_of_another_section_or_program_is_suggested_with_its_path(option, meant):
+    check_suggestion(option, meant)
+
+
+def check_suggestion(option, meant):
     with pytest.raises(ConfigError, match=f"no such key in .*Did you mean '{meant}'") as error:
         load_config([f"--{option}", "1"], "jaxlm.train")
     assert str(error.value).startswith(f"command line --{option}: ")

@@ -38,7 +38,6 @@ _BY_OTHERS = {
     "model.seq_len": "sequence_len max_seq_len max_seq_length max_length block_size context_length",
     "data.train_urls": "datasets dataset_name dataset train_file data_files",
     "phases.N.surgery": "use_peft lora_r lora_alpha lora_target_modules load_in_4bit",
-    "preset.depth": "depth",
 }
 BY_OTHERS = {name: key for key, names in _BY_OTHERS.items() for name in names.split()}
 """Name in TRL, Axolotl, nanochat, nanoGPT or Levanter -> the key that comes closest."""

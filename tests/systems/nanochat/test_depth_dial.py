@@ -26,6 +26,7 @@ from jaxlm.reading.decode import encode
 from jaxlm.reading.yaml import ConfigSource, merge
 from jaxlm.session.startup import describe
 from jaxlm.systems.nanochat.rates import RECIPES
+from tests.reading.test_outline import check_suggestion
 
 VECTORS = json.loads((Path(__file__).parents[2] / "vectors" / "nanochat_depth_dial.json").read_text())
 CASES = [(recipe, depth) for recipe in ("seed", "head") for depth in VECTORS[recipe]]
@@ -506,3 +507,7 @@ def test_the_page_names_a_key_for_each_option_of_nanochat():
     rows = re.findall(r"^\| (`--.*?) \| (.+?) \|$", text, re.M)
     named = [name for options, _ in rows for name in re.findall(r"`--([\w-]+)`", options)]
     assert sorted(named) == sorted(OPTIONS.split())
+
+
+def test_the_option_of_nanochat_is_suggested_with_its_path():
+    check_suggestion("depth", "preset.depth")

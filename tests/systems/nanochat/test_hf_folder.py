@@ -1,6 +1,6 @@
 """A folder in nanochat's form."""
 
-from tests.session.test_hf_folder import check_folder, folder  # noqa: F401 - a fixture
+from tests.session.test_hf_folder import check_folder, folder, original  # noqa: F401 - fixtures
 
 
 def test_a_folder_that_cannot_be_written_is_refused_before_the_model_is_opened(folder, monkeypatch, capsys):  # noqa: F811

@@ -1,0 +1,49 @@
+"""Small runs of each model of the core, as configurations."""
+
+import copy
+from typing import Any
+
+Tree = dict[str, Any]
+
+SIZES = {"seq_len": 16, "hidden_dim": 32, "num_layers": 2, "num_heads": 4}
+LLAMA = {**SIZES, "intermediate_dim": 48, "num_kv_heads": 4}
+MODELS: dict[str, Tree] = {
+    "gpt2": {"type": "gpt2", **SIZES},
+    "llama": {"type": "llama", **LLAMA},
+    "mistral": {"type": "mistral", **LLAMA},
+    "qwen2": {"type": "qwen2", **LLAMA, "sliding_window": 4},
+    "gemma": {"type": "gemma", **LLAMA, "head_dim": 8},
+    "gemma2": {"type": "gemma2", **LLAMA, "head_dim": 8},
+    "gemma3": {"type": "gemma3", **LLAMA, "head_dim": 8, "sliding_window_pattern": 2},
+    "gpt_neox": {"type": "gpt_neox", **LLAMA},
+    "mpt": {"type": "mpt", **LLAMA},
+    "olmo": {"type": "olmo", **LLAMA},
+    "olmo2": {"type": "olmo2", **LLAMA},
+    "olmo3": {"type": "olmo3", **LLAMA, "sliding_window_pattern": 2},
+    "granite": {"type": "granite", **LLAMA},
+    "smollm3": {"type": "smollm3", **LLAMA, "no_rope_layer_interval": 2},
+    "glm4": {"type": "glm4", **LLAMA, "head_dim": 8},
+    "phi3": {"type": "phi3", **LLAMA},
+    "flax": {"type": "flax", "seq_len": 16, "factory": "examples.nnx_model:make", "kwargs": {"width": 32, "depth": 1}},
+    "mixtral": {"type": "mixtral", **LLAMA, "num_experts": 4, "num_experts_per_token": 1},
+    "qwen3_moe": {"type": "qwen3_moe", **LLAMA, "head_dim": 8, "num_experts": 4, "num_experts_per_token": 2},
+    "qwen2_moe": {
+        "type": "qwen2_moe",
+        **LLAMA,
+        "num_experts": 4,
+        "num_experts_per_token": 2,
+        "shared_expert_intermediate_dim": 24,
+    },
+    "qwen3": {"type": "qwen3", **LLAMA, "head_dim": 8, "sliding_window": 4},
+}
+TRAINER = {"id": "x", "train_batch_size": 16, "num_train_steps": 100, "fsdp_axis": "embed"}
+
+
+def run_of(model: Tree, **sections: Any) -> Tree:
+    """The configuration of a small run with a section `model`."""
+    return {"model": dict(model), "trainer": dict(TRAINER), **copy.deepcopy(sections)}
+
+
+def tree(model: str = "llama", **sections: Any) -> Tree:
+    """The configuration of a small run. Args: model: a key of `MODELS`."""
+    return run_of(MODELS[model], **sections)
