@@ -201,12 +201,12 @@ import os, signal, sys
 from pathlib import Path
 import numpy as np
 from fsspec.implementations.local import LocalFileSystem
-from jaxlm.data.cache import block_mirror, token_blocks
+from jaxlm.data.cache import token_blocks
 from jaxlm.data.cache.token_blocks import BlockSums, TokenBlocks
 
 folder, max_blocks, seed, dies_in = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), sys.argv[4]
 token_blocks.BLOCK_BYTES = {BLOCK}
-mirror = block_mirror.BlockMirror(folder / "blocks", max_blocks * {BLOCK})
+mirror = token_blocks.BlockMirror(folder / "blocks", max_blocks * {BLOCK})
 sums = BlockSums.of_file(folder / "tokens.bin", 0)
 blocks = TokenBlocks(f"file://{{folder}}", "key", sums, np.dtype(np.uint16), mirror)
 cat_file, num_read = LocalFileSystem.cat_file, []
@@ -222,7 +222,7 @@ def replacing(*paths):
 
 LocalFileSystem.cat_file = reading
 if dies_in == "write":
-    block_mirror.os.replace = replacing
+    token_blocks.os.replace = replacing
 rng = np.random.default_rng(seed)
 largest = 0
 for start in rng.permutation(np.arange(0, 5000, 20)).tolist():

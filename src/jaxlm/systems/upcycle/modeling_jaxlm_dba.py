@@ -4,14 +4,13 @@ A head's score is the sum of a semantic one and of a geometric one, whose pairs 
 own: those that `rotary_pairs` numbers.
 """
 
+# pyright: reportMissingImports=false, reportAttributeAccessIssue=false, reportOptionalSubscript=false, reportArgumentType=false
 import copy
 
 import torch
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, rotate_half
-
-# pyright: reportMissingImports=false, reportAttributeAccessIssue=false, reportOptionalSubscript=false, reportArgumentType=false
 
 
 class DbaConfig(LlamaConfig):
