@@ -634,7 +634,8 @@ def files(before: Side, now: Side, cases: Sequence[Case]) -> Iterator[Check]:
 
 
 _RANDOM_NAME = re.compile(r"(/d/)[0-9a-f]{32}$")
-# Orbax files, the manifest and the checksums contain times and paths, the environment the commit; config.yaml may spell values differently.
+# Orbax files, the manifest and the checksums contain times and paths, the environment the commit. config.yaml may spell
+# values differently.
 _VARYING = re.compile(r"state/|checksums\.json$|run/(manifest|environment)\.json$|run/config\.yaml$")
 
 
