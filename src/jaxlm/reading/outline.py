@@ -14,7 +14,7 @@ from jaxlm.reading.yaml import KeyPath
 
 ROOT = "RunConfig"
 _CLASS = re.compile(r"^class (\w+)(?:\[.*?\])?(?:\((.*?)\))?:\n((?:(?: .*)?\n)*)", re.M)
-_FIELD = re.compile(r"^    (\w+): (.*)$", re.M)
+_FIELD = re.compile(r"^    ([a-z]\w*): (?!ClassVar)(.*)$", re.M)
 _BY_OTHERS = {
     "initialize_from_hf": "model_name_or_path base_model model_name pretrained_model_name_or_path",
     "trainer.num_train_steps": "max_steps num_iterations max_iters train_steps",
