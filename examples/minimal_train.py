@@ -152,7 +152,7 @@ def find_start(plan: Plan, tokenizer: Tokenizer, console: Console) -> tuple[Plan
     """What the run starts from: its own newest checkpoint, another run's, weights, or the seed."""
     check_init_from(plan)
     check_hf_weights(plan, tokenizer.vocab_size)
-    # A run never goes on with another model, other data or another tokenizer: the name would mean nothing.
+    # A run resumes only with the same model, data and tokenizer.
     saved = main_only(lambda: check_same_run(plan))
     main_only(lambda: saved and check_same_tokenizer(plan, saved, tokenizer))
     check_same_data(plan, tokenizer.fingerprint)  # on all processes

@@ -261,6 +261,12 @@ def test_unreadable_text_names_file_and_place(tmp_path, name, content, message):
     refused(tmp_path / name, content, read, re.escape(f"{name}: {message}"))
 
 
+def test_json_lines_are_not_advised_to_become_json_lines(tmp_path):
+    refused(
+        tmp_path / "x.jsonl", b'{"text": "a"}\r{"text": "b"}\r', read, r"line 1: not JSON \(Extra data at column 15\)$"
+    )
+
+
 @pytest.mark.parametrize(
     ("name", "ending"),
     [("x.csv", ".csv"), ("x.csv.gz", ".csv.gz"), ("x.parquet.gz", ".parquet.gz"), ("x.gz", ".gz"), ("x", "")],

@@ -231,8 +231,10 @@ class ObjectiveConfig(Registry, draccus.ChoiceRegistry, abc.ABC):
 
 
 class Trunk(abc.ABC):
-    """Frozen lower layers, whose output the model that trains is asked for once for each training sequence, by the name
-    `ITSELF`, when the phase begins. What it says must not change after that."""
+    """Stores the output of frozen lower layers, once per training sequence, when the phase begins.
+
+    `annotate` gets the model that trains as the reference `ITSELF`. The stored output must not change during the phase.
+    """
 
     objective: ObjectiveConfig
     """The objective of the layers above."""

@@ -301,6 +301,6 @@ def _moves(spec: tuple[MeshAxes, MeshAxes, MeshAxes, MeshAxes], layout: Layout) 
 
 
 def _padded(array: jax.Array, multiple: int) -> jax.Array:
-    """With matrices of ones at the end of `inner`, so that every device has equally many."""
+    """Appends matrices of ones along `inner`, so that all devices have the same number."""
     missing = -array.shape[1] % multiple
     return jnp.pad(array, ((0, 0), (0, missing), (0, 0), (0, 0)), constant_values=1) if missing else array

@@ -20,8 +20,7 @@ def add_task_options(parser: argparse.ArgumentParser) -> None:
     """Adds `--tasks` and its options."""
     parser.add_argument(
         "--tasks",
-        help="evaluate on tasks instead of text: `core`, `core/TASK,...` for some of its tasks, or comma-separated names of"
-        " tasks of lm-evaluation-harness (extra `eval`)",
+        help="evaluate on tasks instead of text: comma-separated names of tasks of lm-evaluation-harness (extra `eval`)",
     )
     parser.add_argument("--task_folder", help="folder with your own task definitions")
     parser.add_argument("--num_fewshot", type=int, help="number of few-shot examples per prompt (default: the task's)")

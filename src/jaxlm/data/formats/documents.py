@@ -151,7 +151,7 @@ def numbers_under(key: str, record: Record) -> Any:
 
 
 def token_ids(values: Any, where: str, vocab_size: int, ignored: int | None = None) -> np.ndarray:
-    """int32 [tokens]. Args: ignored: a number that is no token. Raises `ConfigError` if they are no list of ids."""
+    """Returns int32 [tokens]. Args: ignored: a number that is not a token. Raises `ConfigError` for what is not a list."""
     try:
         ids = np.asarray(values)
     except ValueError as error:

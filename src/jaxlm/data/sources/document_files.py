@@ -281,7 +281,9 @@ def _parse_json(path: Path, text: str, where: str) -> Any:
     except RecursionError as error:
         raise ConfigError(f"{path}: {where}the JSON is nested too deeply") from error
     except json.JSONDecodeError as error:
-        advice = ". If it has one record per line, rename it to .jsonl" if error.msg == "Extra data" else ""
+        advice = (
+            ". If it has one record per line, rename it to .jsonl" if error.msg == "Extra data" and not where else ""
+        )
         problem = error.msg.removesuffix(" at") + (f" at line {error.lineno}," if not where else " at")
         raise ConfigError(f"{path}: {where}not JSON ({problem} column {error.colno}){advice}") from error
     except ValueError as error:  # Python reads no integers with more digits

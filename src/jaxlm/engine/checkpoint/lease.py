@@ -1,6 +1,6 @@
 """Says who holds a run's folder: a locked file on a disk, or a lease where there are no locks.
 
-A second start is told who holds it. A lease is for a folder in a store, or on a disk that has no locks:
+A second start prints who holds it. A folder in a store, or on a disk without locks, has a lease:
 
     <folder>/lease-N.json    who holds the folder, and a count that the holder raises every INTERVAL_S
 

@@ -8,7 +8,7 @@ from jaxlm.core.errors import ConfigError
 from jaxlm.reading.choices import choice
 from jaxlm.session.command_parts import CommandPart
 from jaxlm.session.export import check_new_folder, output_folder
-from jaxlm.session.harness_tasks import refuse_given
+from jaxlm.session.harness_tasks import check_task_options, refuse_given
 from jaxlm.session.load_model import add_checkpoint_options, open_model
 from jaxlm.surgery.base import merge_surgeries
 from jaxlm.systems.nanochat.core_bundle import FETCH_OPTION, FILES_OPTION, FILES_URL, build_bundle, fetch_bundle
@@ -49,7 +49,9 @@ class EvaluateCore(CommandPart):
     """`jaxlm evaluate --tasks core`."""
 
     def add_options(self, parser: Any) -> None:
-        parser.add_argument(FETCH_OPTION, help=f"with --tasks {CORE}: the folder with its tasks")
+        parser.add_argument(
+            FETCH_OPTION, help=f"with --tasks {CORE}, or {CORE}/TASK,... for some of its tasks: their folder"
+        )
 
     def run(self, options: Any, rest: Any) -> int | None:
         names = [] if options.tasks is None else options.tasks.split(",")
@@ -62,7 +64,7 @@ class EvaluateCore(CommandPart):
                 f"--tasks: '{options.tasks}' given, expected either {CORE}, or {CORE}/TASK,{CORE}/TASK,..., or tasks of"
                 " lm-evaluation-harness. Run the command once for each"
             )
-        refuse_given(options, ("gates", "max_batches"), "with --tasks")
+        check_task_options(options)
         refuse_given(options, ("task_folder", "num_fewshot"), f"with --tasks {CORE}")
         if options.core_bundle is None:
             raise ConfigError(
