@@ -76,8 +76,8 @@ def test_added_tokens_are_part_of_the_data_section(folder, tmp_path):
         TokensConfig(tokenizer=folder, **section),
         TokensConfig(tokenizer=folder, added_tokens=NEW, **section),
     )
-    size = plain.load_tokenizer(print).vocab_size
-    assert grown.load_tokenizer(print).vocab_size == size + 2
+    size = plain.corpus.load_tokenizer(print).vocab_size
+    assert grown.corpus.load_tokenizer(print).vocab_size == size + 2
     assert grown.identity() != plain.identity()
     TokensConfig(tokenizer=folder, added_tokens=NEW, vocab_size=size + 2, **section).check()
     with pytest.raises(

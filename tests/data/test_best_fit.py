@@ -508,7 +508,7 @@ def opened(config: TokensConfig, seq_len: int = 64, **changes: Any) -> tuple[Dat
 
 def test_shards_are_packed_and_the_last_one_is_for_validation(config, shards):
     data, lines = opened(config)
-    tokenizer = config.load_tokenizer(print)
+    tokenizer = config.corpus.load_tokenizer(print)
     splits = {
         "train": (data.train[""], [*shards[0], *shards[1], *shards[2]]),
         "validation": (data.validation[0].examples, shards[3]),
@@ -533,7 +533,7 @@ def test_shards_are_packed_and_the_last_one_is_for_validation(config, shards):
 
 
 def test_the_rows_are_shown_with_their_documents(config):
-    sequences, tokenizer = opened(config)[0].train[""], config.load_tokenizer(print)
+    sequences, tokenizer = opened(config)[0].train[""], config.corpus.load_tokenizer(print)
     rows = rows_in(sequences)
     assert any(length < 64 for row in rows[:3] for _, _, length in row)
     for number in range(3):

@@ -102,7 +102,7 @@ class TestHub:
         config = TokensConfig(train_urls=[self.URL], cache_dir=str(tmp_path / "cache"), vocab_size=300)
         config.check()
         assert not (tmp_path / "cache").exists()
-        cache = config.open(config.load_tokenizer(lambda _: None), 16, lambda _: None).train[""].cache
+        cache = config.open(config.corpus.load_tokenizer(lambda _: None), 16, lambda _: None).train[""].cache
         assert len(cache.offsets) == len(TEXTS) + 1
         assert cache.source_of(0) == f"document 1 of {self.URL}/data-00000-of-00001.arrow"
 
@@ -129,7 +129,7 @@ class TestKeys:
         def texts_of(**keys) -> dict[str, list[str]]:
             config = TokensConfig(cache_dir=str(tmp_path / "cache"), vocab_size=300, **keys)
             config.check()
-            [source] = config.sources()
+            [source] = config.corpus.sources
             return {split: list(source.documents(split)) for split in ("train", "validation") if source.has(split)}
 
         return texts_of

@@ -229,7 +229,6 @@ def test_a_source_that_no_stage_uses_needs_no_cache(config):
         ({"tags": ["x"]}, "data.tags: has no effect together with data.configs"),
         ({"configs": {}, "train_urls": ["x.txt"]}, "data.train_weights: has no effect with a single source"),
         ({"configs": {name: SourceConfig(["x"], cache_dir="c") for name in "ab"}}, "share the cache_dir c"),
-        ({"mixture_block_size": 0}, "data.mixture_block_size: 0 given"),
         ({"mixture_block_size": 1}, "less than one example in a block of 1"),
         ({"configs": {"mirror": SourceConfig(["x"])}}, "'mirror' is not a valid source name"),
         ({"configs": {"a/b": SourceConfig(["x"])}}, "'a/b' is not a valid source name"),
@@ -281,7 +280,7 @@ def test_real_texts_follow_the_weights_of_each_stage(tmp_path):
         mixture_block_size=16,
     )
     config.check()
-    tokenizer = config.load_tokenizer(print)
+    tokenizer = config.corpus.load_tokenizer(print)
     mixed = config.open(tokenizer, 128, print).mixture(BatchSchedule.of([BatchSize(0, 16)]), seed=0)
     plays = (SHARED / names["plays"]).read_text()
     for step in range(10):

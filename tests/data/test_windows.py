@@ -91,7 +91,7 @@ def test_a_stride_is_part_of_the_datas_identity_and_is_refused_where_it_has_no_e
     plain = TokensConfig(
         train_urls=[f"{tmp_path}/a.txt"], cache_dir=f"{tmp_path}/cache", tokenizer=f"{tmp_path}/tokenizer"
     )
-    tokenizer = plain.load_tokenizer(lambda _: None)
+    tokenizer = plain.corpus.load_tokenizer(lambda _: None)
 
     def opened(**changes):
         config = dataclasses.replace(plain, **changes)

@@ -101,7 +101,7 @@ def prepare(config: RunConfig, console: Console) -> tuple[Tokenizer, list[Prepar
     phases, sections = plan_phases(config)
     for section in sections:
         section.check()
-    tokenizer = sections[0].load_tokenizer(log=console.log)
+    tokenizer = sections[0].corpus.load_tokenizer(log=console.log)
     wanted = model.leaves_from_tokens(tokenizer.vocab_size)
     seq_lens = [phase.model.seq_len for phase in phases]
     tokenize_on_ray(config.trainer.ray, sections, tokenizer, seq_lens, console.log)
@@ -171,7 +171,7 @@ def check_batch(config: RunConfig, number: int, phases: Sequence[Phase]) -> None
             "--show_batch: trainer.train_batch_size is -1, so the batch size depends on the devices. Set it to a number"
         )
     phase, section = next(pair for pair in zip(phases, plan_phases(config)[1], strict=True) if number < pair[0].end)
-    if not section.has_examples_per_step:
+    if not section.batching.has_examples_per_step:
         raise ConfigError(
             f"--show_batch: {number} given, but in phase '{phase.name}' not every step trains on as many new"
             " prompts (data.updates_per_rollout, dynamic_sampling, curriculum). The run writes the prompts and responses that"

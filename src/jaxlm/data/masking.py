@@ -8,6 +8,7 @@ Nie et al. 2025, "Large Language Diffusion Models" (arXiv:2502.09992), section 2
 as a hash of a counter (Steele et al. 2014), and the radical inverse of van der Corput 1935 with a random digital shift.
 """
 
+import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, Literal
@@ -24,6 +25,7 @@ from jaxlm.core.values.mask_schedule import (
     ScheduleType,
     SteppedSchedule,
 )
+from jaxlm.data.base import TRAIN
 from jaxlm.data.batch import Columns
 from jaxlm.data.examples import Examples, WrappedExamples
 from jaxlm.data.shuffle import mix
@@ -266,6 +268,21 @@ class MaskingConfig:
         rates = self.schedule.rates(times)
         assert rates is not None, "the schedule is continuous"
         return rates if self.times is None else rates * (self.times[1] - self.times[0])
+
+    def check_batch_size(self, size: int) -> None:
+        """Raises `ConfigError` if batches of this many sequences cannot have one in each range of times."""
+        if self.strata > size:
+            raise ConfigError(
+                f"data.masking.strata: {self.strata} given, but a batch has only {size} sequences. Set it to a divisor of"
+                f" {size}"
+            )
+
+    def hide(self, examples: Examples, source: str, split: str, tokenizer: Tokenizer) -> "MaskedExamples":
+        """The examples of a split with hidden tokens. Args: source: its name."""
+        is_special, mask_id = tokenizer.is_special(), self.mask_id(tokenizer)
+        is_special[mask_id] = True  # the tokenizer may not know what this token is for
+        masker = Masker(self, mask_id, is_special, zlib.crc32(f"{split} {source}".encode()))
+        return MaskedExamples(examples, masker, self.mask_replicas if split == TRAIN else self.validation_replicas)
 
     def mask_id(self, tokenizer: Tokenizer) -> int:
         """The id of the mask token. Raises `ConfigError` if the tokenizer has none."""

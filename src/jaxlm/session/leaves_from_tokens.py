@@ -63,7 +63,7 @@ def compute_leaves(
         log(f"computed in {time.perf_counter() - started:.1f} s")
         return dict(values)
 
-    return open_or_compute(section.cache_store.folder / _FOLDER, made_from, compute, log)
+    return open_or_compute(section.corpus.store.folder / _FOLDER, made_from, compute, log)
 
 
 @dataclass(frozen=True)

@@ -436,13 +436,13 @@ def phase_rows(plan: Plan, phase: Phase, model: LanguageModel, opt_state: Any) -
     """The table of a phase that begins or goes on: its steps, its layers from the input to the output, and its parameter
     groups; every parameter is in exactly one of these. The last row is the optimizer state."""
     trainable, frozen = map(tree.num_parameters, phase.split(model))
-    sizes, noise = [stack.Layers.size for stack in _stacks(model)], plan.data[phase.index].noise
+    sizes, masking = [stack.Layers.size for stack in _stacks(model)], plan.data[phase.index].batching.masking
     parts = f" ({' + '.join(map(str, sizes))})" if len(sizes) > 1 else ""
     where = "" if plan.layout.optimizer_memory is None else ", in the host's memory between steps"
     return [
         (STEPS_ROW, f"{phase.start} to {phase.end}"),
         *([(LAYERS_ROW, f"{sum(sizes)}{parts}")] if sizes else []),
-        *([(HIDDEN_ROW, noise)] if noise is not None else []),
+        *([] if masking is None else [(HIDDEN_ROW, masking.summary)]),
         (TRAINS_ROW, f"{trainable:,} of {trainable + frozen:,} parameters"),
         *((group.name, _group_row(phase.optimizer, group)) for group in phase.groups(model)),
         ("frozen", f"{frozen:,}"),

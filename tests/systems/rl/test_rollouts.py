@@ -127,7 +127,7 @@ def opened(tokenizer, tmp_path, seen):
             | keys
         )
         config.check()
-        data = config.open(config.load_tokenizer(lambda _: None), seq_len, log)
+        data = config.open(config.corpus.load_tokenizer(lambda _: None), seq_len, log)
         schedule = BatchSchedule.of([BatchSize(*size) for size in sizes])
         services = RunServices(log=log, log_rollout=log_rollout)
         return data, data.batches(schedule, layout_of(data=2), start=0, first_step=step, seed=3, services=services)

@@ -335,7 +335,7 @@ class PairsFormat(CompletionsFormat):
             end, `keep_end` its beginning, and `drop_overlength` leaves the pair out.
     """
 
-    makes: ClassVar[str] = "pairs"
+    produces: ClassVar[str] = "pairs"
 
     prompt_field: str | None = _PROMPT
     chosen_field: str = "chosen"
@@ -405,7 +405,7 @@ class UnpairedFormat(CompletionsFormat):
         label_field: key of the label: true (or 1) for a desirable completion, false (or 0) for another.
     """
 
-    makes: ClassVar[str] = "unpaired"
+    produces: ClassVar[str] = "unpaired"
 
     prompt_field: str = "prompt"
     completion_field: str = "completion"
@@ -441,7 +441,7 @@ class GroupsFormat(CompletionsFormat):
         rewards_field: key of the list of rewards.
     """
 
-    makes: ClassVar[str] = "groups"
+    produces: ClassVar[str] = "groups"
 
     group_size: Annotated[int, Interval(ge=2, le=LARGEST_INT)] = 4
     prompt_field: str = "prompt"

@@ -171,8 +171,11 @@ class DiffusionBlocks(DiffusionBound):
     def prepare(self, phase: PhaseConfig) -> PhaseConfig:
         """The phase, which begins with a surgery that makes the blocks. Batches must have equal shares for them."""
         assert phase.data is not None
+        masking = phase.data.batching.masking
         try:
-            blocks = DenoisersConfig(phase.data.mask_ranges(self.num_blocks), "blocks")
+            if masking is None:
+                raise ConfigError("the data hides no tokens. Set data.masking: {} (data.type: tokens)")
+            blocks = DenoisersConfig(masking.ranges(self.num_blocks), "blocks")
         except ConfigError as error:
             raise ConfigError(
                 f"phase '{phase.name}': objective.type: {choice_name(type(self))} trains {self.num_blocks} blocks of layers"
