@@ -31,6 +31,9 @@ DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 # Keys that another key must be set for.
 NEEDED: dict[tuple[str, str | None, str], dict[str, Any]] = {
     ("", None, "use_hf_model_config"): {"initialize_from_hf": "qwen-small"},
+    ("trainer.distributed", None, "coordinator_address"): {"num_processes": 2, "process_id": 0},
+    ("trainer.distributed", None, "num_processes"): {"coordinator_address": "10.0.0.1:8476", "process_id": 0},
+    ("trainer.distributed", None, "process_id"): {"coordinator_address": "10.0.0.1:8476", "num_processes": 2},
     ("preset", "progressive", "lora"): {"trunk": "lora"},
     ("objective", "distill", "cache"): {"top_k": 8},
     ("objective", "dpo", "cache"): {"reference": "base"},
