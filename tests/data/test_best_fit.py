@@ -18,6 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxlm.core.errors import ConfigError
+from jaxlm.core.field_types import check_fields
 from jaxlm.data import best_fit
 from jaxlm.data.best_fit import BestFitConfig, BestFitSequences, open_rows, pack_best_fit
 from jaxlm.data.cache import derived_arrays
@@ -564,8 +565,8 @@ def test_files_held_out_are_neither_trained_on_nor_listed_twice(config, shards, 
     assert opened(config)[0].train[""].cache.fingerprint == data.train[""].cache.fingerprint
     with pytest.raises(ConfigError, match=r"data\.num_validation_files: 4 given, but train_urls lists 4 files"):
         dataclasses.replace(config, num_validation_files=4).check()
-    with pytest.raises(ConfigError, match=r"data\.num_validation_files: has no effect without data\.train_urls"):
-        dataclasses.replace(config, train_urls=[], id="some/dataset").check()
+    with pytest.raises(ConfigError, match=r"data\.num_validation_files: 1 given without train_urls"):
+        check_fields(dataclasses.replace(config, train_urls=[], id="some/dataset"), "data")
 
 
 def test_records_with_a_loss_mask_are_padded_and_never_cut(config, tmp_path):
@@ -594,8 +595,8 @@ def test_records_with_a_loss_mask_are_padded_and_never_cut(config, tmp_path):
 
 
 def test_rows_without_bos_are_refused(config):
-    with pytest.raises(ConfigError, match=r"data\.enforce_bos: false given, but data\.packing: .* begin with BOS"):
-        dataclasses.replace(config, enforce_bos=False).check()
+    with pytest.raises(ConfigError, match=r"data\.packing: .* given without enforce_bos: true or null, but .* false"):
+        check_fields(dataclasses.replace(config, enforce_bos=False), "data")
     with pytest.raises(
         ConfigError, match=r"data\.format\.type: pretokenized given, whose documents need not begin with BOS"
     ):

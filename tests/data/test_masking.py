@@ -363,9 +363,12 @@ def test_the_batch_spec_names_the_columns(corpus):
     ("masking", "message"),
     [
         ({"time_step_mask_fractions": []}, r"\[\] given, at least one fraction expected"),
-        ({"time_step_mask_fractions": [0.1], "num_time_steps": 4}, "num_time_steps: given together with time_step"),
-        ({"min_mask_fraction": 0.5, "max_mask_fraction": 0.2}, "0.5 given, above max_mask_fraction: 0.2. Swap them"),
-        ({"max_mask_fraction": 0.0005}, "min_mask_fraction: 0.001 is the default, above max_mask_fraction: 0.0005"),
+        ({"time_step_mask_fractions": [0.1], "num_time_steps": 4}, "num_time_steps: 4 given together with time_step"),
+        (
+            {"min_mask_fraction": 0.5, "max_mask_fraction": 0.2},
+            "max_mask_fraction: 0.2 given, but min_mask_fraction is 0.5",
+        ),
+        ({"max_mask_fraction": 0.0005}, "max_mask_fraction: 0.0005 given, but min_mask_fraction is 0.001"),
         ({"random_fraction": 0.6, "unchanged_fraction": 0.6}, "Together they must not be above 1"),
     ],
 )

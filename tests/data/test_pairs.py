@@ -12,6 +12,7 @@ import pytest
 
 from jaxlm.core.axes import BATCH, DATA, PAIR
 from jaxlm.core.errors import ConfigError
+from jaxlm.core.field_types import check_fields
 from jaxlm.core.values.batch_types import PairBatch
 from jaxlm.data.batch_schedule import BatchSchedule, BatchStage
 from jaxlm.data.config import DataConfig, check_mixture
@@ -293,8 +294,8 @@ def test_the_kind_of_data_and_the_format_must_agree():
         ConfigError, match=r"data\.format\.type: pairs produces pairs, but data\.type: tokens expects documents"
     ):
         check_mixture(tokens)
-    with pytest.raises(ConfigError, match=r"data\.format\.prompt_ends_with: 'x' given.*prompt_field: null"):
-        PairsFormat(prompt_ends_with="x")
+    with pytest.raises(ConfigError, match=r"data\.format\.prompt_ends_with: x given without prompt_field: null"):
+        check_fields(PairsFormat(prompt_ends_with="x"), "data.format")
 
 
 @pytest.mark.skipif(not SHARED.exists(), reason="needs ../shared")

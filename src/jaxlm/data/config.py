@@ -9,6 +9,7 @@ import draccus
 
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.field_types import PositiveFloat, PositiveInt
+from jaxlm.core.rules import Rules, excludes, only
 from jaxlm.core.runtime import is_main_process
 from jaxlm.data.base import TRAIN, VALIDATION, Log, by_source, given
 from jaxlm.data.batch import BatchSpec, Columns
@@ -86,6 +87,20 @@ class DataConfig(SourceConfig, Registry, draccus.ChoiceRegistry, abc.ABC):
     max_train_batches: Content[PositiveInt | dict[str, PositiveInt] | None] = None
     num_validation_sequences: Content[PositiveInt | dict[str, PositiveInt] | None] = None
 
+    rules: ClassVar[Rules] = (
+        excludes(
+            *(item.name for item in fields(SourceConfig) if item.name != "cache_dir"),
+            when="configs",
+            why="where each source has its own",
+        ),
+        only("train_weights", when="configs"),
+        excludes(
+            "added_tokens",
+            when="tokenizer",
+            is_=(TRAIN_BPE, BpeConfig),
+            why="which is trained, with the special_tokens of {type: bpe, special_tokens: [...]}",
+        ),
+    )
     expects: ClassVar[str] = "documents"
     """What the formats of its sources produce."""
 
@@ -276,21 +291,10 @@ def check_mixture(data: DataConfig) -> None:
     _check_limits(data)
     if data.configs:
         _check_configs(data)
-    elif data.train_weights is not None:
-        raise ConfigError(
-            "data.train_weights: has no effect with a single source. Define several sources under data.configs"
-        )
     data.check_keys()
 
 
 def _check_configs(data: DataConfig) -> None:
-    defaults = type(data)()
-    for key in (item.name for item in fields(SourceConfig) if item.name != "cache_dir"):
-        if getattr(data, key) != getattr(defaults, key):
-            raise ConfigError(
-                f"data.{key}: has no effect together with data.configs, where each source has its own. Move it into a"
-                " source, or remove it"
-            )
     check_source_names(data.configs)
     folders = [source.folder for source in data.corpus.sources]
     shared = {str(folder) for folder in folders if folders.count(folder) > 1}

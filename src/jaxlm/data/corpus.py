@@ -76,11 +76,6 @@ class Corpus:
         """Raises `ConfigError` if the tokenizer cannot be loaded or trained, or lacks something that a format needs."""
         if bpe := bpe_config(self.tokenizer):
             bpe.check(self.vocab_size)
-            if self.added_tokens:
-                raise ConfigError(
-                    "data.added_tokens: given for a tokenizer that is trained. Set data.tokenizer: {type: bpe,"
-                    " special_tokens: [...]} instead"
-                )
             return
         tokenizer = self.load_tokenizer(log=lambda _: None)
         for source in self.sources:

@@ -10,13 +10,14 @@ as a hash of a counter (Steele et al. 2014), and the radical inverse of van der 
 
 import zlib
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, fields
-from typing import Any, Literal
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal
 
 import numpy as np
 
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.field_types import Fraction, NumReplicas, NumTimeSteps, PositiveFraction, PositiveInt, Seed
+from jaxlm.core.rules import Rules, excludes, ordered
 from jaxlm.core.values.mask_schedule import (
     NEARLY_NONE,
     WITHOUT_BOUND,
@@ -84,7 +85,6 @@ _SUGGESTED = "<|mask|>"
 _VERSION = 2  # of the masks of equal keys. Before 2, each source had a shift of the times of its own
 _CHOSEN, _REPLACED, _WORDS = range(3)  # what random numbers are for
 _ROUNDING = 1e-9  # of a number of tokens: a fraction such as 0.15 of 100 must not be 14
-_STEPS = ("mask_schedule_type", "min_mask_fraction", "max_mask_fraction", "num_time_steps")
 
 
 @dataclass(frozen=True)
@@ -119,6 +119,18 @@ class MaskingConfig:
         seed: random seed of the masks.
     """
 
+    rules: ClassVar[Rules] = (
+        excludes(
+            "mask_schedule_type",
+            "min_mask_fraction",
+            "max_mask_fraction",
+            "num_time_steps",
+            when="time_step_mask_fractions",
+            why="which already says the fraction of each time step",
+        ),
+        ordered("min_mask_fraction", "max_mask_fraction"),
+    )
+
     mask_token: str | None = None
     mode: Literal["bernoulli", "fixed_count"] = "bernoulli"
     mask_schedule_type: ScheduleType = "linear"
@@ -135,20 +147,8 @@ class MaskingConfig:
     seed: Seed = 0
 
     def __post_init__(self):
-        if self.time_step_mask_fractions is not None:
-            if not self.time_step_mask_fractions:
-                raise ConfigError("data.masking.time_step_mask_fractions: [] given, at least one fraction expected")
-            for field in fields(self):
-                if field.name in _STEPS and getattr(self, field.name) != field.default:
-                    raise ConfigError(
-                        f"data.masking.{field.name}: given together with time_step_mask_fractions, which already says the"
-                        " fraction of each time step. Remove one of them"
-                    )
-        elif self.min_mask_fraction > self.max_mask_fraction:
-            raise ConfigError(
-                f"data.masking.min_mask_fraction: {self.min_mask_fraction} given, above max_mask_fraction:"
-                f" {self.max_mask_fraction}. Swap them"
-            )
+        if self.time_step_mask_fractions == []:
+            raise ConfigError("data.masking.time_step_mask_fractions: [] given, at least one fraction expected")
         self._check_times()
         if self.random_fraction + self.unchanged_fraction > 1:
             raise ConfigError(

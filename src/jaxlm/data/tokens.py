@@ -3,7 +3,7 @@
 import functools
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 from haliax import Axis
@@ -11,6 +11,7 @@ from haliax import Axis
 from jaxlm.core.axes import POSITION
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.field_types import NonNegativeInt, PositiveInt
+from jaxlm.core.rules import Rules, excludes, only
 from jaxlm.core.values.batch_types import MaskedBatch, TokenBatch
 from jaxlm.data.base import given
 from jaxlm.data.batch import BatchSpec, Column, Columns, random_tokens, token_columns
@@ -46,6 +47,12 @@ class TokensConfig(DataConfig):
         masking: which tokens are hidden from the model, for the objectives `mlm` and `diffusion`; `{}` hides a random
             fraction of each sequence. Null hides none.
     """
+
+    rules: ClassVar[Rules] = (
+        only("train_overlap", when="stride"),
+        excludes("stride", "packing", why="whose rows do not overlap"),
+        only("packing", when="enforce_bos", is_=(True, None), why="with which its rows begin"),
+    )
 
     ignore_token_id: Content[NonNegativeInt | None] = None
     packing: Content[BestFitConfig | None] = None
@@ -128,17 +135,7 @@ class TokensConfig(DataConfig):
                 self._check_ignored(size)
 
     def _check_stride(self) -> None:
-        if self.stride is None:
-            if not self.train_overlap:
-                raise ConfigError(
-                    "data.train_overlap: false has no effect without data.stride. Remove it, or set a stride"
-                )
-            return
-        if self.packing is not None:
-            raise ConfigError(
-                "data.stride: given together with data.packing, whose rows do not overlap. Remove one of them"
-            )
-        for source in self.corpus.sources:
+        for source in () if self.stride is None else self.corpus.sources:
             if source.config.format.documents_per_sequence is not None:
                 kind = choice_name(type(source.config.format))
                 raise ConfigError(
@@ -157,11 +154,6 @@ class TokensConfig(DataConfig):
             raise ConfigError(
                 f"data.packing.wrap: true given together with {key}: {encode(setting)}. Rows that never end have whole"
                 " documents or their beginnings, in the order of the documents, and none can be held out. Remove one of them"
-            )
-        if self.enforce_bos is False:
-            raise ConfigError(
-                "data.enforce_bos: false given, but data.packing: {type: best_fit} makes rows that begin with BOS. Set it to"
-                " true"
             )
         for source in self.corpus.sources:
             if source.config.format.bos_policy == "ids":

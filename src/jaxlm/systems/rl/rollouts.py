@@ -22,6 +22,7 @@ from jaxlm.core.field_types import (
     PositiveInt,
     Seconds,
 )
+from jaxlm.core.rules import Rules, only
 from jaxlm.core.runtime import main_only
 from jaxlm.core.values.batch_types import GroupBatch
 from jaxlm.data.base import Batches
@@ -161,9 +162,6 @@ class RolloutBatches(Batches):
         return zlib.crc32(b"".join(prompt.tobytes() for prompt in self._maker.prompts(rollout.examples)))
 
 
-_MAX_TURNS = 4
-
-
 @choice(DataConfig, "rollouts")
 class RolloutsConfig(DataConfig):
     """Prompts that the model answers while it trains, several times each, and rewards for the answers.
@@ -195,6 +193,7 @@ class RolloutsConfig(DataConfig):
         sampler: what samples the responses.
     """
 
+    rules: ClassVar[Rules] = (only("max_turns", when="environment"),)
     expects: ClassVar[str] = "prompts"
 
     format: FormatConfig = field(default_factory=PromptsFormat)
@@ -212,7 +211,7 @@ class RolloutsConfig(DataConfig):
     dynamic_sampling: Updates[NonNegativeInt] = 0
     curriculum: Updates[CurriculumConfig | None] = None
     environment: Updates[EnvironmentConfig | None] = None
-    max_turns: Updates[PositiveInt] = _MAX_TURNS
+    max_turns: Updates[PositiveInt] = 4
     long_prompts: Order[Literal["refuse", "leave_out"]] = "refuse"
     sampler: Rounding[SamplerConfig] = field(default_factory=LocalSamplerConfig)
 
@@ -277,10 +276,6 @@ class RolloutsConfig(DataConfig):
             raise ConfigError(
                 f"data.updates_per_rollout: {self.updates_per_rollout} given, a multiple of minibatches_per_rollout"
                 f" ({self.minibatches_per_rollout}) expected, so that all mini-batches are trained on equally often"
-            )
-        if self.environment is None and self.max_turns != _MAX_TURNS:
-            raise ConfigError(
-                f"data.max_turns: {self.max_turns} given, which has no effect without data.environment. Remove one of them"
             )
         if not self.rewards and (self.environment is None or not self.environment.gives_rewards):
             without = "" if self.environment is None else ", and the environment gives no rewards either"
