@@ -113,7 +113,7 @@ def test_without_a_reference_only_the_model_answers():
 
 
 def test_limits_of_accuracies():
-    limits = CasesEvalConfig(cases=CASES, min_student_accuracy=0.7, max_accuracy_drop=0.1).limits
+    limits = CasesEvalConfig(cases=CASES, min_student_accuracy=0.7, max_accuracy_drop=0.1).metrics.limits
     lines = limits.violations("eval", {"cases/accuracy": 0.5, "cases/accuracy_drop": 0.2})
     assert lines == [
         "eval/cases/accuracy is 0.5, at least 0.7 allowed (min_student_accuracy: 0.7)",
@@ -241,5 +241,5 @@ def test_continuations_that_do_not_fit_are_refused():
         ConfigError, match=r"prompt_tokens: 32 and max_new_tokens: 32 together exceed model\.seq_len: 63"
     ):
         ContinuationsEvalConfig().check_opens(lambda: None, 63, dry=False)
-    limits = ContinuationsEvalConfig(min_agreement=0.5, max_delta_nll=0.1).limits.by_metric
+    limits = ContinuationsEvalConfig(min_agreement=0.5, max_delta_nll=0.1).metrics.limits.by_metric
     assert limits.keys() == {"continuations/agreement", "continuations/delta_nll"}

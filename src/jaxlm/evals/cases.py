@@ -6,7 +6,7 @@ import math
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
 import jax
 import numpy as np
@@ -19,7 +19,7 @@ from jaxlm.core.hashing import note
 from jaxlm.core.runtime import from_main
 from jaxlm.core.safe_io import read_json_lines
 from jaxlm.core.values.permutation import in_text_order
-from jaxlm.evals.base import Eval, EvalConfig, EvalContext, Limit
+from jaxlm.evals.base import Eval, EvalConfig, EvalContext, EvalScope, Limit
 from jaxlm.evals.gate import GateConfig, at_least, at_most
 from jaxlm.evals.samples import prompt_ids
 from jaxlm.evals.scoring import score
@@ -97,8 +97,6 @@ class CasesEvalConfig(GateConfig):
         max_accuracy_drop: largest `accuracy_drop`; null allows any.
     """
 
-    predicts_next_tokens: ClassVar[bool] = True
-
     cases: list[Case] = field(default_factory=list)
     file: str | None = None
     reference: str | None = "teacher"
@@ -107,8 +105,8 @@ class CasesEvalConfig(GateConfig):
     max_accuracy_drop: Fraction | None = None
 
     @property
-    def references(self) -> tuple[str, ...]:
-        return () if self.reference is None else (self.reference,)
+    def own_scope(self) -> EvalScope:
+        return EvalScope(references=() if self.reference is None else (self.reference,), next_tokens=True)
 
     @property
     def own_metrics(self) -> tuple[str, ...]:
@@ -257,10 +255,6 @@ class ContinuationsEvalConfig(GateConfig):
         max_delta_nll: largest `delta_nll`; null allows any.
     """
 
-    reads_supervised: ClassVar[bool] = True
-    reads_validation: ClassVar[bool] = True
-    predicts_next_tokens: ClassVar[bool] = True
-
     reference: str = "teacher"
     prompts: PositiveInt = 32
     prompt_tokens: PositiveInt = 32
@@ -269,8 +263,8 @@ class ContinuationsEvalConfig(GateConfig):
     max_delta_nll: NonNegativeFloat | None = None
 
     @property
-    def references(self) -> tuple[str, ...]:
-        return (self.reference,)
+    def own_scope(self) -> EvalScope:
+        return EvalScope(references=(self.reference,), validation=True, supervised=True, next_tokens=True)
 
     @property
     def own_metrics(self) -> tuple[str, ...]:

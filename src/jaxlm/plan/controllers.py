@@ -131,8 +131,8 @@ def check_metric(
         return
     if not config.evals:
         raise ConfigError(f"{key}: '{metric}' given, but evals is empty. Add an evaluation")
-    evals = [evaluation for evaluation in config.evals if phase is None or evaluation.runs_in(phase)]
-    names = {id(evaluation): evaluation.metric_names for evaluation in evals}
+    evals = [evaluation for evaluation in config.evals if phase is None or evaluation.scope.includes(phase)]
+    names = {id(evaluation): evaluation.metrics.names for evaluation in evals}
     ends = lambda name: f"/{metric}".endswith(f"/{name}")  # noqa: E731
     measuring = [e for e in evals if (metric_names := names[id(e)]) is None or any(map(ends, metric_names))]
     if not measuring:
@@ -143,7 +143,7 @@ def check_metric(
             f"{key}: '{metric}' given, but no evaluation measures it{of_phase}. The section evals measures"
             f" {shown or 'nothing'}"
         )
-    if all(evaluation.reads_validation for evaluation in measuring) and not any(
+    if all(evaluation.scope.validation for evaluation in measuring) and not any(
         section.has_validation for section in data
     ):
         raise ConfigError(

@@ -24,7 +24,7 @@ from jaxlm.core.hashing import note
 from jaxlm.core.runtime import broadcast_from_main, from_main, main_only
 from jaxlm.core.safe_io import read_json_lines
 from jaxlm.core.values.logged import TOTAL, ScoredRows
-from jaxlm.evals.base import Eval, EvalConfig, EvalContext
+from jaxlm.evals.base import Eval, EvalConfig, EvalContext, EvalMetrics, EvalScope
 from jaxlm.evals.samples import prompt_ids
 from jaxlm.models.base import LanguageModel
 from jaxlm.models.inference.generate import CacheDtype, GenerationConfig, generate_tokens, how_to_fit
@@ -67,7 +67,7 @@ class RolloutsEvalConfig(EvalConfig):
             that of the activations.
     """
 
-    predicts_next_tokens: ClassVar[bool] = True
+    scope: ClassVar[EvalScope] = EvalScope(next_tokens=True)
 
     prompts_file: str = ""
     rewards: list[RewardConfig] = field(default_factory=list)
@@ -92,14 +92,10 @@ class RolloutsEvalConfig(EvalConfig):
         check_temperature(self.temperature)
 
     @property
-    def metric_names(self) -> tuple[str, ...]:
+    def metrics(self) -> EvalMetrics:
         of_rewards = [f"rewards/{name}" for name in reward_names(self.rewards)]
         names = [TOTAL, *of_rewards, "completions/mean_length", "completions/clipped_ratio"]
-        return tuple(f"{self.name}/{one}" for one in names)
-
-    @property
-    def completions_name(self) -> str:
-        return self.name
+        return EvalMetrics(tuple(f"{self.name}/{one}" for one in names), self.name)
 
     def check(self) -> None:
         if not self.prompts_file or not self.rewards:
