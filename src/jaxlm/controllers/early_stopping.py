@@ -12,7 +12,19 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import ClassVar, Literal
 
-from jaxlm.controllers.base import Controller, Decision, DoneStep, Hold, Json, Keep, Next, Rewind, StopRunError
+from jaxlm.controllers.base import (
+    Controller,
+    Decision,
+    DoneStep,
+    Hold,
+    Json,
+    Keep,
+    Next,
+    Persistence,
+    Rewind,
+    StopRunError,
+    unchanged,
+)
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.field_types import NonNegativeFloat, PositiveInt
 from jaxlm.core.guards import EVAL_PREFIX, SKIPPED, RewindRule
@@ -112,7 +124,7 @@ class EarlyStopping(Controller):
     until: UntilConfig
 
     name: ClassVar[str] = "early_stopping"
-    survives_rewind: ClassVar[bool] = True
+    persistence: ClassVar[Persistence] = Persistence(rewound=unchanged)
 
     @property
     def metrics(self) -> Mapping[str, str]:
@@ -157,7 +169,7 @@ class BadStreak(Controller):
     limit: int | None
 
     name: ClassVar[str] = "bad_streak"
-    survives_rewind: ClassVar[bool] = True
+    persistence: ClassVar[Persistence] = Persistence(rewound=unchanged)
 
     @property
     def metrics(self) -> Mapping[str, str]:

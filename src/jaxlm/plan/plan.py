@@ -208,25 +208,12 @@ def make_plan(config: RunConfig, run_id: str, vocab_size: int, devices: Sequence
         phase.objective.check_columns(data[phase.index].batch_spec(phase.model.seq_len).columns, state.model)
         if (trunk := phase.objective.trunk) is not None:
             trunk.check_trainable(state.model, phase.split(state.model)[0])
-        _check_trend(phase)
         if config.hf_save_path is not None:
             check_is_whole(state.model.denoisers)
             if is_reward_model(state.model):
                 classifier_name(family_of_config(phase.model).architecture)  # raises if transformers has no such class
         check_phase(layout, state.model, phase.name)
     return plan
-
-
-def _check_trend(phase: Phase) -> None:
-    """Raises `ConfigError` if the optimizer measures where weights are going that the objective holds back."""
-    if phase.optimizer.facts.nowcast_window is None:
-        return
-    if phase.objective.pacing is not None:
-        raise ConfigError(
-            f"phase '{phase.name}': optimizer.nowcast: given, but objective.type: {choice_name(type(phase.objective))} slows"
-            " down or stops single layers, whose weights the trend would not follow. Remove nowcast from the optimizer and"
-            " from the controllers of this phase"
-        )
 
 
 def _schedule_notes(phases: Sequence[Phase]) -> list[str]:
@@ -262,19 +249,6 @@ def _check_batch(phase: Phase, data: DataConfig) -> None:
         )
     trunk = phase.objective.trunk
     asks = phase.objective.annotation_key is not None and trunk is None
-    if branching := [controller.name for controller in phase.controllers if controller.may_branch]:
-        if not data.has_validation:
-            raise ConfigError(
-                f"phase '{phase.name}': the controller {branching[0]} compares candidates on held-out data, but there is"
-                " none. Set data.validation_urls, or data.num_validation_sequences to hold some of the training data out, or"
-                " max_candidates: 1 without nowcast, which compares nothing"
-            )
-        if phase.objective.annotation_key is not None:
-            raise ConfigError(
-                f"phase '{phase.name}': the controller {branching[0]} reads batches again for each candidate, but the"
-                " objective reads what is stored about the training data as it comes to it. Set objective.cache (or"
-                " preset.cache, for a frozen trunk) to false, or max_candidates: 1 to switch without trying"
-            )
     for objective in (phase.objective, *([] if trunk is None else [trunk.objective])):
         if not isinstance(batch, objective.batch_types):
             hides = data.noise is not None and TokenBatch in objective.batch_types

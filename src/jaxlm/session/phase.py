@@ -29,7 +29,7 @@ from jaxlm.engine.checkpoint.restore import VerifiedCheckpoint
 from jaxlm.engine.control import Control
 from jaxlm.engine.hooks import Hooks
 from jaxlm.engine.metrics import AsyncMetrics, CrashListener, Workload
-from jaxlm.engine.open_phase import Probe, no_probe
+from jaxlm.engine.open_phase import Probe
 from jaxlm.engine.phases import Phase
 from jaxlm.engine.state import RunState
 from jaxlm.evals.base import EvalConfig, EvalContext, ValidationSet
@@ -243,11 +243,16 @@ def open_probe(run: Run, phase: Phase, data: Data, refs: Mapping[str, LanguageMo
     Args:
         refs: the references of its step.
     """
-    if not any(controller.may_branch for controller in phase.controllers):
-        return no_probe
-    context, meter, _ = _context(run, phase, data, refs)
+    opened = functools.cache(lambda: _context(run, phase, data, refs)[:2])  # only controllers that branch need it
 
     def probe(state: RunState, num_batches: int) -> float:
+        context, meter = opened()
+        if not context.validation or phase.objective.annotation_key is not None:
+            raise ConfigError(
+                f"phase '{phase.name}': a controller branches, which compares candidates on validation data, and reads"
+                " batches again, so that nothing may be stored about them (objective.cache). Set data.validation_urls, remove"
+                " the cache, or give the phase other controllers"
+            )
         of_each = max(1, num_batches // len(context.validation))
         first = lambda source: lambda: itertools.islice(source.batches(), of_each)  # noqa: E731
         sources = tuple(replace(source, batches=first(source)) for source in context.validation)
