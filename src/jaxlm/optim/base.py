@@ -19,6 +19,7 @@ from jaxlm.core.field_types import (
     ScheduleLength,
 )
 from jaxlm.core.guards import OptimizerFacts, StepGuard, scaled
+from jaxlm.core.rules import Rules, excludes
 from jaxlm.optim.bad_steps import SkipBadSteps, WindowLength, bad_step_guards
 from jaxlm.optim.clipping import AdaGc
 from jaxlm.optim.schedules import LrShape, Schedule, ScheduleSpec, make_schedule
@@ -115,6 +116,8 @@ class OptimizerConfig(Registry, draccus.ChoiceRegistry, abc.ABC):
     state: StateFormat = field(default_factory=Full)
     groups: "list[OptimizerConfig]" = field(default_factory=list, metadata=INHERITS)
     match: str | None = None
+
+    rules: ClassVar[Rules] = (excludes("cycles", "cycle_length"),)
 
     separates_matrices: ClassVar[bool] = False
     """Whether the optimizer has a separate update rule for matrices (see `jaxlm.optim.matrices`)."""
