@@ -6,7 +6,7 @@ import math
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import jax
 import numpy as np
@@ -16,6 +16,7 @@ from jaxlm.core.axes import BATCH, POSITION
 from jaxlm.core.errors import ConfigError, listed
 from jaxlm.core.field_types import Fraction, NonNegativeFloat, PositiveInt
 from jaxlm.core.hashing import note
+from jaxlm.core.rules import Rules, excludes, only, some_of
 from jaxlm.core.runtime import from_main
 from jaxlm.core.safe_io import read_json_lines
 from jaxlm.core.values.permutation import in_text_order
@@ -56,11 +57,11 @@ class Case:
     kind: Literal["int_greedy", "text_greedy", "choice_logprob"] = _INT
     choices: list[str] | None = None
 
+    rules: ClassVar[Rules] = (only("choices", when="kind", is_=_CHOICE),)
+
     def check(self) -> None:
         """Raises `ConfigError` if the keys do not fit together."""
         key, answer = f"{_CASES}: case '{self.id}'", self.answer
-        if self.kind != _CHOICE and self.choices is not None:
-            raise ConfigError(f"{key}: choices given with kind: {self.kind}. Remove them, or set kind: {_CHOICE}")
         if self.kind == _CHOICE and (not self.choices or answer not in self.choices or not all(self.choices)):
             raise ConfigError(
                 f"{key}: answer: {answer!r} and choices: {self.choices} given with kind: {_CHOICE}, choices that are not"
@@ -104,6 +105,11 @@ class CasesEvalConfig(GateConfig):
     min_student_accuracy: Fraction | None = None
     max_accuracy_drop: Fraction | None = None
 
+    rules: ClassVar[Rules] = (
+        some_of("cases", "file"),
+        excludes("max_accuracy_drop", when="reference", is_=None, why="with which there is nothing to drop from"),
+    )
+
     @property
     def own_scope(self) -> EvalScope:
         return EvalScope(references=() if self.reference is None else (self.reference,), next_tokens=True)
@@ -120,15 +126,6 @@ class CasesEvalConfig(GateConfig):
         }
 
     def check(self) -> None:
-        if not self.cases and self.file is None:
-            raise ConfigError(
-                f"{_CASES}: neither cases nor file given. Give at least one case, as {{id: ..., prompt: ..., answer: ...}}"
-            )
-        if self.reference is None and self.max_accuracy_drop is not None:
-            raise ConfigError(
-                f"{_CASES}: max_accuracy_drop: {self.max_accuracy_drop} given with reference: null, with which there is"
-                " nothing to drop from. Remove it, or set reference"
-            )
         for case in self.cases:
             case.check()
 

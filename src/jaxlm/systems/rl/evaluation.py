@@ -21,6 +21,7 @@ from jaxlm.core.field_types import (
     Seed,
 )
 from jaxlm.core.hashing import note
+from jaxlm.core.rules import Rules, excludes, ordered
 from jaxlm.core.runtime import broadcast_from_main, from_main, main_only
 from jaxlm.core.safe_io import read_json_lines
 from jaxlm.core.values.logged import TOTAL, ScoredRows
@@ -88,6 +89,11 @@ class RolloutsEvalConfig(EvalConfig):
     name: str = "rollouts"
     cache_dtype: CacheDtype | None = None
 
+    rules: ClassVar[Rules] = (
+        ordered("num_samples", "batch_size"),
+        excludes("num_samples", when="temperature", is_=0.0, why="with which all answers are the same"),
+    )
+
     def __post_init__(self):
         check_temperature(self.temperature)
 
@@ -106,15 +112,6 @@ class RolloutsEvalConfig(EvalConfig):
             )
         if not Path(self.prompts_file).is_file():
             raise ConfigError(f"{_KEY}: prompts_file: there is no file {self.prompts_file}. Correct the path")
-        if self.num_samples > self.batch_size:
-            raise ConfigError(
-                f"{_KEY}: num_samples: {self.num_samples} given, at most batch_size: {self.batch_size} expected"
-            )
-        if not self.temperature and self.num_samples > 1:
-            raise ConfigError(
-                f"{_KEY}: num_samples: {self.num_samples} given with temperature: 0, with which all answers are the same."
-                " Set a temperature above 0"
-            )
         reward_names(self.rewards)
         for reward in self.rewards:
             reward.check()
