@@ -13,7 +13,7 @@ import numpy as np
 from jaxlm.core.precision import Precision
 from jaxlm.core.values.permutation import in_row_order
 from jaxlm.core.values.sums import DummyPrefix
-from jaxlm.evals.base import Eval, EvalConfig, EvalContext, Score, read_sums
+from jaxlm.evals.base import Eval, EvalConfig, EvalContext, EvalMetrics, EvalScope, Score, read_sums
 from jaxlm.models.base import Inputs, LanguageModel
 from jaxlm.models.loss import ChunkLogits, token_numbers
 from jaxlm.reading.choices import choice
@@ -29,12 +29,8 @@ class LossEvalConfig(EvalConfig):
     for tokenizers that are neither byte-level nor SentencePiece.
     """
 
-    reads_supervised: ClassVar[bool] = True
-    reads_validation: ClassVar[bool] = True
-
-    @property
-    def metric_names(self) -> tuple[str, ...]:
-        return ("loss", "bpb", "macro_loss", "macro_bpb", "best_bpb")
+    metrics: ClassVar[EvalMetrics] = EvalMetrics(("loss", "bpb", "macro_loss", "macro_bpb", "best_bpb"))
+    scope: ClassVar[EvalScope] = EvalScope(validation=True, supervised=True)
 
     def open(self, ctx: EvalContext) -> Eval:
         return LossEval(ctx)
@@ -197,12 +193,8 @@ class EntropyEvalConfig(EvalConfig):
     `entropy`, and with several sources `<source>/entropy`. Of pairs, it reads the chosen completions.
     """
 
-    reads_supervised: ClassVar[bool] = True
-    reads_validation: ClassVar[bool] = True
-
-    @property
-    def metric_names(self) -> tuple[str, ...]:
-        return ("entropy",)
+    metrics: ClassVar[EvalMetrics] = EvalMetrics(("entropy",))
+    scope: ClassVar[EvalScope] = EvalScope(validation=True, supervised=True)
 
     def open(self, ctx: EvalContext) -> Eval:
         return EntropyEval(ctx)

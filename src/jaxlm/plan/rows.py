@@ -63,7 +63,7 @@ def attention_choices(plan: Plan) -> list[AttentionChoice]:
         tasks |= dict.fromkeys((task, phase.model.attn_backend) for task in of_phase)
         # Whole rows have a backend that can be differentiated twice, on every platform.
         optimizers = (phase.optimizer, *phase.optimizer.groups)
-        if plan.layout.context.divides_rows and any(one.takes_second_derivatives for one in optimizers):
+        if plan.layout.context.divides_rows and any(one.facts.second_derivatives for one in optimizers):
             tasks |= dict.fromkeys((dataclasses.replace(task, twice_differentiable=True),) for task in of_phase)
     return [choose_attention(*task) for task in tasks]
 

@@ -82,7 +82,7 @@ def test_prompts_that_are_not_utf8_are_refused_with_their_place(tmp_path):
 
 def test_the_names_of_the_metrics_are_known(tmp_path):
     names = ["reward", "rewards/length", "completions/mean_length", "completions/clipped_ratio"]
-    assert config_of(tmp_path / "p.jsonl", name="x").metric_names == tuple(f"x/{name}" for name in names)
+    assert config_of(tmp_path / "p.jsonl", name="x").metrics.names == tuple(f"x/{name}" for name in names)
 
 
 @pytest.fixture(scope="module")
@@ -131,7 +131,7 @@ def run(case, folder, **fields):
     config = config_of(folder / "p.jsonl", **fields)
     metrics = config.open(context).run(model)
     ((name, rows, scores),) = logged
-    assert name == config.completions_name
+    assert name == config.metrics.title
     return metrics, rows, scores
 
 
