@@ -101,7 +101,7 @@ class SamplesEvalConfig(EvalConfig):
     def check_parts(self, model: LanguageModel) -> None:
         if self.denoising is not None:
             with _of_denoising():
-                self.denoising.check_parts(model.denoisers)
+                self.denoising.check_parts(model.traits.denoisers)
 
     def _longest(self, tokenizer: Any, bos: bool | None) -> int:
         return max(len(prompt_ids(tokenizer, prompt, bos=bos)) for prompt in self.prompts)

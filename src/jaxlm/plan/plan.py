@@ -211,7 +211,7 @@ def make_plan(config: RunConfig, run_id: str, vocab_size: int, devices: Sequence
         for evaluation in (one for one in config.evals if one.runs_in(phase.name)):
             evaluation.check_parts(state.model)
         if config.hf_save_path is not None:
-            check_is_whole(state.model.denoisers)
+            check_is_whole(state.model.traits.denoisers)
             if is_reward_model(state.model):
                 classifier_name(family_of_config(phase.model).architecture)  # raises if transformers has no such class
         check_phase(layout, state.model, phase.name)

@@ -24,7 +24,7 @@ from jaxlm.data.tokenizer.tokenizer import Tokenizer
 from jaxlm.engine.checkpoint.manifest import Cursor
 from jaxlm.engine.phases import Phase
 from jaxlm.models.attention.choose import AttentionChoice, choose_attention
-from jaxlm.models.base import LanguageModel
+from jaxlm.models.base import LanguageModel, with_traits
 from jaxlm.models.chunked_loss import default_chunk_tokens
 from jaxlm.models.layers import Attention, activation_dtype
 from jaxlm.models.moe import num_active
@@ -90,7 +90,7 @@ def describe(plan: Plan, start: str | None = None) -> list[tuple[str, str]]:
             f"{len(devices)} x {devices[0].device_kind} in {counted(jax.process_count(), 'process')}, JAX {jax.__version__}",
         ),
         ("mesh", str(plan.mesh)),
-        *[("warning", text) for text in (*plan.warnings, *plan.state_builder.abstract_initial_model.notes)],
+        *[("warning", text) for text in (*plan.warnings, *plan.state_builder.abstract_initial_model.traits.notes)],
         ("parameter sharding", axis_mapping_table(plan.layout.parameter)),
         ("compute sharding", axis_mapping_table(plan.layout.compute)),
         *_precision(plan),
@@ -212,7 +212,7 @@ def _stacks(model: LanguageModel) -> list[Stack | HeterogeneousBody]:
 def _positions(plan: Plan) -> Iterator[str]:
     """Says what LongRoPE chooses in training."""
     seq_len = plan.phases[0].model.seq_len
-    for length in plan.state_builder.abstract_initial_model.switch_lengths:
+    for length in plan.state_builder.abstract_initial_model.traits.switch_lengths:
         if seq_len <= length:
             yield f"LongRoPE: short factors, because no row is longer than {length:,} tokens"
         else:
@@ -257,7 +257,7 @@ def _stored_weights(plan: Plan) -> dict[str, str]:
 
 def describe_parts(plan: Plan, phase: Phase) -> str | None:
     """The layers that compute a text, by the share of its tokens that is hidden; None if all do."""
-    parts, lower, texts = plan.state_builder.abstract_state(phase).model.denoisers, 0.0, []
+    parts, lower, texts = plan.state_builder.abstract_state(phase).model.traits.denoisers, 0.0, []
     for part in parts:
         last = part.stop - 1
         layers = f"layer {last}" if part.first == last else f"layers {part.first} to {last}"
@@ -269,9 +269,9 @@ def describe_parts(plan: Plan, phase: Phase) -> str | None:
 def _fp8_products(phase: Phase, model: LanguageModel) -> str | None:
     trunk = phase.objective.trunk
     objective = phase.objective if trunk is None else trunk.objective
-    if model.head_fp8 is None or objective.head_in_fp8:
+    if model.traits.head_fp8 is None or objective.head_in_fp8:
         return describe_products(model)
-    others = describe_products(dataclasses.replace(model, head_fp8=None)) or "all in the compute dtype"
+    others = describe_products(with_traits(model, head_fp8=None)) or "all in the compute dtype"
     return f"{others}, among them the head: objective {choice_name(type(objective))} does not multiply it in fp8"
 
 
