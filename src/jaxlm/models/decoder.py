@@ -216,7 +216,7 @@ class TransformerConfig(SizedConfig):
         return tuple(layer for layer in range(self.num_layers) if layer in self.mlp_only_layers or (layer + 1) % step)
 
     @property
-    def order(self) -> tuple[int, ...]:
+    def stack_of_layer(self) -> tuple[int, ...]:
         """The number of the stack that each layer is in: one stack, or one with and one without experts."""
         is_dense = [layer in self.dense_layers for layer in range(self.num_layers)]
         return tuple(int(dense != is_dense[0]) for dense in is_dense)
@@ -225,7 +225,7 @@ class TransformerConfig(SizedConfig):
         """Initializes all blocks."""
         keys, kinds = jax.random.split(key, self.num_layers), self.kinds
         stacks = []
-        for number, layers in enumerate(numbers_by_stack(self.order)):
+        for number, layers in enumerate(numbers_by_stack(self.stack_of_layer)):
             Layers = self.Layers.resize(len(layers))
             block = self.dense_block if layers[0] in self.dense_layers else self.block
             stack = Stack(
@@ -241,7 +241,7 @@ class TransformerConfig(SizedConfig):
             )
             stacks.append(stack)
         check_tiles(self.mlp_tile_tokens, stacks)
-        return stacks[0] if len(stacks) == 1 else Stacks.of(stacks, self.order, final_norm)
+        return stacks[0] if len(stacks) == 1 else Stacks.of(stacks, self.stack_of_layer, final_norm)
 
     def flops_per_token(self, vocab_size: int) -> FlopsPerToken:
         """FLOPs per training token. Of the experts, only those that the token is routed to and the shared one count."""

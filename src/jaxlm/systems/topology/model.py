@@ -76,7 +76,7 @@ class TopologyConfig(ModelConfig):
         return tuple(layer.kind for layer in self.layers)
 
     @property
-    def order(self) -> tuple[int, ...]:
+    def stack_of_layer(self) -> tuple[int, ...]:
         """The number of the stack that each layer is in: layers with the same parts are in one stack."""
         structures = [layer.structure for layer in self.layers]
         numbers = {structure: number for number, structure in enumerate(dict.fromkeys(structures))}
@@ -114,7 +114,7 @@ class TopologyConfig(ModelConfig):
         return TopologyModel(tokens, self._body(k_layers), head, self, traits=traits)
 
     def _body(self, key: jax.Array) -> Body:
-        layers, order = self.layers, self.order
+        layers, stack_of_layer = self.layers, self.stack_of_layer
         keys, kinds = jax.random.split(key, len(layers)), self.kinds
         item = final_norm(self.topology)
         norm: Any = eqx.nn.Identity() if item is None else item.init(self.hidden_dim, 0.0, key=key)
@@ -134,10 +134,10 @@ class TopologyConfig(ModelConfig):
                 mlp_tile_tokens=self.mlp_tile_tokens,
                 structure=stack,
             )
-            for stack, numbers in enumerate(numbers_by_stack(order))
+            for stack, numbers in enumerate(numbers_by_stack(stack_of_layer))
         ]
         check_tiles(self.mlp_tile_tokens, stacks)
-        return stacks[0] if len(stacks) == 1 else Stacks.of(stacks, order, norm)
+        return stacks[0] if len(stacks) == 1 else Stacks.of(stacks, stack_of_layer, norm)
 
     def with_layers(self, kept: Sequence[int]) -> "TopologyConfig":
         layers = [self.layers[number] for number in kept]

@@ -391,7 +391,7 @@ def _block_of(model: LanguageModel) -> DecoderBlock:
 
 
 def _config_of(model: LanguageModel) -> ModelConfig:
-    if not isinstance(model, Decoder) or model.body.cuts:
+    if not isinstance(model, Decoder) or model.body.splits:
         raise ConfigError("surgery decouple: the layers of this model are cut or not known. Put it before split_at")
     return model.config
 
