@@ -133,6 +133,7 @@ def _section(path: str, group: Sequence[ConfigSection], entries: Sequence[_Entry
         absent = "" if outer.is_default else " This section is absent unless you write it."
         yield _sentence(outer.meaning) + absent
     yield from _listed([entry for entry in entries if None in entry.defaults])
+    yield from _rules(outer)
     choices = [section for section in group if section.choice is not None]
     if not choices:
         return
@@ -144,11 +145,17 @@ def _section(path: str, group: Sequence[ConfigSection], entries: Sequence[_Entry
         default = " (the default)" if section.is_default else ""
         yield f"### `type: {section.choice}`{default}"
         yield from _listed([entry for entry in entries if list(entry.defaults) == [section.choice]])
+        yield from _rules(section)
         common = [f"[`{e.key.name}`](#{e.anchor})" for e in shared if section.choice in e.defaults]
         if common:
             yield f"Keys above: {', '.join(common)}."
         elif not section.keys:
             yield "No keys of its own."
+
+
+def _rules(section: ConfigSection) -> Iterator[str]:
+    if section.rules:
+        yield "\n".join(["Rules:", "", *(f"* `{rule.text}`" for rule in section.rules)])
 
 
 def _listed(entries: Sequence[_Entry], types: Sequence[str | None] = ()) -> Iterator[str]:

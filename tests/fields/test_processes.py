@@ -57,7 +57,7 @@ def test_distributed_fields(monkeypatch):
     with pytest.raises(ConfigError, match="heartbeat_timeout"):
         DistributedConfig(heartbeat_timeout=timedelta(0)).join()
     for partial in (DistributedConfig("host:1"), DistributedConfig(num_processes=2), DistributedConfig(process_id=0)):
-        with pytest.raises(ConfigError, match="go together"):
+        with pytest.raises(ConfigError, match="Set all of coordinator_address, num_processes, process_id, or none"):
             partial.join()
 
 

@@ -12,8 +12,9 @@ from jaxlm.hardware.topologies import chip_of
 from jaxlm.plan.context.choice import Devices, Rows, choose_balance, choose_method, hidden_from
 from jaxlm.plan.load_config import decode_run
 from jaxlm.plan.plan import Plan, make_plan
+from jaxlm.plan.rows import attention_choices
 from jaxlm.reading.yaml import ConfigSource
-from jaxlm.session.startup import attention_choices, check_performance, describe
+from jaxlm.session.startup import check_performance, describe
 
 H100 = {"memory": 80e9, "attention": 425e12}
 NVLINK, NETWORK = 360e9, 50e9

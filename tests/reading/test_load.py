@@ -118,7 +118,7 @@ MISTAKES_IN_KEYS = {
     "watchdog": (
         "trainer:\n  seed: 1\n  watchdog:\n    report_after: 5m\n    end_after: 2m\n",
         (),
-        "run.yaml:5: trainer.watchdog.end_after: 0:02:00 given, at least report_after",
+        "run.yaml:5: trainer.watchdog.end_after: 0:02:00 given, but report_after is 0:05:00",
     ),
     "range of a duration": (
         "trainer:\n  watchdog:\n    end_after: 2h\n    report_after: 0s\n",
@@ -128,7 +128,7 @@ MISTAKES_IN_KEYS = {
     "option": (
         "trainer:\n  watchdog:\n    report_after: 5m\n",
         ("--trainer.watchdog.end_after", "2m"),
-        "command line --trainer.watchdog.end_after: 0:02:00 given, at least",
+        "command line --trainer.watchdog.end_after: 0:02:00 given, but report_after",
     ),
     "absolute path": (
         "model:\n  type: llama\n  gradient_checkpointing: some\n",

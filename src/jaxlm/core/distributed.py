@@ -12,10 +12,11 @@ import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, NoReturn
+from typing import Any, ClassVar, NoReturn
 
 from jaxlm.core.errors import EXIT_FAILED, ConfigError
-from jaxlm.core.field_types import NonNegativeInt, PositiveInt
+from jaxlm.core.field_types import NonNegativeInt, PositiveInt, check_fields
+from jaxlm.core.rules import Rules, together
 
 _SLURM = ("SLURM_JOB_ID", "SLURM_STEP_NODELIST", "SLURM_NTASKS", "SLURM_PROCID", "SLURM_LOCALID")
 
@@ -82,6 +83,7 @@ class DistributedConfig:
     initialization_timeout: timedelta = timedelta(minutes=5)
     heartbeat_timeout: timedelta = timedelta(seconds=100)
     shutdown_timeout: timedelta = timedelta(minutes=5)
+    rules: ClassVar[Rules] = (together("coordinator_address", "num_processes", "process_id"),)
 
     @property
     def has_several_processes(self) -> bool:
@@ -98,15 +100,11 @@ class DistributedConfig:
         """
         import jax
 
+        check_fields(self, "trainer.distributed")
         explicit = (self.coordinator_address, self.num_processes, self.process_id)
         for name in ("initialization_timeout", "heartbeat_timeout", "shutdown_timeout"):
             if getattr(self, name) < timedelta(seconds=1):
                 raise ConfigError(f"trainer.distributed.{name}: {getattr(self, name)} given, 1s or more expected")
-        if any(value is not None for value in explicit) and None in explicit:
-            raise ConfigError(
-                f"trainer.distributed: coordinator_address {self.coordinator_address}, num_processes {self.num_processes},"
-                f" process_id {self.process_id} given. They go together: set all three or none"
-            )
         if self.coordinator_address is not None:
             self._check_address()
         launcher = detect_launcher(os.environ)

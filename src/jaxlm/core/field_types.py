@@ -18,6 +18,7 @@ import numpy as np
 from annotated_types import Interval
 
 from jaxlm.core.errors import ConfigError
+from jaxlm.core.rules import broken
 
 LARGEST_INT = 2**31 - 1
 LARGEST_FLOAT = float(np.finfo(np.float32).max)
@@ -181,7 +182,8 @@ def check_field(kind: type, name: str, value: Any, path: str) -> None:
 
 
 def check_fields(section: Any, path: str = "") -> None:
-    """Raises `ConfigError` for the first value of a section, or of a section in it, that its field's type does not accept.
+    """Raises `ConfigError` for the first value of a section, or of a section in it, that its field's type does not accept, or
+    that breaks a rule of its section.
 
     Args:
         section: an instance of a dataclass.
@@ -191,6 +193,8 @@ def check_fields(section: Any, path: str = "") -> None:
     hints = hints_of(type(section))
     for field in dataclasses.fields(section):
         _check(hints[field.name], getattr(section, field.name), f"{prefix}{field.name}")
+    for key, problem in broken(section):
+        raise ConfigError(f"{prefix}{key}: {problem}")
 
 
 def check_simple(hint: Any, value: Any, name: str) -> None:

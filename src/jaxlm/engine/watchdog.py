@@ -8,10 +8,12 @@ import time
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
+from typing import ClassVar
 
 import jax
 
 from jaxlm.core.errors import EXIT_HUNG, ConfigError
+from jaxlm.core.rules import Rules, ordered
 from jaxlm.core.values.logged import Activity
 from jaxlm.engine.activity import ActivityClock
 from jaxlm.engine.peers import end_with_peers
@@ -39,16 +41,12 @@ class WatchdogConfig:
 
     report_after: timedelta = timedelta(minutes=1)
     end_after: timedelta | None = timedelta(hours=1)
+    rules: ClassVar[Rules] = (ordered("report_after", "end_after"),)
 
     def __post_init__(self) -> None:
         for name, value in (("report_after", self.report_after), ("end_after", self.end_after)):
             if value is not None and not timedelta(seconds=1) <= value <= timedelta(days=365):
                 raise ConfigError(f"{name}: {value} given, 1s to 365d expected")
-        if self.end_after is not None and self.end_after < self.report_after:
-            raise ConfigError(
-                f"end_after: {self.end_after} given, at least report_after ({self.report_after}) expected. Raise it, lower"
-                " report_after, or set it to null"
-            )
 
 
 class Watchdog:

@@ -21,6 +21,7 @@ from draccus.choice_types import CHOICE_TYPE_KEY, ChoiceType
 from jaxlm.core.errors import ConfigError, did_you_mean, listed, shortened
 from jaxlm.core.field_types import LARGEST_FLOAT, bounds_of, describe_type, hints_of, in_range
 from jaxlm.core.redaction import without_secrets
+from jaxlm.core.rules import broken
 from jaxlm.reading.choices import (
     NamedChoice,
     import_choice,
@@ -245,7 +246,10 @@ class _Decoder:
         inner = {
             key: self._inheriting(hints[key], value, (*path, key), section, values) for key, value in lists.items()
         }
-        return self._construct(kind, values | inner, path) if inner else section
+        section = self._construct(kind, values | inner, path) if inner else section
+        for key, problem in broken(section):
+            raise self._error(*_located(f"{key}: {problem}", kind, path, values))
+        return section
 
     def _construct(self, kind: Any, values: Mapping[str, Any], path: KeyPath) -> Any:
         if inspect.isabstract(kind):

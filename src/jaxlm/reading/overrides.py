@@ -192,7 +192,7 @@ def _on_topic(sections: Iterable[ConfigSection], topic: str) -> Iterator[ConfigS
         if not topic or section.path == topic or section.path.startswith(f"{topic}."):
             yield section
         elif section.path == parent and (keys := tuple(key for key in section.keys if key.name == name)):
-            yield replace(section, keys=keys)
+            yield replace(section, keys=keys, rules=tuple(rule for rule in section.rules if name in rule.keys))
 
 
 def _describe(section: ConfigSection) -> Iterator[str]:
@@ -205,3 +205,5 @@ def _describe(section: ConfigSection) -> Iterator[str]:
         if key.default is not None:
             yield f"  --{prefix}{key.name}  ({key.type}, {key.default})"
             yield textwrap.fill(key.meaning, _WIDTH, initial_indent=" " * 6, subsequent_indent=" " * 6)
+    for rule in section.rules:
+        yield textwrap.fill(f"  rule: {rule.text}", _WIDTH, subsequent_indent=" " * 6)

@@ -11,6 +11,7 @@ from dataclasses import MISSING, dataclass
 from typing import Any
 
 from jaxlm.core.field_types import bounds_of, describe_limits, hints_of
+from jaxlm.core.rules import Rules, rules_of
 from jaxlm.reading.choices import is_import_path
 from jaxlm.reading.decode import default_of, encode, is_choice
 
@@ -43,6 +44,7 @@ class ConfigSection:
         meaning: description of the section.
         keys: the keys; for a type, only those that it adds to the shared keys or changes.
         names: names of all keys, including shared ones; empty for the keys that all types share.
+        rules: what some keys require of others; for a type, only those that it adds.
     """
 
     path: str
@@ -51,6 +53,7 @@ class ConfigSection:
     meaning: str
     keys: tuple[ConfigKey, ...]
     names: tuple[str, ...] = ()
+    rules: Rules = ()
 
 
 @dataclass(frozen=True)
@@ -62,17 +65,18 @@ class _Place:
 
 def sections(kind: type) -> Iterator[ConfigSection]:
     """All sections of a configuration, outer sections first. A section that occurs in several places is listed once."""
-    yield from _walk(kind, _Place("", "", MISSING), None, (), {kind})
+    yield from _walk(kind, _Place("", "", MISSING), None, None, {kind})
 
 
 def _walk(
-    kind: Any, place: _Place, choice: str | None, shared: tuple[ConfigKey, ...], seen: set[Any]
+    kind: Any, place: _Place, choice: str | None, shared: ConfigSection | None, seen: set[Any]
 ) -> Iterator[ConfigSection]:
     default = place.default if type(place.default) is kind else None
     keys = tuple(_keys(kind, default))
     is_default = place.default is not None if choice is None else default is not None
-    added = tuple(key for key in keys if key not in shared)
-    yield ConfigSection(place.path, choice, is_default, place.meaning, added, tuple(key.name for key in keys))
+    added = tuple(key for key in keys if shared is None or key not in shared.keys)
+    rules = tuple(rule for rule in rules_of(kind) if shared is None or rule not in shared.rules)
+    yield ConfigSection(place.path, choice, is_default, place.meaning, added, tuple(key.name for key in keys), rules)
     docs, hints = attribute_docs(kind), hints_of(kind)
     for item in dataclasses.fields(kind):
         for inner, suffix in _dataclasses_in(hints[item.name]):
@@ -84,10 +88,13 @@ def _walk(
 
 def _enter(kind: Any, place: _Place, seen: set[Any]) -> Iterator[ConfigSection]:
     if not is_choice(kind):
-        yield from _walk(kind, place, None, (), seen)
+        yield from _walk(kind, place, None, None, seen)
         return
-    shared = tuple(_keys(kind, None))
-    yield ConfigSection(place.path, None, place.default is not None, place.meaning, shared)
+    rules = rules_of(kind)
+    shared = ConfigSection(
+        place.path, None, place.default is not None, place.meaning, tuple(_keys(kind, None)), rules=rules
+    )
+    yield shared
     inner: list[ConfigSection] = []
     # Classes that a configuration has named by an import path are registered too, but not choices for everyone.
     registered = {name: member for name, member in kind.get_known_choices().items() if not is_import_path(name)}
