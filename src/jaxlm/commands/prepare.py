@@ -29,6 +29,7 @@ from jaxlm.data.examples import Examples, check_signals
 from jaxlm.data.formats.preview import page_of
 from jaxlm.data.tokenizer.tokenizer import Tokenizer
 from jaxlm.engine.phases import Phase
+from jaxlm.models.base import token_leaves
 from jaxlm.observe.console import Console, table
 from jaxlm.plan.batches import BatchPlan
 from jaxlm.plan.load_config import load_config, refuse_dry_run
@@ -102,7 +103,7 @@ def prepare(config: RunConfig, console: Console) -> tuple[Tokenizer, list[Prepar
     for section in sections:
         section.check()
     tokenizer = sections[0].corpus.load_tokenizer(log=console.log)
-    wanted = model.leaves_from_tokens(tokenizer.vocab_size)
+    wanted = token_leaves(model, tokenizer.vocab_size)
     seq_lens = [phase.model.seq_len for phase in phases]
     tokenize_on_ray(config.trainer.ray, sections, tokenizer, seq_lens, console.log)
     batches = _batches(config)

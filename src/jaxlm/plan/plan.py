@@ -210,7 +210,7 @@ def make_plan(config: RunConfig, run_id: str, vocab_size: int, devices: Sequence
         if (trunk := phase.objective.trunk) is not None:
             trunk.check_trainable(state.model, phase.split(state.model)[0])
         if config.hf_save_path is not None:
-            check_is_whole(state.model.denoisers)
+            check_is_whole(state.model.traits.denoisers)
             if is_reward_model(state.model):
                 classifier_name(family_of_config(phase.model).architecture)  # raises if transformers has no such class
         check_phase(layout, state.model, phase.name)
