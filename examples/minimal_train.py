@@ -118,12 +118,12 @@ def make_checked_plan(config: RunConfig, console: Console) -> tuple[Plan, Tokeni
     for section in sections:
         section.check()  # looks up all files
     # `main_first`: process 0 trains the tokenizer if need be, and the others then load what it has written.
-    tokenizer = main_first(lambda: sections[0].load_tokenizer(console.log))
+    tokenizer = main_first(lambda: sections[0].corpus.load_tokenizer(console.log))
     plan = make_plan(config, run_id_of(config), tokenizer.vocab_size)
     # With `epoch` or `data.stop_strategy`, the number of steps follows from the data.
     plan = plan.updated(with_num_steps_of_data(config, plan.batches, tokenizer, console.log), tokenizer.vocab_size)
     for phase, section in zip(plan.phases, plan.data, strict=True):
-        check_is_simple(phase, section.has_examples_per_step)
+        check_is_simple(phase, section.batching.has_examples_per_step)
     check_accelerator(plan)
     check_performance(plan)
     check_references(plan, tokenizer, console.log)

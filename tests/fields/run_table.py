@@ -323,7 +323,7 @@ GROW: dict[str, Entry] = {
 
 def denoisers(plan: Plan) -> list[tuple[float, int, int]]:
     """The parts of the model of the first phase."""
-    parts = plan.state_builder.abstract_state(plan.phases[0]).model.denoisers
+    parts = plan.state_builder.abstract_state(plan.phases[0]).model.traits.denoisers
     return [(one.max_fraction, one.first, one.stop) for one in parts]
 
 

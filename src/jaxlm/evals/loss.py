@@ -221,6 +221,5 @@ class EntropyEval(Eval):
 def _batch_totals(model: LanguageModel, batch: Any) -> jax.Array:
     batch = batch.supervised()
     hidden = model.hidden(Inputs.of(batch)).final
-    options = {"soft_cap": model.logit_soft_cap, "vocab_multiple": model.vocab_multiple}
-    entropies = token_numbers(ChunkLogits.entropy, hidden, model.lm_head(), batch.targets, **options)
+    entropies = token_numbers(ChunkLogits.entropy, hidden, model.lm_head(), batch.targets, **model.traits.loss_options)
     return jnp.stack([hax.sum(entropies * batch.loss_mask).array, hax.sum(batch.loss_mask).array])

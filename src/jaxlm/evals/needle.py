@@ -87,7 +87,7 @@ class NeedleEvalConfig(GateConfig):
     def check_model(self, model: LanguageModel, references: Mapping[str, LanguageModel] | None) -> None:
         self.check()
         longest = max(self.lengths_for(model.Pos.size))
-        if longest > model.Pos.size and not model.reads_beyond:
+        if longest > model.Pos.size and not model.traits.reads_beyond:
             raise ConfigError(
                 f"{_KEY}: lengths: {longest} given, but the model cannot read more than model.seq_len: {model.Pos.size}"
                 " tokens. Lower it, or name the phases in which it runs (phases)"

@@ -105,7 +105,7 @@ class SamplesEvalConfig(SamplingKeys, EvalConfig):
                 denoising.passes(self.max_new_tokens)
         if self.denoising is not None:
             with _of_denoising():
-                self.denoising.check_parts(model.denoisers)
+                self.denoising.check_parts(model.traits.denoisers)
 
     def _longest(self, tokenizer: Any, bos: bool | None) -> int:
         return max(len(prompt_ids(tokenizer, prompt, bos=bos)) for prompt in self.prompts)

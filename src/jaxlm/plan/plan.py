@@ -198,8 +198,9 @@ def make_plan(config: RunConfig, run_id: str, vocab_size: int, devices: Sequence
     for phase, section, start in zip(phases, data, earliest_starts(config, phases), strict=True):
         _check_batch(phase, section)
         check_microbatches(phase, start, batches.of(phase), layout.num_shards(BATCH))
-        for stage in batches.of(phase).between(start, phase.end):
-            section.check_batch_size(stage.size)
+        if (masking := section.batching.masking) is not None:
+            for stage in batches.of(phase).between(start, phase.end):
+                masking.check_batch_size(stage.size)
     # Raises for surgeries that do not apply and patterns that match nothing.
     states = [plan.state_builder.abstract_state(phase) for phase in phases]
     check_evaluations(config.evals, [_evaluated(p, d, s.model) for p, d, s in zip(phases, data, states, strict=True)])
@@ -209,7 +210,7 @@ def make_plan(config: RunConfig, run_id: str, vocab_size: int, devices: Sequence
         if (trunk := phase.objective.trunk) is not None:
             trunk.check_trainable(state.model, phase.split(state.model)[0])
         if config.hf_save_path is not None:
-            check_is_whole(state.model.denoisers)
+            check_is_whole(state.model.traits.denoisers)
             if is_reward_model(state.model):
                 classifier_name(family_of_config(phase.model).architecture)  # raises if transformers has no such class
         check_phase(layout, state.model, phase.name)
@@ -251,17 +252,17 @@ def _check_batch(phase: Phase, data: DataConfig) -> None:
     asks = phase.objective.annotation_key is not None and trunk is None
     for objective in (phase.objective, *([] if trunk is None else [trunk.objective])):
         if not isinstance(batch, objective.batch_types):
-            hides = data.noise is not None and TokenBatch in objective.batch_types
+            hides = data.batching.masking is not None and TokenBatch in objective.batch_types
             other = "Remove data.masking, or predict what it hides: objective.type: mlm or diffusion"
             raise ConfigError(
                 f"phase '{phase.name}': objective.type: {choice_name(type(objective))} cannot train on data.type:"
                 f" {choice_name(type(data))}: it reads {' or '.join(t.__name__ for t in objective.batch_types)}, and the"
                 f" data makes {type(batch).__name__}. {other if hides else objective.other_batches}"
             )
-    if phase.objective.annotation_key is not None and data.never_repeats is not None:
+    if phase.objective.annotation_key is not None and (changes := data.batching.never_repeats) is not None:
         raise ConfigError(
             f"phase '{phase.name}': objective.type: {choice_name(type(phase.objective))} stores what a model computes of each"
-            f" sequence, but {data.never_repeats}, or"
+            f" sequence, but {changes}, or"
             f" {'set objective.cache: false' if asks else 'use the objective inside of it alone'}"
         )
     phase.objective.check_model(phase.model)
@@ -408,7 +409,9 @@ def all_sources(phases: Sequence[Phase], sections: Sequence[DataConfig]) -> list
     """The sources of all phases, each once, with the length of the phase's sequences."""
     pairs = zip(phases, sections, strict=True)
     return list(
-        {source.folder: (source, phase.model.seq_len) for phase, data in pairs for source in data.sources()}.values()
+        {
+            source.folder: (source, phase.model.seq_len) for phase, data in pairs for source in data.corpus.sources
+        }.values()
     )
 
 

@@ -298,7 +298,7 @@ def _context(
         log_sample=generated.add_sample,
         log_completions=generated.add_completions,
         chat_prompt=functools.partial(_chat_prompt, saved_tokenizer, run.tokenizer),
-        enforce_bos=plan.data[phase.index].prompt_bos,
+        enforce_bos=plan.data[phase.index].corpus.prompt_bos,
         progress=run.clock.progress,
         measure=meter,
         reference=lambda name: refs[name] if name in refs else load_reference(plan, name, run.console.log),

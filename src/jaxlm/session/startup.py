@@ -62,7 +62,7 @@ def describe(plan: Plan, start: str | None = None) -> list[tuple[str, str]]:
             f"{len(devices)} x {devices[0].device_kind} in {counted(jax.process_count(), 'process')}, JAX {jax.__version__}",
         ),
         ("mesh", str(plan.mesh)),
-        *[("warning", text) for text in (*plan.warnings, *initial.notes)],
+        *[("warning", text) for text in (*plan.warnings, *initial.traits.notes)],
         *plan.layout.rows(),
         *plan.precision.rows(plan.state_builder.abstract_state(plan.phases[-1]).model, plan.layout.device),
         ("batch", describe_batches(plan.batches, plan.phases)),

@@ -94,7 +94,7 @@ def _problem(plan: Plan, phase: Phase, model: LanguageModel) -> str | None:
     spec = section.batch_spec(seq_len)
     if not hasattr(batch := spec.make(**dict.fromkeys(spec.columns)), "supervised"):
         return f"{type(batch).__name__} does not say what a model reads"
-    if model.Pos.size < seq_len and not model.reads_beyond:
+    if model.Pos.size < seq_len and not model.traits.reads_beyond:
         return f"it reads at most {model.Pos.size} tokens at once, and the batches have sequences of {seq_len}"
     return None
 

@@ -228,7 +228,7 @@ class OpenCore:
             self._encoded[task.name] = list(self._encode(task, progress))
         encoded = self._encoded[task.name]
         # Like the reference, which truncates only for models that cannot read more.
-        max_tokens = _ANY_LENGTH if model.reads_beyond else model.Pos.size
+        max_tokens = _ANY_LENGTH if model.traits.reads_beyond else model.Pos.size
         step = max(1, _SCORED_AT_ONCE * self._batch_size // max(map(len, encoded)))
         correct = []
         for first in range(0, len(encoded), step):
