@@ -23,7 +23,7 @@ from jaxlm.core.field_types import LARGEST_FLOAT, bounds_of, describe_type, hint
 from jaxlm.core.redaction import without_secrets
 from jaxlm.core.rules import broken
 from jaxlm.reading.choices import (
-    NamedChoice,
+    Registry,
     import_choice,
     is_import_path,
     names_of,
@@ -409,7 +409,7 @@ def _as_default(problem: str) -> str:
 
 def _is_name(kind: Any, value: Any) -> bool:
     """Tells whether a value is the name of a type that stands for a section of that type."""
-    return isinstance(value, str) and isinstance(kind, type) and issubclass(kind, NamedChoice)
+    return isinstance(value, str) and isinstance(kind, type) and issubclass(kind, Registry) and kind.by_name
 
 
 def _accept(condition: bool, value: Any) -> Any:
