@@ -29,6 +29,13 @@ class Measured(Protocol):
     """Answers what a controller may ask the objective of its phase."""
 
     @property
+    def facts(self) -> "MeasuredFacts": ...
+
+
+class MeasuredFacts(Protocol):
+    """What an objective declares."""
+
+    @property
     def reports_teacher_loss(self) -> bool:
         """Tells whether the metrics of a step have the losses of both model and teacher."""
         ...

@@ -4,14 +4,13 @@ Source: Stiennon et al. 2020, "Learning to summarize from human feedback" (arXiv
 weights have the variance 1 / (width + 1), as in appendix B.1.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import haliax as hax
 import jax
-import numpy as np
 from haliax import Axis, NamedArray
 
 from jaxlm.core.axes import EMBED
@@ -19,9 +18,9 @@ from jaxlm.core.errors import ConfigError
 from jaxlm.core.products.stored_weights import Weight
 from jaxlm.core.sharding import for_compute
 from jaxlm.interop.hf.classifier import read_score
-from jaxlm.models.base import Hidden, Inputs, LanguageModel, ModelConfig
+from jaxlm.models.base import Hidden, Inputs, LanguageModel
 from jaxlm.reading.choices import choice
-from jaxlm.surgery.base import SurgeryConfig
+from jaxlm.surgery.base import SurgeryConfig, Wants
 
 
 class RewardModel(LanguageModel):
@@ -94,10 +93,11 @@ class RewardHeadConfig(SurgeryConfig):
         assert isinstance(model, RewardModel), "the surgery has been applied"
         return replace(model, base=merged)
 
-    def initial_leaves(self, model: LanguageModel, config: ModelConfig) -> Mapping[str, np.ndarray]:
-        if self.from_hf is None:
-            return {}
-        return {"reward": read_score(Path(self.from_hf), "surgery reward_head: from_hf")}
+    @property
+    def wants(self) -> Wants:
+        if (folder := self.from_hf) is None:
+            return Wants()
+        return Wants(leaves=lambda model, config: {"reward": read_score(Path(folder), "surgery reward_head: from_hf")})
 
 
 _STATIC = (

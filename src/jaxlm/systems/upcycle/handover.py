@@ -59,7 +59,7 @@ class Handover(Controller):
         return {"handover.loss": _LOSS, "handover.teacher_loss": _TEACHER_LOSS}
 
     def check(self, objective: Measured, key: str, phase: str) -> None:
-        if not objective.reports_teacher_loss:
+        if not objective.facts.reports_teacher_loss:
             raise ConfigError(
                 f"{key}: handover compares the losses of model and teacher, but the objective of phase '{phase}',"
                 f" {choice_name(type(objective))}, does not measure the teacher's. Set objective: {{type: distill,"
