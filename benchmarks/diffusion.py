@@ -27,7 +27,7 @@ from pathlib import Path
 import yaml
 
 ROOT = Path(__file__).resolve().parents[1]
-RECIPES = ROOT / "src/jaxlm/recipes/progressive"
+RECIPES = ROOT / "src/jaxlm/systems/progressive/recipes/progressive"
 DIFFUSION, CAUSAL, BLOCKS, WHOLE = "diffusion", "autoregressive", "blocks", "whole"
 METRICS = ("eval/loss", "eval/bpb")
 CAUSAL_LEARNING_RATE = 6e-3  # that of the quickstart; the masked model learns less with it

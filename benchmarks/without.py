@@ -8,7 +8,6 @@ each as it is in the working tree, it deletes the wing and what exists only with
 
 * its tests, `tests/systems/NAME` or `tests/compat/NAME`
 * a folder of `compat` that imports it, and `src/jaxlm/NAME.py` of a deleted folder of `compat` (`stackwise.py`)
-* recipes that name a `type` which only deleted modules register, themselves or through what they include
 
 Then it runs, in the copy:
 
@@ -31,12 +30,8 @@ import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 from commits import ROOT
-
-from jaxlm.reading.choices import registrations
-from jaxlm.reading.yaml import load_yaml
 
 SOURCE = Path("src/jaxlm")
 PARTS = ("static", "tests")
@@ -63,7 +58,7 @@ print(f"imported {count} modules")
 RECIPES = """
 from jaxlm.plan.load_config import read_config
 from jaxlm.reading.recipes import all_recipes
-for recipe in all_recipes():
+for recipe in all_recipes().values():
     read_config(recipe, {"use_hf_model_config": False})  # not the model that a user names
 print(f"read {len(all_recipes())} recipes")
 """
@@ -86,6 +81,8 @@ def main() -> None:
         for path in deleted(options.wing):
             print(f"deleted {path}")
             shutil.rmtree(copy / path) if (copy / path).is_dir() else (copy / path).unlink()
+        for link in (link for link in (copy / "config").rglob("*.yaml") if not link.exists()):
+            link.unlink()  # to a recipe of the wing
         checks = {name: command for part in parts for name, command in commands(part, options.jobs).items()}
         results = [passes(name, command, copy) for name, command in checks.items()]
     if not all(results):
@@ -111,13 +108,6 @@ def deleted(wing: str) -> Iterator[Path]:
             yield tests
     api = {SOURCE / f"{folder.name}.py" for folder in wings() if any(map(folder.is_relative_to, folders))}
     yield from sorted(path for path in api if (ROOT / path).exists())
-    gone = tuple(module_name(folder) + "." for folder in folders)
-    registered = [(name, module) for types in registrations().values() for name, module in types.items()]
-    remaining = {name for name, module in registered if not module.startswith(gone)}
-    types = {name for name, _ in registered} - remaining
-    for path in sorted((ROOT / SOURCE / "recipes").rglob("*.yaml")):
-        if not types.isdisjoint(named_types(load_yaml(path).tree)):
-            yield path.relative_to(ROOT)
 
 
 def module_name(path: Path) -> str:
@@ -129,17 +119,6 @@ def imports(folder: Path, wing: Path) -> bool:
     """Whether a module of a folder imports one of the wing."""
     pattern = re.compile(rf"^\s*(?:from|import) {re.escape(module_name(wing))}\b", re.MULTILINE)
     return any(pattern.search(file.read_text(encoding="utf-8")) for file in (ROOT / folder).rglob("*.py"))
-
-
-def named_types(tree: Any) -> Iterator[str]:
-    """The value of each key `type` in a configuration."""
-    if isinstance(tree, dict):
-        if isinstance(kind := tree.get("type"), str):
-            yield kind
-        tree = list(tree.values())
-    if isinstance(tree, list):
-        for inner in tree:
-            yield from named_types(inner)
 
 
 def copy_tracked(copy: Path) -> None:

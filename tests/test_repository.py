@@ -18,6 +18,7 @@ from jaxlm.__main__ import commands
 from jaxlm.plan.load_config import read_config
 from jaxlm.plan.num_steps import check_num_steps
 from jaxlm.plan.plan import Plan, make_plan
+from jaxlm.reading.recipes import all_recipes
 from jaxlm.session.compilation.step import trace_step
 from jaxlm.session.dry_run import assumed_vocabulary
 from tests.answers import LLAMA
@@ -25,12 +26,13 @@ from tests.answers import LLAMA
 ROOT = Path(__file__).parents[1]
 SOURCE = ROOT / "src" / "jaxlm"
 MODULES = sorted(path for path in SOURCE.rglob("*.py"))
-CONFIG = ROOT / "config"
-RECIPES = sorted([*CONFIG.glob("*.yaml"), *CONFIG.glob("*/*.yaml")])
+NAMES = {path: name for name, path in all_recipes().items()}
+RECIPES, recipe_name = list(NAMES), NAMES.get
 
 
-def recipe_name(path: Path) -> str:
-    return path.relative_to(CONFIG).as_posix()
+def test_config_links_to_the_recipes():
+    links = {path.relative_to(ROOT / "config").as_posix(): path for path in (ROOT / "config").rglob("*.yaml")}
+    assert {name: path.resolve() for name, path in links.items()} == all_recipes()
 
 
 def test_import_contracts():

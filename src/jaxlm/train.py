@@ -43,6 +43,7 @@ from jaxlm.observe.trackers import check_trackers
 from jaxlm.plan.load_config import given_distributed, load_config, run_id_of
 from jaxlm.plan.num_steps import check_num_steps, with_num_steps_of_data
 from jaxlm.plan.plan import Plan, make_plan
+from jaxlm.plan.rows import phase_rows
 from jaxlm.plan.run_config import RunConfig
 from jaxlm.session.compilation.options import enable_compilation_cache, step_options
 from jaxlm.session.compilation.step import compile_steps
@@ -80,7 +81,6 @@ from jaxlm.session.startup import (
     check_performance,
     check_same_start,
     describe,
-    phase_rows,
 )
 from jaxlm.session.tables import check_run_tables, tables_after_training
 from jaxlm.session.verification import check_evaluation_references, check_sanity

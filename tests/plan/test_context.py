@@ -12,8 +12,9 @@ from jaxlm.hardware.topologies import chip_of
 from jaxlm.plan.context.choice import Devices, Rows, choose_balance, choose_method, hidden_from
 from jaxlm.plan.load_config import decode_run
 from jaxlm.plan.plan import Plan, make_plan
+from jaxlm.plan.rows import attention_choices
 from jaxlm.reading.yaml import ConfigSource
-from jaxlm.session.startup import attention_choices, check_performance, describe
+from jaxlm.session.startup import check_performance, describe
 
 H100 = {"memory": 80e9, "attention": 425e12}
 NVLINK, NETWORK = 360e9, 50e9
@@ -246,20 +247,23 @@ REFUSED = {
     ),
     "heads_size of another method": (
         {"context": {"size": 4, "heads_size": 2}},
-        "heads_size: 2 given, which only .* usp",
+        "heads_size: 2 given without method: usp, but method is auto",
     ),
     "heads_size that does not divide": (
         {"context": {"size": 8, "method": "usp", "heads_size": 3}},
         "heads_size: 3 given, one of 2, 4 expected",
     ),
     "one group": ({"context": {"size": 2, "method": "usp"}}, "method: usp given, which needs groups of devices"),
-    "two sizes": (custom("mine", size=4), "size: 4 given, but position is mapped to .*mine.* Remove the size"),
+    "two sizes": (custom("mine", size=4), "size: 4 given together with mesh, which sets the sizes of all axes"),
     "heads_size of a mesh": (
         custom("outer", "inner", method="usp", heads_size=4),
         "heads_size: 4 given, but the last axis that trainer.mesh maps position to",
     ),
     "one axis for two": (custom("mine", method="usp"), "usp given, .* map position to two mesh axes"),
-    "a mesh without the axis": ({"mesh": {}, "context": {"size": 4}}, "size: 4 given, but trainer.mesh sets all"),
+    "a mesh without the axis": (
+        {"mesh": {}, "context": {"size": 4}},
+        "size: 4 given together with mesh, which sets the sizes of all axes",
+    ),
     "mapped elsewhere": (
         {"context": {"size": 2}, "compute_axis_resources": {"position": "model"}},
         "size: 2 given, but position is mapped to model",

@@ -10,7 +10,7 @@ import pytest
 
 from jaxlm.core.errors import ConfigError
 from jaxlm.plan.load_config import load_config
-from jaxlm.reading.recipes import FOLDER, all_recipes, recipe, recipes_command
+from jaxlm.reading.recipes import all_recipes, recipe, recipes_command
 from jaxlm.reading.yaml import load_yaml
 
 
@@ -69,14 +69,11 @@ def test_an_unknown_key_is_named_with_its_place_and_what_is_meant(arguments, mes
     assert str(error.value).startswith(message)
 
 
-NAMES = [path.relative_to(FOLDER).as_posix() for path in all_recipes()]
-
-
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", all_recipes())
 def test_recipes_are_valid_and_named_after_their_files(name):
-    assert recipe(name.removesuffix(".yaml")) == recipe(name) == FOLDER / name
+    assert recipe(name.removesuffix(".yaml")) == recipe(name) == all_recipes()[name]
     config = load_config(["--config_path", f"jaxlm:{name}", "--use_hf_model_config", "false"], "jaxlm.train")
-    default = load_yaml(FOLDER / name).tree.get("entrypoints", {}).get("default")
+    default = load_yaml(recipe(name)).tree.get("entrypoints", {}).get("default")
     assert config.trainer.id == (Path(name).stem if default is None else f"{Path(name).stem}-{default}")
 
 

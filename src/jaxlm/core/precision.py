@@ -9,7 +9,7 @@ adjusted as in the same group's later libraries. It is a power of two, so scalin
 import abc
 import functools
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, NamedTuple, TypeVar
 
@@ -22,7 +22,7 @@ from jaxlm.core.devices import cuda_capability, processor_facts
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.guards import StepGuard, StepStats, Verdict, is_finite
 from jaxlm.core.products.stored_weights import StoredWeight
-from jaxlm.core.tree import closest_paths, compile_pattern, dotted, is_inexact, is_named, leaves
+from jaxlm.core.tree import closest_paths, compile_pattern, dotted, is_inexact, is_named, leaves, raw
 
 T = TypeVar("T")
 
@@ -289,6 +289,16 @@ class Precision:
         scaled = "" if isinstance(self.loss_scale, Unscaled) else ", dynamic loss scale"
         automatic = f" (auto: {self.reason})" if self.reason else ""
         return f"params {self.params.name}, compute {self.compute.name}{scaled}{automatic}"
+
+    def rows(self, model: Any, device: Any) -> Iterator[tuple[str, str]]:
+        """The default dtypes, and those of each rule with the number of parameters that follow it, for the plan's table."""
+        yield "precision", str(self)
+        if not self.reason and device.platform == "cpu" and has_matrix_instruction():
+            yield "bfloat16", f"{bfloat16_products(device).reason} (trainer.mp: auto)"
+        arrays = [(self.at(path), raw(leaf)) for path, leaf in leaves(model) if is_inexact(leaf)]
+        for rule in self.rules:
+            sizes = [array.size for decides, array in arrays if decides is rule]
+            yield "precision", f"{rule} ({sum(sizes):,} parameters in {len(sizes)} arrays)"
 
 
 def _cast(tree: T, dtype_at: Callable[[str], jnp.dtype]) -> T:

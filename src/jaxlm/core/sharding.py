@@ -9,6 +9,7 @@ import contextlib
 import contextvars
 import functools
 import math
+import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -113,6 +114,13 @@ class Layout:
     def platform(self) -> str:
         """Platform of the mesh's devices: `cpu`, `gpu` or `tpu`."""
         return "gpu" if self.device.platform in ("cuda", "rocm") else self.device.platform
+
+    def rows(self) -> Iterator[tuple[str, str]]:
+        """The axis mappings, and whether a resumed run is the same bit for bit, for the plan's table."""
+        yield "parameter sharding", axis_mapping_table(self.parameter)
+        yield "compute sharding", axis_mapping_table(self.compute)
+        if self.platform == "gpu":  # only there is that a choice
+            yield "repeatable", repeatability(os.environ.get("XLA_FLAGS", ""))
 
     def parameter_sharding(self, axes: tuple[hax.Axis, ...]) -> NamedSharding:
         """Sharding of a stored parameter or optimizer state with these axes.
@@ -283,3 +291,15 @@ def _scattered(gradient, layout: Layout, sum_first: bool):
 def axis_mapping_table(mapping: ResourceMapping) -> str:
     """Formats a mapping as `embed: data, mlp: model`."""
     return ", ".join(f"{axis}: {'+'.join(axis_names(target))}" for axis, target in sorted(mapping.items())) or "none"
+
+
+_DETERMINISTIC = "xla_gpu_deterministic_ops"
+
+
+def repeatability(xla_flags: str) -> str:
+    """Tells whether a resumed run on GPUs is the same bit for bit."""
+    values = [flag.lstrip("-").partition("=")[2] for flag in xla_flags.split() if _DETERMINISTIC in flag]
+    if values and values[-1].lower() in ("true", "1", ""):
+        return f"bit for bit (--{_DETERMINISTIC})"
+    hint = f"for bitwise resumption, start with XLA_FLAGS=--{_DETERMINISTIC}=true, which is slower"
+    return f"within rounding, because some GPU kernels add in no fixed order; {hint}"

@@ -150,6 +150,28 @@ def remat_name(remat_policy: RematPolicy) -> str:
     return remat_policy if isinstance(remat_policy, str) else ", ".join(remat_policy)
 
 
+def describe_remat(policy: RematPolicy, platform: str) -> str:
+    """Says what a policy recomputes, for the table of the plan."""
+    if policy == AUTO:
+        return f"auto: the first of {', '.join(CANDIDATES[platform])} that fits into memory"
+    descriptions = {
+        NONE: "nothing is recomputed",
+        CHEAP: "norms and activations are recomputed, matrix products and attention are saved",
+        ATTENTION: "everything except each layer's input and attention is recomputed",
+        FULL: "everything except each layer's input is recomputed",
+    }
+    if isinstance(policy, str):
+        return descriptions[policy]
+    if isinstance(policy, RematModules):
+        return f"the modules of each layer that match '{policy.modules}' are recomputed, and nothing else"
+    if isinstance(policy, RematOffload):
+        saved = ", ".join(name for name in (*policy.save, *policy.offload) if name != RESIDUAL)
+        beside = f" and {saved}" if saved else ""
+        on_host = ", ".join(policy.offload)
+        return f"everything except each layer's input{beside} is recomputed; in the host's memory: {on_host}"
+    return f"everything except each layer's input and {', '.join(policy)} is recomputed"
+
+
 def saves(remat_policy: RematPolicy, name: str) -> bool:
     """Tells whether a list of activations to save has this one."""
     if isinstance(remat_policy, RematOffload):

@@ -16,6 +16,7 @@ from jaxlm.engine.watch import WatchConfig
 from jaxlm.engine.watchdog import WatchdogConfig
 from jaxlm.observe.callbacks import CallbackConfig
 from jaxlm.observe.completions import CompletionsConfig
+from jaxlm.observe.console import duration
 from jaxlm.observe.profiler import ProfilerConfig
 from jaxlm.observe.trackers import TrackerConfig
 from jaxlm.optim.averaging import AveragingConfig
@@ -88,6 +89,24 @@ class StartConfig:
     allow_partial_checkpoint: Harmless[bool] = False
     allow_changes: Harmless[list[Literal["data", "tokenizer", "refs"]]] = field(default_factory=list)
     checkpointer: Harmless[CheckpointerConfig] = field(default_factory=CheckpointerConfig)
+
+    def describe_start(self) -> str:
+        """What a run starts from, as far as these keys say."""
+        own = {True: "a checkpoint (required)", False: "no checkpoint", None: "its own checkpoint, if it has one"}
+        others = {
+            "else the state at": self.load_checkpoint_path or self.initialize_from_state,
+            "else the model at": self.initialize_from,
+        }
+        parts = [own[self.load_checkpoint], *(f"{what} {path}" for what, path in others.items() if path is not None)]
+        return "; ".join(parts) + (" (missing arrays are newly initialized)" if self.allow_partial_checkpoint else "")
+
+    def describe_checkpoints(self) -> str:
+        """When checkpoints are saved, and which stay."""
+        policy = self.checkpointer
+        permanent = "; ".join(f"every {r.every} steps" + (f" until {r.until}" if r.until else "") for r in policy.keep)
+        retention = "temporary" if policy.delete_old_temp_checkpoints else "never deleted"
+        every = duration(policy.save_interval.total_seconds())
+        return f"every {every} ({retention}), permanent {permanent or 'only at the end'}"
 
 
 @dataclass(frozen=True)

@@ -8,13 +8,13 @@ import re
 import shutil
 import tempfile
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from jaxlm.core.errors import ConfigError, did_you_mean
 from jaxlm.core.safe_io import read_text
 
-FOLDER = Path(__file__).parents[1] / "recipes"
+PACKAGE = Path(__file__).parents[1]
 SCHEME = "jaxlm:"
 _WIDTH = 118
 
@@ -45,19 +45,21 @@ def _downloaded(url: str) -> Path:
     return folder / name
 
 
-def all_recipes() -> list[Path]:
-    """The files of all recipes: first those in no folder."""
-    return [*sorted(FOLDER.glob("*.yaml")), *sorted(FOLDER.glob("*/*.yaml"))]
+@functools.cache
+def all_recipes() -> Mapping[str, Path]:
+    """Name, such as `nanochat/cpu_d4.yaml`, -> file of all recipes, those of wings too: first those in no folder."""
+    folders = [PACKAGE / "recipes", *PACKAGE.glob("systems/*/recipes")]
+    found = {file.relative_to(folder).as_posix(): file for folder in folders for file in folder.rglob("*.yaml")}
+    return dict(sorted(found.items(), key=lambda item: ("/" in item[0], item[0])))
 
 
 def recipe(name: str) -> Path:
     """The file of a recipe, by its name with or without `.yaml`."""
-    stem = name.removesuffix(".yaml")
-    known = {_name(file).removesuffix(".yaml"): file for file in all_recipes()}
-    if stem not in known:
-        hint = did_you_mean(stem, known, SCHEME, ".yaml")
-        raise ConfigError(f"{SCHEME}{name}: no such recipe.{hint} Available: {', '.join(f'{s}.yaml' for s in known)}")
-    return known[stem]
+    stem, known = name.removesuffix(".yaml"), all_recipes()
+    if f"{stem}.yaml" not in known:
+        hint = did_you_mean(stem, [name.removesuffix(".yaml") for name in known], SCHEME, ".yaml")
+        raise ConfigError(f"{SCHEME}{name}: no such recipe.{hint} Available: {', '.join(known)}")
+    return known[f"{stem}.yaml"]
 
 
 def recipes_command(arguments: Sequence[str]) -> int:
@@ -70,8 +72,8 @@ def recipes_command(arguments: Sequence[str]) -> int:
             _copy(source)
         print(f"train it with: jaxlm train --config_path {recipe(name).name}")
     if not arguments:
-        for file in all_recipes():
-            first = f"  {SCHEME}{_name(file):34} "
+        for name, file in all_recipes().items():
+            first = f"  {SCHEME}{name:34} "
             hanging = textwrap.TextWrapper(_WIDTH, first, " " * len(first), break_on_hyphens=False)
             print(hanging.fill(_title(file)))
         print(
@@ -82,7 +84,8 @@ def recipes_command(arguments: Sequence[str]) -> int:
 
 def _with_includes(file: Path) -> list[Path]:
     names = re.findall(r"!include (\S+)", file.read_text(encoding="utf-8"))
-    return [file, *(inner for name in names for inner in _with_includes(file.with_name(name)))]
+    beside = [name for name in names if not name.startswith(SCHEME)]
+    return [file, *(inner for name in beside for inner in _with_includes(file.with_name(name)))]
 
 
 def _copy(source: Path) -> None:
@@ -97,11 +100,6 @@ def _copy(source: Path) -> None:
     except OSError as error:
         raise ConfigError(f"{copy} cannot be written: {error.strerror}. Run the command in another folder") from error
     print(f"wrote {copy}")
-
-
-def _name(file: Path) -> str:
-    """The name of a recipe, as in `nanochat/cpu_d4.yaml`."""
-    return file.relative_to(FOLDER).as_posix()
 
 
 def _title(file: Path) -> str:

@@ -5,6 +5,7 @@
     include: base.yaml            at the top of a file, the same as `<<: !include base.yaml`; also a list
 
 Included files are in the project: the folder of the first file, or one that the caller names. `..` and links do not lead out.
+Recipes are included by their names: `<<: !include jaxlm:quickstart.yaml`.
 
 `6E-4` is a number, only `true` and `false` are booleans, and `1:30`, `0x10` and `2026-01-01` are strings. A duplicate key is
 an error, because YAML would silently drop the first one.
@@ -21,7 +22,7 @@ import yaml
 
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.safe_io import read_text
-from jaxlm.reading.recipes import FOLDER, SCHEME, config_file
+from jaxlm.reading.recipes import SCHEME, all_recipes, config_file, recipe
 
 KeyPath = tuple[str | int, ...]
 _COLLECTIONS = ("tag:yaml.org,2002:map", "tag:yaml.org,2002:seq")
@@ -158,7 +159,7 @@ class _Reader:
         resolved = path.resolve()
         if self._root is None:
             self._root = resolved.parent
-        elif chain and not resolved.is_relative_to(self._root):
+        elif chain and not (resolved.is_relative_to(self._root) or resolved in all_recipes().values()):
             raise ConfigError(
                 f"{self.marks.get(at, path)}: !include {path}: {resolved} is outside of the project {self._root}, the"
                 " folder of the first file. Move the file there, or name a folder that has all files: --config_root FOLDER"
@@ -171,10 +172,15 @@ class _Reader:
         except (OSError, UnicodeDecodeError) as error:
             reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
             by = f"{self.marks.get(at, '')}: !include " if chain else ""
-            is_recipe = not chain and (FOLDER / path).is_file()
+            is_recipe = not chain and path.as_posix() in all_recipes()
             hint = f". The recipe of this name is {SCHEME}{path}" if is_recipe else ""
             raise ConfigError(f"{by}{path}: cannot be read ({reason}). The full path is {resolved}{hint}") from error
         return self.text(text, str(path), at, (*chain, resolved))
+
+    def included(self, name: str, at: KeyPath, chain: tuple[Path, ...]) -> Any:
+        """The value of a file that another one includes, or of a recipe."""
+        path = recipe(name.removeprefix(SCHEME)) if name.startswith(SCHEME) else chain[-1].parent / name
+        return self.file(path, at, chain)
 
     def text(self, text: str, name: str, at: KeyPath, chain: tuple[Path, ...]) -> Any:
         """The value of a YAML text. Args: name: what messages call it; chain: the files that include it, and itself."""
@@ -193,7 +199,7 @@ class _Reader:
         if self._num_values > _MAX_VALUES:
             raise ConfigError(f"{self.marks[at]}: more than {_MAX_VALUES} values, aliases counted where they are used")
         if node.tag == "!include":
-            return self.file(chain[-1].parent / str(node.value), at, chain)
+            return self.included(str(node.value), at, chain)
         if not isinstance(node, yaml.ScalarNode) and node.tag not in _COLLECTIONS:
             raise ConfigError(f"{self.marks[at]}: the tag '{node.tag}' is not supported. Remove it")
         if isinstance(node, yaml.MappingNode):
@@ -216,7 +222,7 @@ class _Reader:
         for key_node, value_node in includes:
             for name, place in self._include_names(loader, key_node, value_node):
                 self.marks[at] = place
-                base = self.file(chain[-1].parent / name, at, chain)
+                base = self.included(name, at, chain)
                 if not isinstance(base, dict):
                     raise ConfigError(f"{place}: include: {name} has {_kind(base)}, a mapping of sections expected")
                 below = merge(below, base)

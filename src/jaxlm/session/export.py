@@ -33,11 +33,13 @@ from jaxlm.interop.hf.model_card import README, ModelCard
 from jaxlm.interop.peft.merged import MergedAdapter, merged_file
 from jaxlm.interop.pretrained import hf_name
 from jaxlm.models.base import LanguageModel, ModelConfig
+from jaxlm.models.rows import parameters
 from jaxlm.observe.records import METRICS, read_metrics
 from jaxlm.plan.load_config import run_id_of
 from jaxlm.plan.plan import Plan
+from jaxlm.plan.rows import describe_parts, describe_phase
 from jaxlm.plan.run_config import RunConfig
-from jaxlm.session.startup import LAST_EXPORTED, describe_parts, describe_phase, parameters
+from jaxlm.session.startup import LAST_EXPORTED
 from jaxlm.surgery.base import export_form
 from jaxlm.surgery.lora import adds_adapters
 
@@ -209,7 +211,7 @@ def _training(plan: Plan, step: int) -> Iterator[tuple[str, str]]:
         if phase.start <= step:
             yield f"phase {phase.name}", describe_phase(phase)
             yield f"data of {phase.name}", "; ".join(_sources(data))
-            if (parts := describe_parts(plan, phase)) is not None:
+            if (parts := describe_parts(plan.state_builder.abstract_state(phase).model)) is not None:
                 yield (
                     f"parts of {phase.name}",
                     f"{parts}. jaxlm runs one of them for each text, transformers all layers",
