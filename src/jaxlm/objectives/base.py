@@ -58,8 +58,8 @@ class ObjectiveFacts:
             stored. Masks belong to the example (`Examples.arrangement`).
         compares_examples: whether the loss of an example depends on the others of its batch, which then has no microbatches.
         num_shares: the number of blocks of layers that each compute an equal share of the rows of every microbatch.
-        head_in_fp8: whether the loss multiplies with the head as `model.head_fp8` says. If it does not, the start-up table
-            says so.
+        head_in_fp8: whether the loss multiplies with the head as `ModelTraits.head_fp8` says. If it does not, the start-up
+            table says so.
         trains_writing: whether the model is trained to write text, rather than to score it.
         reports_teacher_loss: whether the metrics have `loss` and `TEACHER_LOSS`.
         references: names of the models in the section `refs` that `annotate` asks.
@@ -188,17 +188,17 @@ def check_data(objective: ObjectiveConfig, data: Any, batch: Any) -> None:
     for one in (objective,) if facts.inner is None else (facts.inner, objective):
         kinds = one.facts.batch_types
         if not isinstance(batch, kinds):
-            hides = data.noise is not None and TokenBatch in kinds
+            hides = data.batching.masking is not None and TokenBatch in kinds
             other = "Remove data.masking, or predict what it hides: objective.type: mlm or diffusion"
             raise ConfigError(
                 f"{_name(one)} cannot train on data.type: {choice_name(type(data))}: it reads"
                 f" {' or '.join(kind.__name__ for kind in kinds)}, and the data makes {type(batch).__name__}."
                 f" {other if hides else one.facts.other_batches}"
             )
-    if facts.annotation_key is not None and data.never_repeats is not None:
+    if facts.annotation_key is not None and (changes := data.batching.never_repeats) is not None:
         other = "use the objective inside of it alone" if facts.asks_itself else "set objective.cache: false"
         raise ConfigError(
-            f"{_name(objective)} stores what a model computes of each sequence, but {data.never_repeats}, or {other}"
+            f"{_name(objective)} stores what a model computes of each sequence, but {changes}, or {other}"
         )
 
 

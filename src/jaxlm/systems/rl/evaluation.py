@@ -21,10 +21,11 @@ from jaxlm.core.field_types import (
     Seed,
 )
 from jaxlm.core.hashing import note
+from jaxlm.core.rules import Rules, excludes, ordered
 from jaxlm.core.runtime import broadcast_from_main, from_main, main_only
 from jaxlm.core.safe_io import read_json_lines
 from jaxlm.core.values.logged import TOTAL, ScoredRows
-from jaxlm.evals.base import Eval, EvalConfig, EvalContext
+from jaxlm.evals.base import Eval, EvalConfig, EvalContext, EvalMetrics, EvalScope
 from jaxlm.evals.samples import prompt_ids
 from jaxlm.models.base import LanguageModel
 from jaxlm.models.inference.generate import CacheDtype, GenerationConfig, generate_tokens, how_to_fit
@@ -67,7 +68,7 @@ class RolloutsEvalConfig(EvalConfig):
             that of the activations.
     """
 
-    predicts_next_tokens: ClassVar[bool] = True
+    scope: ClassVar[EvalScope] = EvalScope(next_tokens=True)
 
     prompts_file: str = ""
     rewards: list[RewardConfig] = field(default_factory=list)
@@ -88,18 +89,19 @@ class RolloutsEvalConfig(EvalConfig):
     name: str = "rollouts"
     cache_dtype: CacheDtype | None = None
 
+    rules: ClassVar[Rules] = (
+        ordered("num_samples", "batch_size"),
+        excludes("num_samples", when="temperature", is_=0.0, why="with which all answers are the same"),
+    )
+
     def __post_init__(self):
         check_temperature(self.temperature)
 
     @property
-    def metric_names(self) -> tuple[str, ...]:
+    def metrics(self) -> EvalMetrics:
         of_rewards = [f"rewards/{name}" for name in reward_names(self.rewards)]
         names = [TOTAL, *of_rewards, "completions/mean_length", "completions/clipped_ratio"]
-        return tuple(f"{self.name}/{one}" for one in names)
-
-    @property
-    def completions_name(self) -> str:
-        return self.name
+        return EvalMetrics(tuple(f"{self.name}/{one}" for one in names), self.name)
 
     def check(self) -> None:
         if not self.prompts_file or not self.rewards:
@@ -110,15 +112,6 @@ class RolloutsEvalConfig(EvalConfig):
             )
         if not Path(self.prompts_file).is_file():
             raise ConfigError(f"{_KEY}: prompts_file: there is no file {self.prompts_file}. Correct the path")
-        if self.num_samples > self.batch_size:
-            raise ConfigError(
-                f"{_KEY}: num_samples: {self.num_samples} given, at most batch_size: {self.batch_size} expected"
-            )
-        if not self.temperature and self.num_samples > 1:
-            raise ConfigError(
-                f"{_KEY}: num_samples: {self.num_samples} given with temperature: 0, with which all answers are the same."
-                " Set a temperature above 0"
-            )
         reward_names(self.rewards)
         for reward in self.rewards:
             reward.check()
