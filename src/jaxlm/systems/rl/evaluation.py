@@ -21,7 +21,7 @@ from jaxlm.core.field_types import (
     Seed,
 )
 from jaxlm.core.hashing import note
-from jaxlm.core.rules import Rules, excludes, ordered
+from jaxlm.core.rules import Rules, only, ordered
 from jaxlm.core.runtime import broadcast_from_main, from_main, main_only
 from jaxlm.core.safe_io import read_json_lines
 from jaxlm.core.values.logged import TOTAL, ScoredRows
@@ -91,7 +91,7 @@ class RolloutsEvalConfig(EvalConfig):
 
     rules: ClassVar[Rules] = (
         ordered("num_samples", "batch_size"),
-        excludes("num_samples", when="temperature", is_=0.0, why="with which all answers are the same"),
+        only("num_samples", when="temperature", why="without which all answers are the same"),
     )
 
     def __post_init__(self):
