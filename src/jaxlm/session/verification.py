@@ -85,7 +85,7 @@ def check_evaluation_references(plan: Plan, phase: Phase, open_batches: Callable
 
 def names_read(phase: Phase) -> tuple[str, ...]:
     """The references that a phase reads, apart from its evaluations."""
-    return (*phase.objective.references, *phase.surgery_references)
+    return (*phase.objective.facts.references, *phase.surgery_references)
 
 
 def _problem(plan: Plan, phase: Phase, model: LanguageModel) -> str | None:

@@ -415,7 +415,7 @@ def _check_has_reference(checkpoint: VerifiedCheckpoint, phase: Phase, saved: _S
     """Raises `ConfigError` if the objective would compare the model with a later one than that of the phase's start."""
     slot = dict(tree.leaves(wanted.slots.get(OBJECTIVE_SLOT)))
     of_parameters = any(tree.is_named(slot[path]) for path in saved.missing)  # other arrays are numbers of its own
-    if phase.objective.holds_reference and of_parameters and checkpoint.cursor.step != phase.start:
+    if phase.objective.facts.holds_reference and of_parameters and checkpoint.cursor.step != phase.start:
         raise ConfigError(
             f"phase '{phase.name}': the objective holds the model from the start of the phase as its reference, which"
             f" {checkpoint.location} does not have: it was saved with another objective. Start a new run with"
