@@ -403,8 +403,8 @@ def _located(problem: str, kind: Any, path: KeyPath, values: Mapping[str, Any]) 
 
 
 def _as_default(problem: str) -> str:
-    """Says that a value is the default, instead of that it is given."""
-    return re.sub(r"^(\S.*?) given\b", r"\1 is the default", problem)
+    """Says that a value is the default, instead of that it is given. "None of these given" stays."""
+    return re.sub(r"^(?!none of )(\S.*?) given\b", r"\1 is the default", problem)
 
 
 def _is_name(kind: Any, value: Any) -> bool:
