@@ -403,7 +403,7 @@ def _located(problem: str, kind: Any, path: KeyPath, values: Mapping[str, Any]) 
 
 
 def _as_default(problem: str) -> str:
-    """Says that a value is the default, instead of that it is given."""
+    """Says that a value is the default, instead of that it is given. "None of these given" stays."""
     return re.sub(r"^(?!none of )(\S.*?) given\b", r"\1 is the default", problem)
 
 
