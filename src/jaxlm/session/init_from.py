@@ -22,6 +22,7 @@ from jaxlm.core.runtime import from_main, main_first, main_only
 from jaxlm.core.sharding import Layout
 from jaxlm.core.stores import is_url
 from jaxlm.core.tree import is_named
+from jaxlm.data.base import Log
 from jaxlm.data.tokenizer.tokenizer import Tokenizer, load_tokenizer
 from jaxlm.engine.checkpoint.manifest import CheckpointName, Cursor, DamagedError, History
 from jaxlm.engine.checkpoint.restore import (
@@ -55,8 +56,6 @@ from jaxlm.plan.run_config import RunConfig
 from jaxlm.plan.trainer_config import StartConfig
 from jaxlm.reading.decode import choice_name
 from jaxlm.surgery.base import merge_surgeries
-
-Log = Callable[[str], None]
 
 
 @dataclass(frozen=True)
