@@ -45,7 +45,7 @@ def test_keys_of_the_format(open_with):
 
 @pytest.mark.parametrize(("kind", "form"), [(LabeledConfig, LabeledFormat()), (TokensConfig, PretokenizedFormat())])
 def test_token_ids_have_no_text_for_the_report_to_compress(kind, form):
-    assert list(kind(validation_urls=["ids.jsonl"], format=form).validation_documents()) == []
+    assert list(kind(validation_urls=["ids.jsonl"], format=form).corpus.validation_documents()) == []
 
 
 @pytest.mark.parametrize(

@@ -179,7 +179,7 @@ def sampled(tmp_path_factory):
     folder = tmp_path_factory.mktemp("samples")
     (folder / "a.txt").write_text("abcd " * 200)
     data = TokensConfig(train_urls=[f"{folder}/a.txt"], cache_dir=f"{folder}/c", vocab_size=260)
-    tokenizer = data.load_tokenizer(log=lambda _: None)
+    tokenizer = data.corpus.load_tokenizer(log=lambda _: None)
     plan = outcome_of(tree()).plan
     build = lambda: plan.state_builder.model.build(vocab_axis(tokenizer.vocab_size), key=jax.random.key(0))  # noqa: E731
     model = jax.jit(lambda: jax.tree.map(lambda x: x * 20, build()))()

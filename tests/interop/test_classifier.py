@@ -13,7 +13,7 @@ from jaxlm.interop.hf.classifier import classifier_keys, read_score
 from jaxlm.interop.hf.folder import load_model, open_folder
 from jaxlm.interop.hf.safetensors_file import SafetensorsFile
 from jaxlm.interop.hf.verify import verify_folder
-from jaxlm.models.base import vocab_axis
+from jaxlm.models.base import reward_head, vocab_axis
 from jaxlm.models.families.granite import GraniteConfig
 from jaxlm.models.families.llama import LlamaConfig
 from jaxlm.surgery.base import export_form
@@ -36,7 +36,7 @@ LENGTHS = (1, 5, 9)
 @jax.jit
 def scores_of(model, inputs):
     """Rewards at every token [batch, position]."""
-    return hax.dot(model.hidden(inputs).final, model.reward_head(), axis="embed").array
+    return hax.dot(model.hidden(inputs).final, reward_head(model), axis="embed").array
 
 
 def rewards(model):

@@ -330,7 +330,7 @@ def test_with_lora_only_the_adapters_are_held_in_the_dtype_of_the_computation():
     refs = {"base": {"type": "hf", "path": "x"}}
     cached = {"objective": {"type": "dpo", "reference": "base", "cache": True}, "evals": [{"type": "objective"}]}
     source = ConfigSource({**config, "refs": refs, **cached})
-    with pytest.raises(ConfigError, match=r"evals: type objective asks the references about the validation data"):
+    with pytest.raises(ConfigError, match=r"the evaluation 'objective' asks the references about the validation data"):
         make_plan(decode_run(source, None), "x", 64)
 
 

@@ -11,7 +11,7 @@ from haliax import Axis
 
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.values.batch_types import PairBatch, TokenBatch
-from jaxlm.models.base import EmbeddingNoise, Inputs, vocab_axis
+from jaxlm.models.base import EmbeddingNoise, Inputs, vocab_axis, with_traits
 from jaxlm.models.families.gpt2 import Gpt2Config
 from jaxlm.models.families.llama import LlamaConfig
 from jaxlm.models.layers import Embedding, token_embeddings
@@ -110,7 +110,7 @@ def check_noise(config):
     with pytest.raises(
         ConfigError, match=rf"neftune_alpha: 5\.0 given, but this model \({type(model).__name__}\) does not"
     ):
-        draws(noisy, keyed, dataclasses.replace(model, adds_noise=False))
+        draws(noisy, keyed, with_traits(model, adds_noise=False))
 
 
 @pytest.mark.slow

@@ -96,7 +96,7 @@ def main(arguments: Sequence[str]) -> int:
         evaluate_gates(opened, data, options, max_batches)
         return 0
     sums = evaluate(opened, data, options.batch_size, max_batches, options.quantize)
-    _print_results(opened, sums, {source.name: source.config.tags for source in data.sources()}, options.quantize)
+    _print_results(opened, sums, {source.name: source.config.tags for source in data.corpus.sources}, options.quantize)
     return 0
 
 

@@ -29,6 +29,7 @@ from jaxlm.data.examples import Examples, check_signals
 from jaxlm.data.formats.preview import page_of
 from jaxlm.data.tokenizer.tokenizer import Tokenizer
 from jaxlm.engine.phases import Phase
+from jaxlm.models.base import token_leaves
 from jaxlm.observe.console import Console, table
 from jaxlm.plan.batches import BatchPlan
 from jaxlm.plan.load_config import load_config, refuse_dry_run
@@ -101,8 +102,8 @@ def prepare(config: RunConfig, console: Console) -> tuple[Tokenizer, list[Prepar
     phases, sections = plan_phases(config)
     for section in sections:
         section.check()
-    tokenizer = sections[0].load_tokenizer(log=console.log)
-    wanted = model.leaves_from_tokens(tokenizer.vocab_size)
+    tokenizer = sections[0].corpus.load_tokenizer(log=console.log)
+    wanted = token_leaves(model, tokenizer.vocab_size)
     seq_lens = [phase.model.seq_len for phase in phases]
     tokenize_on_ray(config.trainer.ray, sections, tokenizer, seq_lens, console.log)
     batches = _batches(config)
@@ -171,7 +172,7 @@ def check_batch(config: RunConfig, number: int, phases: Sequence[Phase]) -> None
             "--show_batch: trainer.train_batch_size is -1, so the batch size depends on the devices. Set it to a number"
         )
     phase, section = next(pair for pair in zip(phases, plan_phases(config)[1], strict=True) if number < pair[0].end)
-    if not section.has_examples_per_step:
+    if not section.batching.has_examples_per_step:
         raise ConfigError(
             f"--show_batch: {number} given, but in phase '{phase.name}' not every step trains on as many new"
             " prompts (data.updates_per_rollout, dynamic_sampling, curriculum). The run writes the prompts and responses that"

@@ -72,8 +72,8 @@ class CompareEvalConfig(PairGateConfig):
         if self.attention is None and self.logits is None:
             raise ConfigError("evals: type compare: attention and logits are both null, so nothing is compared")
 
-    def check_models(self, model: LanguageModel, references: Mapping[str, LanguageModel]) -> None:
-        if self.attention is None:
+    def check_model(self, model: LanguageModel, references: Mapping[str, LanguageModel] | None) -> None:
+        if self.attention is None or references is None:
             return
         key, reference = "evals: type compare: attention", references[self.reference]
         own, theirs = (layer_body(one, _ATTENTION, key).num_layers for one in (model, reference))

@@ -17,7 +17,7 @@ import jax
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.field_types import NonNegativeInt, PositiveInt
 from jaxlm.core.install import install_command
-from jaxlm.evals.base import Eval, EvalConfig, EvalContext
+from jaxlm.evals.base import Eval, EvalConfig, EvalContext, EvalScope
 from jaxlm.evals.scoring import score
 from jaxlm.models.base import LanguageModel
 from jaxlm.models.inference.generate import GenerationConfig, generate_tokens
@@ -43,7 +43,7 @@ class HarnessEvalConfig(EvalConfig):
         batch_size: number of sequences per batch.
     """
 
-    predicts_next_tokens: ClassVar[bool] = True
+    scope: ClassVar[EvalScope] = EvalScope(next_tokens=True)
 
     tasks: list[str] = field(default_factory=list)
     task_folder: str | None = None

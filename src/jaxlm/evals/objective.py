@@ -8,7 +8,7 @@ import jax
 
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.values.sums import Largest
-from jaxlm.evals.base import Eval, EvalConfig, EvalContext, read_results
+from jaxlm.evals.base import Eval, EvalConfig, EvalContext, EvalScope, read_results
 from jaxlm.models.base import LanguageModel
 from jaxlm.reading.choices import choice
 
@@ -22,8 +22,7 @@ class ObjectiveEvalConfig(EvalConfig):
     and `divergence` of `distill`; only its metric `loss` is left to the evaluation of that name.
     """
 
-    reads_validation: ClassVar[bool] = True
-    reads_objective: ClassVar[bool] = True
+    scope: ClassVar[EvalScope] = EvalScope(validation=True, objective=True)
 
     def open(self, ctx: EvalContext) -> Eval:
         if ctx.measure is None:

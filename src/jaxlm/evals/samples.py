@@ -2,9 +2,9 @@
 
 import contextlib
 import textwrap
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import field
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 
@@ -18,8 +18,8 @@ from jaxlm.core.field_types import (
     PositiveInt,
     Seed,
 )
-from jaxlm.evals.base import Eval, EvalConfig, EvalContext
-from jaxlm.models.base import LanguageModel, ModelConfig
+from jaxlm.evals.base import Eval, EvalConfig, EvalContext, EvalMetrics
+from jaxlm.models.base import LanguageModel
 from jaxlm.models.inference.denoise import DenoisingConfig, denoised
 from jaxlm.models.inference.generate import CacheDtype, GenerationConfig, generate_tokens, how_to_fit
 from jaxlm.models.inference.sampling import check_temperature
@@ -51,6 +51,8 @@ class SamplesEvalConfig(EvalConfig):
             one token in each pass.
     """
 
+    metrics: ClassVar[EvalMetrics] = EvalMetrics(())
+
     prompts: list[str] = field(default_factory=lambda: [""])
     max_new_tokens: NonNegativeInt = 64
     temperature: NonNegativeFloat = 0.8
@@ -66,10 +68,6 @@ class SamplesEvalConfig(EvalConfig):
     def __post_init__(self):
         check_temperature(self.temperature)
 
-    @property
-    def metric_names(self) -> tuple[str, ...]:
-        return ()
-
     def check(self) -> None:
         if not self.prompts or self.max_new_tokens < 1:
             raise ConfigError("evals: type samples needs at least one prompt, and max_new_tokens of at least 1")
@@ -79,7 +77,7 @@ class SamplesEvalConfig(EvalConfig):
         # Whether the data puts BOS in front is known when the evaluation opens.
         self._check_length(min(self._longest(tokenizer(), bos) for bos in (True, False, None)), seq_len)
 
-    def check_model(self, model: ModelConfig) -> None:
+    def check_model(self, model: LanguageModel, references: Mapping[str, LanguageModel] | None) -> None:
         self.check()  # first: there are passes only over new tokens
         if model.is_causal and self.denoising is not None:
             raise ConfigError(
@@ -97,11 +95,9 @@ class SamplesEvalConfig(EvalConfig):
         if not model.is_causal and denoising.schedule == "equal":
             with _of_denoising():
                 denoising.passes(self.max_new_tokens)
-
-    def check_parts(self, model: LanguageModel) -> None:
         if self.denoising is not None:
             with _of_denoising():
-                self.denoising.check_parts(model.denoisers)
+                self.denoising.check_parts(model.traits.denoisers)
 
     def _longest(self, tokenizer: Any, bos: bool | None) -> int:
         return max(len(prompt_ids(tokenizer, prompt, bos=bos)) for prompt in self.prompts)

@@ -50,11 +50,7 @@ def token_logps(
         temperature: the logits are divided by it.
     """
     hidden = model.hidden(Inputs.of(batch), key=key)
-    options: Any = {
-        "soft_cap": model.logit_soft_cap,
-        "vocab_multiple": model.vocab_multiple,
-        "temperature": temperature,
-    }
+    options = {**model.traits.loss_options, "temperature": temperature}
     numbers = lambda chunk: (-chunk.nats(), *(other(chunk) for other in others))  # noqa: E731
     by_token = token_numbers(numbers, hidden.final, model.lm_head(), batch.targets, **options)
     return *(hax.where(batch.loss_mask > 0, column, 0.0) for column in by_token), hidden.aux

@@ -38,7 +38,7 @@ class CustomTargets(ObjectiveConfig):
     ) -> tuple[dict[str, Sum], Metrics, Any]:
         """The loss term `loss` and the layers' auxiliary losses. The metrics are `loss` and `mean_token_accuracy`."""
         hidden = model.hidden(Inputs.of(batch), key=key)
-        options: dict[str, Any] = {"soft_cap": model.logit_soft_cap, "vocab_multiple": model.vocab_multiple}
+        options = model.traits.loss_options
         sums = next_token_sums(hidden.final, model.lm_head(), batch.targets, batch.loss_mask, **options)
         weight = self.weights(batch)["loss"]
         terms, metrics = auxiliary_terms(hidden.aux)

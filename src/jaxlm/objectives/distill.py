@@ -123,7 +123,7 @@ class Distill(ObjectiveConfig):
                 " null for all of them"
             )
         hidden, streams = self._run(teacher, batch, "the teacher", key=None)
-        states = TeacherStates(hidden.final, teacher.lm_head(), teacher.logit_soft_cap)
+        states = TeacherStates(hidden.final, teacher.lm_head(), teacher.traits.logit_soft_cap)
         answer = states if self.top_k is None else top_k_of(states, self.top_k, self.temperature)
         return replace(batch, annotations=_Answer(answer, streams) if self.hidden else answer)
 
@@ -152,9 +152,8 @@ class Distill(ObjectiveConfig):
             divergence=self._divergence(),
             temperature=self.temperature,
             weight=self.weight,
-            soft_cap=model.logit_soft_cap,
-            vocab_multiple=model.vocab_multiple,
             teacher_loss=self.teacher_loss,
+            **model.traits.loss_options,
         )
         weight = self.weights(batch)["loss"]
         metrics = {

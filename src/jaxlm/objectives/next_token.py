@@ -77,9 +77,8 @@ class NextToken(ObjectiveConfig):
             model.lm_head(),
             batch.targets,
             batch.loss_mask,
-            soft_cap=model.logit_soft_cap,
-            vocab_multiple=model.vocab_multiple,
-            fp8=model.head_fp8,
+            **model.traits.loss_options,
+            fp8=model.traits.head_fp8,
             z_loss_weight=self.z_loss_weight,
             label_smoothing=self.label_smoothing,
             dft=self.dft,
@@ -98,11 +97,11 @@ class NextToken(ObjectiveConfig):
     def _noise(self, model: LanguageModel, batch: TokenBatch) -> EmbeddingNoise | None:
         if not self.neftune_alpha or batch.row_keys is None:
             return None
-        if not model.adds_noise:
+        if not model.traits.adds_noise:
             raise ConfigError(
                 f"objective.neftune_alpha: {self.neftune_alpha} given, but this model ({type(model).__name__}) does not add"
-                " noise to its embeddings. Set it to 0, or set adds_noise in a model of your own that calls"
-                " jaxlm.models.layers.token_embeddings"
+                " noise to its embeddings. Set it to 0, or pass traits=ModelTraits(adds_noise=True) to a model of your own"
+                " that calls jaxlm.models.layers.token_embeddings"
             )
         return EmbeddingNoise(batch.row_keys, self.neftune_alpha)
 
@@ -132,8 +131,7 @@ def score_batch(model: LanguageModel, batch: TokenBatch | PairBatch | MaskedBatc
         hidden.final,
         model.lm_head(),
         batch.targets,
-        soft_cap=model.logit_soft_cap,
-        vocab_multiple=model.vocab_multiple,
+        **model.traits.loss_options,
         excluded=batch.excluded,
     )
     return batch.scores(losses)

@@ -14,7 +14,7 @@ Source: AdaGC: Wang et al. 2025, AdaGC: Enhancing LLM Pretraining Stability via 
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal, NamedTuple
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 
 import haliax as hax
 import jax
@@ -27,6 +27,7 @@ from jaxlm.core import tree
 from jaxlm.core.axes import EXPERTS, STACKED_LAYERS
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.field_types import AboveOne, BelowOne, NonNegativeInt, PositiveFloat
+from jaxlm.core.rules import Rules, only
 from jaxlm.optim.bad_steps import RollingWindow
 
 _SEPARATE = (*STACKED_LAYERS, EXPERTS)
@@ -81,8 +82,6 @@ def clip_by_rms(max_rms: float) -> optax.GradientTransformation:
 
     Source: Shazeer and Stern 2018, Adafactor (arXiv:1804.04235), section 6; applied to the update including momentum.
     """
-    if not max_rms > 0:
-        raise ConfigError(f"optimizer.update_rms_clipping: {max_rms} given, null or a number above 0 expected")
 
     def clipped(update: Any) -> Any:
         if not tree.is_named(update):
@@ -197,15 +196,12 @@ class AdaGc:
     beta: BelowOne = 0.98
     warmup: NonNegativeInt = 100
 
-    def __post_init__(self):
-        unused = ("threshold",) if self.mode == "paper" else ("lambda_rel", "lambda_abs")
-        for name in unused:
-            if (value := getattr(self, name)) != getattr(AdaGc, name):
-                raise ConfigError(
-                    f"adagc.{name}: {value} given, but it has no effect with mode: {self.mode}. Remove it, or set"
-                    f" mode: {'zscore' if self.mode == 'paper' else 'paper'}"
-                )
+    rules: ClassVar[Rules] = (
+        only("threshold", when="mode", is_="zscore"),
+        only("lambda_rel", "lambda_abs", when="mode", is_="paper"),
+    )
 
+    def __post_init__(self):
         if self.mode == "zscore" and self.warmup < 2:
             raise ConfigError(
                 f"adagc.warmup: {self.warmup} given, at least 2 expected with mode: zscore: one norm has no deviation, so no"

@@ -164,7 +164,7 @@ class _Question(NamedTuple):
 
 
 def _caches(plan: Plan) -> Iterator[tuple[str, str]]:
-    sources = {source.folder: source for data in plan.data for source in data.sources()}.values()
+    sources = {source.folder: source for data in plan.data for source in data.corpus.sources}.values()
     splits = [(source, split) for source in sources for split in (TRAIN, VALIDATION) if source.has(split)]
     names = [f"token cache {f'{source.name} {split}'.strip()}" for source, split in splits]
     asks = [functools.partial(source.describe_cache, split) for source, split in splits]
@@ -175,8 +175,8 @@ def _checks(plan: Plan) -> Iterator[_Question]:
     """Lists what a start checks, as far as that neither writes nor reads text."""
     config = plan.config
     for data in {id(data): data for data in plan.data}.values():
-        yield _Question("tokenizer", data.check_tokenizer, f"the disk with {data.tokenizer}")
-        for source in data.sources():
+        yield _Question("tokenizer", data.corpus.check_tokenizer, f"the disk with {data.tokenizer}")
+        for source in data.corpus.sources:
             check = functools.partial(source.check, caches=False)
             yield _Question(f"text of {source.key}", check, "what has the text")
     for evaluation in config.evals:
@@ -202,7 +202,7 @@ def _agreed_checks(plan: Plan) -> Iterator[_Question]:
     if plan.refs and bpe_config(plan.data[0].tokenizer) is not None:
         yield _unchecked("references", "whether they have the run's tokens, because a start trains its tokenizer")
     elif plan.refs:
-        tokenizer = functools.partial(plan.data[0].load_tokenizer, log=lambda _: None)
+        tokenizer = functools.partial(plan.data[0].corpus.load_tokenizer, log=lambda _: None)
         yield _Question("references", lambda: check_references(plan, tokenizer(), lambda _: None), "the disk")
     starts = (trainer.load_checkpoint_path, trainer.initialize_from, trainer.initialize_from_state)
     urls = [path for path in (trainer.checkpointer.base_path, *starts) if path is not None and is_url(path)]
@@ -218,7 +218,7 @@ def _openings(plan: Plan) -> Iterator[_Question]:
     def tokenizer() -> Tokenizer:
         if bpe_config(plan.data[0].tokenizer) is not None:
             raise _UncheckedError("whether it opens, because a start trains its tokenizer")
-        return plan.data[0].load_tokenizer(log=lambda _: None)
+        return plan.data[0].corpus.load_tokenizer(log=lambda _: None)
 
     for data in {id(data): data for data in plan.data}.values():
         check = functools.partial(data.check_opens, tokenizer, dry=True)
@@ -239,7 +239,7 @@ def _previews(plan: Plan, drawn: list[MaskPreview]) -> Iterator[_Question]:
 
     def shares(source: NamedSource, seq_len: int) -> str | None:
         try:
-            tokenizer = plan.data[0].load_tokenizer(log=lambda _: None)
+            tokenizer = plan.data[0].corpus.load_tokenizer(log=lambda _: None)
             source.check(caches=False)
         except ConfigError:
             return None  # other rows say what is wrong with the tokenizer, or with the list of files

@@ -48,7 +48,7 @@ from jaxlm.interop.pretrained import (
     load_pretrained,
     open_pretrained,
 )
-from jaxlm.models.base import LanguageModel
+from jaxlm.models.base import LanguageModel, token_leaves
 from jaxlm.observe.records import METRICS, read_jsonl
 from jaxlm.plan.load_config import read_saved
 from jaxlm.plan.plan import Plan
@@ -82,7 +82,7 @@ class InitFrom:
     def initializes(self, plan: Plan) -> bool:
         """Tells whether some parameters may be initialized, and not loaded."""
         if (source := self.state or self.weights) is not None and plan.config.trainer.allow_partial_checkpoint:
-            wanted = plan.model.leaves_from_tokens(plan.state_builder.Vocab.size)
+            wanted = token_leaves(plan.model, plan.state_builder.Vocab.size)
             saved = json.loads(source.checkpoint.read("run/manifest.json"))["leaves"]
             return wanted is not None and any(f"model.{path}" not in saved for path in wanted.paths)
         return self.state is None and self.weights is None and starts_at_random(plan.config, plan.data[0].tokenizer)

@@ -17,7 +17,7 @@ from jaxlm.data.config import DataConfig
 from jaxlm.data.data import Data
 from jaxlm.data.examples import Examples
 from jaxlm.data.tokenizer.tokenizer import Tokenizer
-from jaxlm.models.base import LeavesFromTokens
+from jaxlm.models.base import LeavesFromTokens, token_leaves
 from jaxlm.plan.plan import Plan
 
 _FOLDER = "derived"
@@ -26,7 +26,7 @@ _FOLDER = "derived"
 def leaves_from_tokens(plan: Plan, tokenizer: Tokenizer, log: Log) -> Arrays:
     """Path -> value of these leaves, the same on all processes; empty if the model has none. All processes must call this."""
     model, builder = plan.model, plan.state_builder
-    wanted = model.leaves_from_tokens(builder.Vocab.size)
+    wanted = token_leaves(model, builder.Vocab.size)
     if wanted is None:
         return {}
     section = plan.data[0]
@@ -63,7 +63,7 @@ def compute_leaves(
         log(f"computed in {time.perf_counter() - started:.1f} s")
         return dict(values)
 
-    return open_or_compute(section.cache_store.folder / _FOLDER, made_from, compute, log)
+    return open_or_compute(section.corpus.store.folder / _FOLDER, made_from, compute, log)
 
 
 @dataclass(frozen=True)

@@ -169,7 +169,7 @@ class LoadedModel:
         data: the data section of the checkpoint's phase; that of a Hugging Face model names only its tokenizer.
         step: the checkpoint's step; None for a Hugging Face model.
         load: loads the model in its parameters' dtype; call it inside `plan.layout.use()`.
-        adds_bos: whether the model was trained with BOS before every text, as `DataConfig.prompt_bos`.
+        adds_bos: whether the model was trained with BOS before every text, as `Corpus.prompt_bos`.
         eval_batch: sequences per evaluation batch of the checkpoint's phase.
         is_hugging_face: whether prompts are tokenized as transformers does: what looks like a special token is one.
         merged: the adapters that its merged form contains.
@@ -325,7 +325,7 @@ def _open_checkpoint(
         data,
         checkpoint.cursor.step,
         load=lambda: _load_weights(checkpoint, plan, phase, weights, spelling),
-        adds_bos=data.prompt_bos,
+        adds_bos=data.corpus.prompt_bos,
         eval_batch=plan.batches.eval_of(phase),
         merged=(MergedAdapter.of_checkpoint(checkpoint.location),) if adds_adapters(surgeries) else (),
         source=lambda: saved_source(checkpoint.checkpoint),

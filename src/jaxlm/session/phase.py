@@ -29,7 +29,7 @@ from jaxlm.engine.checkpoint.restore import VerifiedCheckpoint
 from jaxlm.engine.control import Control
 from jaxlm.engine.hooks import Hooks
 from jaxlm.engine.metrics import AsyncMetrics, CrashListener, Workload
-from jaxlm.engine.open_phase import Probe, no_probe
+from jaxlm.engine.open_phase import Probe
 from jaxlm.engine.phases import Phase
 from jaxlm.engine.state import RunState
 from jaxlm.evals.base import EvalConfig, EvalContext
@@ -205,12 +205,14 @@ def check_gates_again(run: Run, phase: Phase, state: RunState) -> None:
     Raises:
         GateError: a limit is violated.
     """
-    gates = [one for one in _evaluations_of(run, phase) if one.limits.fail_fast and one.limits.by_metric]
+    gates = [
+        one for one in _evaluations_of(run, phase) if one.metrics.limits.fail_fast and one.metrics.limits.by_metric
+    ]
     if not gates:
         return
     data = open_data(run.plan, run.tokenizer, phase, run.console.log)
     context, meter, generated = _context(run, phase, data, {})
-    scheduled = [ScheduledEval(gate.open(context), None, gate.limits) for gate in gates]
+    scheduled = [ScheduledEval(gate.open(context), None, gate.metrics.limits) for gate in gates]
     evaluations = EvalHook(scheduled, 1, phase, (), run.console, generated, before=meter.attach)
     with run.clock.during(evaluations.activity):
         evaluations.run(phase.end, state)
@@ -221,7 +223,10 @@ def open_evaluations(run: Run, phase: Phase, data: Data, refs: Mapping[str, Lang
     """The run's evaluations on the phase's validation data. Args: refs: the references of the phase's step."""
     context, meter, generated = _context(run, phase, data, refs)
     return EvalHook(
-        [ScheduledEval(config.open(context), config.every, config.limits) for config in _evaluations_of(run, phase)],
+        [
+            ScheduledEval(config.open(context), config.every, config.metrics.limits)
+            for config in _evaluations_of(run, phase)
+        ],
         run.plan.config.trainer.steps_per_eval,
         phase,
         run.records.trackers,
@@ -239,11 +244,16 @@ def open_probe(run: Run, phase: Phase, data: Data, refs: Mapping[str, LanguageMo
     Args:
         refs: the references of its step.
     """
-    if not any(controller.may_branch for controller in phase.controllers):
-        return no_probe
-    context, meter, _ = _context(run, phase, data, refs)
+    opened = functools.cache(lambda: _context(run, phase, data, refs)[:2])  # only controllers that branch need it
 
     def probe(state: RunState, num_batches: int) -> float:
+        context, meter = opened()
+        if not context.validation or phase.objective.annotation_key is not None:
+            raise ConfigError(
+                f"phase '{phase.name}': a controller branches, which compares candidates on validation data, and reads"
+                " batches again, so that nothing may be stored about them (objective.cache). Set data.validation_urls, remove"
+                " the cache, or give the phase other controllers"
+            )
         of_each = max(1, num_batches // len(context.validation))
         first = lambda source: lambda: itertools.islice(source.batches(), of_each)  # noqa: E731
         sources = tuple(replace(source, batches=first(source)) for source in context.validation)
@@ -256,7 +266,7 @@ def open_probe(run: Run, phase: Phase, data: Data, refs: Mapping[str, LanguageMo
 
 
 def _evaluations_of(run: Run, phase: Phase) -> list[EvalConfig]:
-    return [evaluation for evaluation in run.plan.config.evals if evaluation.runs_in(phase.name)]
+    return [evaluation for evaluation in run.plan.config.evals if evaluation.scope.includes(phase.name)]
 
 
 def _context(
@@ -280,7 +290,7 @@ def _context(
         log_sample=generated.add_sample,
         log_completions=generated.add_completions,
         chat_prompt=functools.partial(_chat_prompt, saved_tokenizer, run.tokenizer),
-        enforce_bos=plan.data[phase.index].prompt_bos,
+        enforce_bos=plan.data[phase.index].corpus.prompt_bos,
         progress=run.clock.progress,
         measure=meter,
         reference=lambda name: refs[name] if name in refs else load_reference(plan, name, run.console.log),

@@ -37,7 +37,7 @@ def check_references(plan: Plan, tokenizer: Tokenizer, log: Log) -> None:
         ConfigError: a reference does not, or there is no model at its path.
     """
     Vocab, names = plan.state_builder.Vocab, {name for phase in plan.phases for name in phase.objective.references}
-    names |= {name for evaluation in plan.config.evals for name in evaluation.references}
+    names |= {name for evaluation in plan.config.evals for name in evaluation.scope.references}
     for name, ref in plan.active_refs.items():
         seq_len = max(phase.model.seq_len for phase in plan.phases) if name in names else 0
         check_reference(f"refs.{name}", ref, ref.abstract(Vocab), tokenizer, plan.layout, seq_len, log)
@@ -46,11 +46,12 @@ def check_references(plan: Plan, tokenizer: Tokenizer, log: Log) -> None:
             refs = {name: plan.refs[name].abstract(Vocab) for name in phase.surgery_references}
             plan.state_builder.check_references(phase, refs)
     for evaluation in plan.config.evals:
-        if not evaluation.references or plan.retired_refs.keys() & set(evaluation.references):
+        scope = evaluation.scope
+        if not scope.references or plan.retired_refs.keys() & set(scope.references):
             continue
-        refs = {name: plan.refs[name].abstract(Vocab) for name in evaluation.references}
-        for phase in (phase for phase in plan.phases if evaluation.runs_in(phase.name)):
-            evaluation.check_models(plan.state_builder.abstract_state(phase).model, refs)
+        refs = {name: plan.refs[name].abstract(Vocab) for name in scope.references}
+        for phase in (phase for phase in plan.phases if scope.includes(phase.name)):
+            evaluation.check_model(plan.state_builder.abstract_state(phase).model, refs)
 
 
 def check_reference(

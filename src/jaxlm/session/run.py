@@ -314,7 +314,8 @@ def open_run(
 
 def tokenizer_to_save(tokenizer: Tokenizer, plan: Plan) -> Tokenizer:
     """The tokenizer with the chat templates and the mask token of the phases, so that the saved model does not need more."""
-    templates = [template for data in plan.data for template in data.chat_templates()]
+    templates = [template for data in plan.data for template in data.corpus.chat_templates()]
     for data in plan.data:
-        tokenizer = data.saved_tokenizer(tokenizer)
+        if (masking := data.batching.masking) is not None:
+            tokenizer = tokenizer.with_mask_token(masking.mask_id(tokenizer))
     return with_templates(tokenizer, templates, "data.format.chat_template")

@@ -294,7 +294,7 @@ def tables_after_training(plan: Plan, state: RunState, tokenizer: Tokenizer, che
         data,
         plan.num_steps,
         load=lambda: state.model,
-        adds_bos=data.prompt_bos,
+        adds_bos=data.corpus.prompt_bos,
         eval_batch=plan.batches.eval_of(phase),
     )
     models, folder = TableModels(plan.run_id, trained, plan.refs), plan.log_folder / FOLDER

@@ -76,7 +76,7 @@ def check_evaluation_references(plan: Plan, phase: Phase, open_batches: Callable
     if phase.index:
         return
     read = {name for one in plan.phases for name in names_read(one)}
-    for name in dict.fromkeys(name for evaluation in plan.config.evals for name in evaluation.references):
+    for name in dict.fromkeys(name for evaluation in plan.config.evals for name in evaluation.scope.references):
         if name not in read and plan.refs[name].config.sanity is not None:
             check_sanity(plan, phase, {name: load_reference(plan, name, log)}, open_batches, log)
 
@@ -108,7 +108,7 @@ def _problem(plan: Plan, phase: Phase, model: LanguageModel) -> str | None:
     spec = section.batch_spec(seq_len)
     if not hasattr(batch := spec.make(**dict.fromkeys(spec.columns)), "supervised"):
         return f"{type(batch).__name__} does not say what a model reads"
-    if model.Pos.size < seq_len and not model.reads_beyond:
+    if model.Pos.size < seq_len and not model.traits.reads_beyond:
         return f"it reads at most {model.Pos.size} tokens at once, and the batches have sequences of {seq_len}"
     return None
 
@@ -167,7 +167,7 @@ def evaluate_gates(opened: LoadedModel, data: DataConfig, options: argparse.Name
     """
     gates, plan = _gates(opened, options.gates), opened.plan
     evals = [evaluation for evaluation in gates.evals if _compares(evaluation)]
-    refs = {name: _reference(gates, name) for one in evals for name in one.references}
+    refs = {name: _reference(gates, name) for one in evals for name in one.scope.references}
     abstract = {name: ref.abstract(plan.state_builder.Vocab) for name, ref in refs.items()}
     for name, ref in refs.items():
         check_reference(
@@ -192,8 +192,7 @@ def evaluate_gates(opened: LoadedModel, data: DataConfig, options: argparse.Name
         metrics: dict[str, float] = {}
         for evaluation in evals:
             evaluation.check()
-            evaluation.check_models(model, abstract)
-            evaluation.check_parts(model)
+            evaluation.check_model(model, abstract)
             evaluation.check_opens(lambda: opened.tokenizer, opened.model.seq_len, dry=False)
             metrics |= evaluation.open(context).run(model)
     _print(opened, metrics, evals)
@@ -215,7 +214,9 @@ def _gates(opened: LoadedModel, file: str) -> Gates:
 
 def _compares(evaluation: EvalConfig) -> bool:
     """Tells whether an evaluation is one of those that may compare the model with a reference or with limits."""
-    return isinstance(evaluation, GateConfig) or bool(evaluation.references or evaluation.limits.by_metric)
+    return isinstance(evaluation, GateConfig) or bool(
+        evaluation.scope.references or evaluation.metrics.limits.by_metric
+    )
 
 
 def _reference(gates: Gates, name: str) -> Ref:
@@ -229,16 +230,16 @@ def _reference(gates: Gates, name: str) -> Ref:
 
 
 def _print(opened: LoadedModel, metrics: Mapping[str, float], evals: Sequence[EvalConfig]) -> None:
-    limits = {name: limit for one in evals for name, limit in one.limits.by_metric.items()}
+    limits = {name: limit for one in evals for name, limit in one.metrics.limits.by_metric.items()}
     width = max(map(len, ["metric", *metrics]))
     print(f"{'metric':<{width}}  {'value':>10}  limit")
     for name, value in metrics.items():
         print(f"{name:<{width}}  {value:>10.4g}  {limits.get(name, '')}".rstrip())
-    violations = [(one, line) for one in evals for line in one.limits.violations("eval", metrics)]
+    violations = [(one, line) for one in evals for line in one.metrics.limits.violations("eval", metrics)]
     for _, line in violations:
         to_stderr(f"warning: {line}")
     numbers = {name: finite(value) for name, value in metrics.items()}
     lines = [line for _, line in violations]
     print(json.dumps({"model": str(opened.location), "metrics": numbers, "violations": lines}))
-    if fatal := [line for one, line in violations if one.limits.fail_fast]:
+    if fatal := [line for one, line in violations if one.metrics.limits.fail_fast]:
         raise failed(fatal, str(opened.location))

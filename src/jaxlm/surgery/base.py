@@ -189,7 +189,7 @@ def export_form(model: LanguageModel, surgeries: Sequence[SurgeryConfig]) -> Lan
     Raises:
         ConfigError: no files of other programs describe the model.
     """
-    check_is_whole(model.denoisers)
+    check_is_whole(model.traits.denoisers)
     if not surgeries:
         return whole(model)
     *before, last = surgeries

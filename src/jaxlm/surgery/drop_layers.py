@@ -10,6 +10,7 @@ Layers with the least Block Influence are dropped all at once, as in the paper.
 
 import itertools
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -23,7 +24,8 @@ from jaxlm.core.errors import ConfigError
 from jaxlm.core.field_types import NonNegativeInt, PositiveInt
 from jaxlm.core.values.batch_types import TokenBatch
 from jaxlm.core.values.logged import LayerTable
-from jaxlm.models.base import EMBEDDING, Inputs, LanguageModel, ModelConfig, layer_tap
+from jaxlm.models.base import EMBEDDING, Inputs, LanguageModel, ModelConfig, RewardModel, layer_tap, with_traits
+from jaxlm.models.decoder import as_transformer
 from jaxlm.models.stacks import Body, taken_layers
 from jaxlm.reading.choices import choice
 from jaxlm.surgery.base import SurgeryConfig
@@ -99,7 +101,7 @@ class DropLayersConfig(SurgeryConfig):
 
     def _taken(self, model: LanguageModel) -> LanguageModel:
         try:
-            return model.with_layers(self._structure(_body(model).num_layers))
+            return _with_layers(model, self._structure(_body(model).num_layers))
         except ConfigError as error:
             raise ConfigError(f"surgery drop_layers: {error}") from error
 
@@ -156,6 +158,13 @@ def _body(model: LanguageModel) -> Body:
     if body is None:
         raise ConfigError("surgery drop_layers: this model has no stack of layers. Remove the surgery")
     return body
+
+
+def _with_layers(model: LanguageModel, kept: Sequence[int]) -> LanguageModel:
+    if isinstance(model, RewardModel):
+        base = _with_layers(model.base, kept)
+        return with_traits(replace(model, base=base), switch_lengths=base.traits.switch_lengths)
+    return as_transformer(model, "has no layers that jaxlm can take out").with_layers(kept)
 
 
 def _cosine(before: NamedArray, after: NamedArray) -> jax.Array:

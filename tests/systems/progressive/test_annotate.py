@@ -56,7 +56,7 @@ class Setup:
         masking = {"mask_replicas": 2}
         source = {"model": model, "data": {**data, "masking": masking}, "phases": [upper], "trainer": trainer}
         config = decode_run(ConfigSource(source), None)
-        self.tokenizer = config.data.load_tokenizer(lambda _: None)
+        self.tokenizer = config.data.corpus.load_tokenizer(lambda _: None)
         self.plan = dataclasses.replace(make_plan(config, "x", self.tokenizer.vocab_size), layout=one_device())
         (self.phase,) = self.plan.phases
         rng, shapes = np.random.default_rng(0), self.plan.state_builder.abstract_state(self.phase).model

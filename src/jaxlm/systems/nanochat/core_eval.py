@@ -16,7 +16,7 @@ import numpy as np
 
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.field_types import PositiveInt
-from jaxlm.evals.base import Eval, EvalConfig, EvalContext
+from jaxlm.evals.base import Eval, EvalConfig, EvalContext, EvalMetrics, EvalScope
 from jaxlm.evals.scoring import Scored, score
 from jaxlm.models.base import LanguageModel
 from jaxlm.reading.choices import choice
@@ -52,7 +52,7 @@ class CoreEvalConfig(EvalConfig):
         batch_size: number of sequences per batch.
     """
 
-    predicts_next_tokens: ClassVar[bool] = True
+    scope: ClassVar[EvalScope] = EvalScope(next_tokens=True)
 
     bundle: str
     tasks: list[str] = field(default_factory=list)
@@ -60,10 +60,10 @@ class CoreEvalConfig(EvalConfig):
     batch_size: PositiveInt = 16
 
     @property
-    def metric_names(self) -> tuple[str, ...]:
+    def metrics(self) -> EvalMetrics:
         measured = self.tasks or CORE_TASKS
         names = [f"{CORE}/{task}{what}" for task in measured for what in ("", "/accuracy")]
-        return (*([CORE] if set(measured) == set(CORE_TASKS) else []), *names)
+        return EvalMetrics((*([CORE] if set(measured) == set(CORE_TASKS) else []), *names))
 
     def check(self) -> None:
         task_entries(self.bundle, self.tasks or CORE_TASKS)
@@ -230,7 +230,7 @@ class OpenCore:
             self._encoded[task.name] = list(self._encode(task, progress))
         encoded = self._encoded[task.name]
         # Like the reference, which truncates only for models that cannot read more.
-        max_tokens = _ANY_LENGTH if model.reads_beyond else model.Pos.size
+        max_tokens = _ANY_LENGTH if model.traits.reads_beyond else model.Pos.size
         step = max(1, _SCORED_AT_ONCE * self._batch_size // max(map(len, encoded)))
         correct = []
         for first in range(0, len(encoded), step):

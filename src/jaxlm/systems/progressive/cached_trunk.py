@@ -4,7 +4,6 @@ What a frozen, deterministic trunk computes of a sequence never changes. It is s
 another order, and later starts of the run read it too.
 """
 
-import dataclasses
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import field, replace
 from typing import Any, ClassVar
@@ -24,6 +23,7 @@ from jaxlm.core.tracing import used_arguments
 from jaxlm.core.values.batch_types import LabeledBatch, MaskedBatch, TokenBatch
 from jaxlm.core.values.sums import Sum
 from jaxlm.models.base import Hidden, Inputs, LanguageModel, ModelConfig, layer_tap
+from jaxlm.models.decoder import as_transformer
 from jaxlm.models.distillation.layerwise import Int8Array
 from jaxlm.models.linear import Linear
 from jaxlm.models.stack_paths import newest_stack
@@ -51,8 +51,8 @@ class ModelPart(LanguageModel):
 
     @staticmethod
     def of(whole: LanguageModel, first: int, stop: int | None = None, stream: NamedArray | None = None) -> "ModelPart":
-        of_model = {field.name: getattr(whole, field.name) for field in dataclasses.fields(LanguageModel)}
-        return ModelPart(whole, first, stop, stream, **{**of_model, "denoisers": ()})
+        traits = replace(whole.traits, denoisers=())
+        return ModelPart(whole, first, stop, stream, is_causal=whole.is_causal, traits=traits)
 
     @property
     def Vocab(self) -> Axis:
@@ -66,13 +66,11 @@ class ModelPart(LanguageModel):
         self, inputs: Inputs, *, cache: Any = None, taps: Sequence[str] = (), key: jax.Array | None = None
     ) -> Hidden:
         assert cache is None, "objectives do not decode"
-        return self.whole.forward_layers(self.first, self.stop, inputs, self.stream, taps=taps, key=key)
+        whole = as_transformer(self.whole, "cannot run only some of its layers")
+        return whole.forward_layers(self.first, self.stop, inputs, self.stream, taps=taps, key=key)
 
     def lm_head(self) -> Weight | None:
         return self.whole.lm_head()
-
-    def reward_head(self) -> NamedArray | None:
-        return self.whole.reward_head()
 
     def init_cache(self, Batch: Axis, capacity: int, dtype: Any) -> Any:
         return self.whole.init_cache(Batch, capacity, dtype)
@@ -171,7 +169,7 @@ class CachedTrunk(ObjectiveConfig, Trunk):
         return self.num_layers
 
     def check_trainable(self, model: LanguageModel, trainable: Any) -> None:
-        if model.denoisers:
+        if model.traits.denoisers:
             raise ConfigError(
                 "objective cached_trunk: which layers of this model compute a text depends on the share of its tokens that is"
                 " hidden (surgery denoisers), so that no trunk reads all of them. Use the objective alone, or grow the model"
@@ -209,7 +207,7 @@ class CachedTrunk(ObjectiveConfig, Trunk):
                 " recipe: tensorwise), so that it depends on the sequences beside it. Set recipe: rowwise, exclude the layers"
                 " of the trunk, or use the objective without cached_trunk"
             )
-        jax.eval_shape(lambda m, i: m.forward_layers(first, None, i, _stream(m, first, i)).final, model, inputs)
+        jax.eval_shape(lambda m, i: ModelPart.of(m, first, stream=_stream(m, first, i)).hidden(i).final, model, inputs)
 
     def terms(
         self, model: LanguageModel, batch: Sequences, slot: Any, *, key: jax.Array | None

@@ -100,7 +100,7 @@ def hidden_token_terms(
         excluded: a token at each position that has no probability; None for none.
     """
     hidden = model.hidden(Inputs.of(batch), key=key)
-    options: dict[str, Any] = {"soft_cap": model.logit_soft_cap, "vocab_multiple": model.vocab_multiple}
+    options = model.traits.loss_options
     sums = next_token_sums(hidden.final, model.lm_head(), batch.targets, weights, excluded=excluded, **options)
     weight = hidden_token_weights(batch, counted)["loss"]
     terms, metrics = auxiliary_terms(hidden.aux)
@@ -171,8 +171,11 @@ class DiffusionBlocks(DiffusionBound):
     def prepare(self, phase: PhaseConfig) -> PhaseConfig:
         """The phase, which begins with a surgery that makes the blocks. Batches must have equal shares for them."""
         assert phase.data is not None
+        masking = phase.data.batching.masking
         try:
-            blocks = DenoisersConfig(phase.data.mask_ranges(self.num_blocks), "blocks")
+            if masking is None:
+                raise ConfigError("the data hides no tokens. Set data.masking: {} (data.type: tokens)")
+            blocks = DenoisersConfig(masking.ranges(self.num_blocks), "blocks")
         except ConfigError as error:
             raise ConfigError(
                 f"phase '{phase.name}': objective.type: {choice_name(type(self))} trains {self.num_blocks} blocks of layers"
@@ -210,10 +213,10 @@ class DiffusionBlocks(DiffusionBound):
         rows."""
         if DENOISER not in [axis.name for axis in batch.tokens.axes]:
             return *hidden_token_terms(model, batch, batch.weights, batch.counted, batch.excluded, key), slot
-        assert len(model.denoisers) == self.num_blocks, "the phase begins with the surgery `denoisers`"
+        assert len(model.traits.denoisers) == self.num_blocks, "the phase begins with the surgery `denoisers`"
         total: dict[str, Any] = {}
         totals: dict[str, Any] = {}
-        for number, denoiser in enumerate(model.denoisers):
+        for number, denoiser in enumerate(model.traits.denoisers):
             rows = jax.tree.map(lambda column, at=number: column[DENOISER, at], batch, is_leaf=tree.is_named)
             part = ModelPart.of(model, denoiser.first, denoiser.stop)
             terms, metrics = hidden_token_terms(part, rows, rows.weights, rows.counted, rows.excluded, key)

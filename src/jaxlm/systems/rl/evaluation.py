@@ -21,10 +21,11 @@ from jaxlm.core.field_types import (
     Seed,
 )
 from jaxlm.core.hashing import note
+from jaxlm.core.rules import Rules, only, ordered
 from jaxlm.core.runtime import broadcast_from_main, from_main, main_only
 from jaxlm.core.safe_io import read_json_lines
 from jaxlm.core.values.logged import TOTAL, ScoredRows
-from jaxlm.evals.base import Eval, EvalConfig, EvalContext
+from jaxlm.evals.base import Eval, EvalConfig, EvalContext, EvalMetrics, EvalScope
 from jaxlm.evals.samples import prompt_ids
 from jaxlm.models.base import LanguageModel
 from jaxlm.models.inference.generate import CacheDtype, GenerationConfig, generate_tokens, how_to_fit
@@ -67,39 +68,42 @@ class RolloutsEvalConfig(EvalConfig):
             that of the activations.
     """
 
-    predicts_next_tokens: ClassVar[bool] = True
+    scope: ClassVar[EvalScope] = EvalScope(next_tokens=True)
+    prompts_file: file of JSON lines, one prompt each. Rewards may read the other keys of its records.
+        rewards: how answers are rewarded.
+        prompt_key: key of the prompt's text.
+        messages_key: key of a conversation, which the tokenizer's chat template renders, instead of a text; null reads
+            `prompt_key`.
+        max_prompts: number of prompts, from the first on; null takes all.
+        num_samples: number of answers to each prompt.
+        max_new_tokens: maximum number of tokens per answer.
+        stop_tokens: special tokens that end an answer, besides the tokenizer's end-of-sequence tokens. For chats, the one
+            that ends the assistant's turn.
+        temperature: sampling temperature; 0 decodes greedily.
+        top_k: sample only from the `top_k` most likely tokens; null samples from all.
+        top_p: sample only from the most likely tokens whose probabilities add up to `top_p`; null samples from all.
+        min_p: sample only from tokens with at least this fraction of the most likely token's probability; null samples from
+            all.
+        repetition_penalty: makes tokens that the text has so far less likely: it divides their logits, or multiplies negative
+            ones; 1 changes nothing.
+        seed: random seed; the same model and seed give the same answers.
+        batch_size: number of answers that are generated at a time.
+        reward_timeout_s: maximum seconds for a reward to score all answers.
+        name: first part of the names of its metrics, and in those of its completions. Several evaluations of this type need
+            different names.
+        cache_dtype: dtype of keys and values in the cache: float32, bfloat16 or int8, which needs the least memory. Null uses
+            that of the activations.
+    """
 
-    prompts_file: str = ""
-    rewards: list[RewardConfig] = field(default_factory=list)
-    prompt_key: str = "prompt"
-    messages_key: str | None = None
-    max_prompts: PositiveInt | None = None
-    num_samples: PositiveInt = 1
-    max_new_tokens: PositiveInt = 256
-    stop_tokens: list[str] = field(default_factory=list)
-    temperature: NonNegativeFloat = 0.0
-    top_k: PositiveInt | None = None
-    top_p: PositiveFraction | None = None
-    min_p: Fraction | None = None
-    repetition_penalty: PositiveFloat = 1.0
-    seed: Seed = 0
-    batch_size: PositiveInt = 32
-    reward_timeout_s: Seconds = 300.0
-    name: str = "rollouts"
-    cache_dtype: CacheDtype | None = None
-
+    scope: ClassVar[EvalScope] = EvalScope(next_tokens=True)
     def __post_init__(self):
         check_temperature(self.temperature)
 
     @property
-    def metric_names(self) -> tuple[str, ...]:
+    def metrics(self) -> EvalMetrics:
         of_rewards = [f"rewards/{name}" for name in reward_names(self.rewards)]
         names = [TOTAL, *of_rewards, "completions/mean_length", "completions/clipped_ratio"]
-        return tuple(f"{self.name}/{one}" for one in names)
-
-    @property
-    def completions_name(self) -> str:
-        return self.name
+        return EvalMetrics(tuple(f"{self.name}/{one}" for one in names), self.name)
 
     def check(self) -> None:
         if not self.prompts_file or not self.rewards:
@@ -110,15 +114,6 @@ class RolloutsEvalConfig(EvalConfig):
             )
         if not Path(self.prompts_file).is_file():
             raise ConfigError(f"{_KEY}: prompts_file: there is no file {self.prompts_file}. Correct the path")
-        if self.num_samples > self.batch_size:
-            raise ConfigError(
-                f"{_KEY}: num_samples: {self.num_samples} given, at most batch_size: {self.batch_size} expected"
-            )
-        if not self.temperature and self.num_samples > 1:
-            raise ConfigError(
-                f"{_KEY}: num_samples: {self.num_samples} given with temperature: 0, with which all answers are the same."
-                " Set a temperature above 0"
-            )
         reward_names(self.rewards)
         for reward in self.rewards:
             reward.check()

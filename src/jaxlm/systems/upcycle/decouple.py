@@ -367,7 +367,7 @@ def _problem(model: LanguageModel) -> str | None:
         "its attention and MLP read the same input": block.parallel,
         "the outputs of its layers are scaled": block.residual_scale != 1.0,
         "its embeddings are scaled or have a norm": model.embed_scale is not None or model.embed_norm is not None,
-        "its logits are scaled or capped": model.final_scale is not None or model.logit_soft_cap is not None,
+        "its logits are scaled or capped": model.final_scale is not None or model.traits.logit_soft_cap is not None,
         "its norms are not RMSNorms": not _is_rms(block.attn_norm) or not _is_rms(block.mlp_norm),
         "it has norms after attention and MLP": (block.attn_post_norm is not None) != model.config.hybrid_norm,
     }
@@ -391,7 +391,7 @@ def _block_of(model: LanguageModel) -> DecoderBlock:
 
 
 def _config_of(model: LanguageModel) -> ModelConfig:
-    if not isinstance(model, Decoder) or model.body.cuts:
+    if not isinstance(model, Decoder) or model.body.splits:
         raise ConfigError("surgery decouple: the layers of this model are cut or not known. Put it before split_at")
     return model.config
 

@@ -199,14 +199,16 @@ class PoolKvHeadsConfig(SurgeryConfig):
         losses = jax.jit(self.losses, out_shardings=replicated)(model, sums)
         rows = {path: iter(np.asarray(of_stack).tolist()) for path, of_stack in losses.items()}
         paths = [path for path, _ in tree.modules_by_path(model, SelfAttention)]
-        order = next(iter(tree.modules(model, Body))).order
+        stack_of_layer = next(iter(tree.modules(model, Body))).stack_of_layer
         count = next(iter(sums.values())).count.array
         title = (
             f"what heads differ by from the mean of their group, relative to them, over {int(np.asarray(count).max()):,}"
             " tokens"
         )
         columns = ("keys", "aligned keys", "values", "aligned values")
-        return LayerTable("pool_kv_heads", title, columns, [next(rows[paths[stack]]) for stack in order]).line()
+        return LayerTable(
+            "pool_kv_heads", title, columns, [next(rows[paths[stack]]) for stack in stack_of_layer]
+        ).line()
 
     def losses(self, model: LanguageModel, sums: Mapping[str, InputMoments]) -> dict[str, jax.Array]:
         """Path of an attention -> `loss_of_mean` of keys and values before and after alignment [layers, 4]. Traced."""
