@@ -258,21 +258,7 @@ def import_notes(plan: Plan) -> list[str]:
 
 def check_init_from(plan: Plan) -> None:
     """Checks the configured starting point without changing it. Checkpoints at URLs may be downloaded."""
-    trainer = plan.config.trainer
-    if trainer.initialize_from is not None and trainer.initialize_from_state is not None:
-        raise ConfigError(
-            "trainer.initialize_from and initialize_from_state: both given, but the first loads only the model and the second"
-            " the whole state. Remove one of them"
-        )
-    if trainer.initialize_from is not None and plan.config.initialize_from_hf:
-        raise ConfigError(
-            "trainer.initialize_from and initialize_from_hf: both given, but both set the initial weights. Remove one of them"
-        )
-    if trainer.load_checkpoint is False and trainer.load_checkpoint_path is not None:
-        raise ConfigError(
-            "trainer.load_checkpoint: false given, but load_checkpoint_path is also set. Remove one of them"
-        )
-    own_checkpoints = main_first(plan.checkpoints.checkpoints)
+    trainer, own_checkpoints = plan.config.trainer, main_first(plan.checkpoints.checkpoints)
     if trainer.load_checkpoint is False and own_checkpoints:
         raise ConfigError(
             f"trainer.load_checkpoint: false given, but the run '{plan.run_id}' already has checkpoints"
