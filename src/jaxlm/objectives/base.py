@@ -56,7 +56,7 @@ class ObjectiveConfig(Registry, draccus.ChoiceRegistry, abc.ABC):
     other_batches: ClassVar[str] = "Choose another objective or another kind of data"
     """What to change if the data makes batches of other kinds."""
     head_in_fp8: ClassVar[bool] = True
-    """Whether the loss multiplies with the head as `ModelTraits.head_fp8` says. If it does not, the start-up table says so."""
+    """Whether the loss multiplies with the head as `ModelTraits.head_fp8` says. If not, the start-up table says so."""
     trains_writing: ClassVar[bool] = True
     """Whether the model is trained to write text, rather than to score it."""
     reads_later_tokens: ClassVar[bool | None] = False

@@ -69,33 +69,31 @@ class RolloutsEvalConfig(EvalConfig):
     """
 
     scope: ClassVar[EvalScope] = EvalScope(next_tokens=True)
-    prompts_file: file of JSON lines, one prompt each. Rewards may read the other keys of its records.
-        rewards: how answers are rewarded.
-        prompt_key: key of the prompt's text.
-        messages_key: key of a conversation, which the tokenizer's chat template renders, instead of a text; null reads
-            `prompt_key`.
-        max_prompts: number of prompts, from the first on; null takes all.
-        num_samples: number of answers to each prompt.
-        max_new_tokens: maximum number of tokens per answer.
-        stop_tokens: special tokens that end an answer, besides the tokenizer's end-of-sequence tokens. For chats, the one
-            that ends the assistant's turn.
-        temperature: sampling temperature; 0 decodes greedily.
-        top_k: sample only from the `top_k` most likely tokens; null samples from all.
-        top_p: sample only from the most likely tokens whose probabilities add up to `top_p`; null samples from all.
-        min_p: sample only from tokens with at least this fraction of the most likely token's probability; null samples from
-            all.
-        repetition_penalty: makes tokens that the text has so far less likely: it divides their logits, or multiplies negative
-            ones; 1 changes nothing.
-        seed: random seed; the same model and seed give the same answers.
-        batch_size: number of answers that are generated at a time.
-        reward_timeout_s: maximum seconds for a reward to score all answers.
-        name: first part of the names of its metrics, and in those of its completions. Several evaluations of this type need
-            different names.
-        cache_dtype: dtype of keys and values in the cache: float32, bfloat16 or int8, which needs the least memory. Null uses
-            that of the activations.
-    """
 
-    scope: ClassVar[EvalScope] = EvalScope(next_tokens=True)
+    prompts_file: str = ""
+    rewards: list[RewardConfig] = field(default_factory=list)
+    prompt_key: str = "prompt"
+    messages_key: str | None = None
+    max_prompts: PositiveInt | None = None
+    num_samples: PositiveInt = 1
+    max_new_tokens: PositiveInt = 256
+    stop_tokens: list[str] = field(default_factory=list)
+    temperature: NonNegativeFloat = 0.0
+    top_k: PositiveInt | None = None
+    top_p: PositiveFraction | None = None
+    min_p: Fraction | None = None
+    repetition_penalty: PositiveFloat = 1.0
+    seed: Seed = 0
+    batch_size: PositiveInt = 32
+    reward_timeout_s: Seconds = 300.0
+    name: str = "rollouts"
+    cache_dtype: CacheDtype | None = None
+
+    rules: ClassVar[Rules] = (
+        ordered("num_samples", "batch_size"),
+        only("num_samples", when="temperature", why="without which all answers are the same"),
+    )
+
     def __post_init__(self):
         check_temperature(self.temperature)
 
