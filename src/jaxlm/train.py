@@ -36,6 +36,7 @@ from jaxlm.engine.preemption import metadata_host, stop_on_signals, watch_notice
 from jaxlm.engine.state import RunState
 from jaxlm.engine.sync import Done, Interrupted, Outcome, StoppedError
 from jaxlm.engine.watchdog import Watchdog
+from jaxlm.models.base import token_leaves
 from jaxlm.observe.console import Console, table
 from jaxlm.observe.log_file import LogStore
 from jaxlm.observe.records import TRAIN_LOG
@@ -192,7 +193,7 @@ def _make_checked_plan(config: RunConfig, console: Console) -> Plan:
     for data in plan.data:
         data.corpus.check_not_empty()  # a dry run lists what other machines may have, but no machine has text without a name
     if (vocab_size := plan.data[0].vocab_size) is not None:
-        plan.model.leaves_from_tokens(vocab_size)  # raises for keys that do not suit it
+        token_leaves(plan.model, vocab_size)  # raises for keys that do not suit it
     check_performance(plan)
     check_accelerator(plan)
     check_num_steps(config)
@@ -222,7 +223,7 @@ def _prepared(plan: Plan, console: Console) -> Iterator[tuple[Plan, Tokenizer, I
 
     tokenizer = main_first(lambda: plan.data[0].corpus.load_tokenizer(log=console.log))
     check_hf_weights(plan, tokenizer.vocab_size)
-    plan.model.leaves_from_tokens(tokenizer.vocab_size)  # raises for keys that do not suit the vocabulary
+    token_leaves(plan.model, tokenizer.vocab_size)  # raises for keys that do not suit the vocabulary
     check_same_data(plan, tokenizer.fingerprint)
     saved = main_only(lambda: saved and check_same_tokenizer(plan, saved, tokenizer))
     cursor = expected_cursor(plan)

@@ -13,7 +13,7 @@ from jaxlm.interop.hf.classifier import classifier_keys, read_score
 from jaxlm.interop.hf.folder import load_model, open_folder
 from jaxlm.interop.hf.safetensors_file import SafetensorsFile
 from jaxlm.interop.hf.verify import verify_folder
-from jaxlm.models.base import vocab_axis
+from jaxlm.models.base import reward_head, vocab_axis
 from jaxlm.models.families.granite import GraniteConfig
 from jaxlm.models.families.llama import LlamaConfig
 from jaxlm.surgery.base import export_form
@@ -36,7 +36,7 @@ LENGTHS = (1, 5, 9)
 @jax.jit
 def scores_of(model, inputs):
     """Rewards at every token [batch, position]."""
-    return hax.dot(model.hidden(inputs).final, model.reward_head(), axis="embed").array
+    return hax.dot(model.hidden(inputs).final, reward_head(model), axis="embed").array
 
 
 def rewards(model):
@@ -67,7 +67,7 @@ def imported(folder):
     surgery = RewardHeadConfig(from_hf=str(folder))
     plain = load_model(folder, abstract_of(opened.config), opened.config, one_device())
     model = surgery.apply(plain, key=jax.random.key(1))
-    leaf = surgery.initial_leaves(model, opened.config)["reward"]
+    leaf = surgery.wants.leaves(model, opened.config)["reward"]
     return replace(model, reward=replace(model.reward, array=jax.numpy.asarray(leaf))), opened
 
 
@@ -147,7 +147,7 @@ def test_padding_that_may_be_the_end_of_a_text_is_not_named():
 @pytest.mark.slow
 def test_folders_without_a_reward_head_are_refused(tmp_path):
     with pytest.raises(ConfigError, match=r"from_hf: .* has no config\.json"):
-        RewardHeadConfig(from_hf=str(tmp_path)).initial_leaves(None, None)
+        RewardHeadConfig(from_hf=str(tmp_path)).wants.leaves(None, None)
     config = GraniteConfig(seq_len=8, hidden_dim=8, intermediate_dim=8, num_layers=1, num_heads=2, num_kv_heads=1)
     model = jax.jit(lambda: config.build(vocab_axis(9), key=jax.random.key(0)))()
     exported(tmp_path / "plain", model, config)

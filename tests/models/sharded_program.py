@@ -1,6 +1,5 @@
 """Run by test_sharding.py, as a process, on eight simulated devices; prints its results as one JSON object."""
 
-import dataclasses
 import functools
 import json
 import re
@@ -15,7 +14,7 @@ from haliax import Axis
 
 from jaxlm.core.mesh import AxisMappings, make_layout, mesh_shape
 from jaxlm.core.values.batch_types import TokenBatch
-from jaxlm.models.base import Inputs, vocab_axis
+from jaxlm.models.base import Inputs, vocab_axis, with_traits
 from jaxlm.models.families.gpt2 import Gpt2Config
 from jaxlm.models.families.llama import LlamaConfig
 from jaxlm.models.inference.generate import generate
@@ -57,7 +56,7 @@ def step(model, batch):
     def loss(model):
         terms, metrics, _ = OBJECTIVE.terms(model, batch, None, key=None)
         hidden = model.hidden(inputs_of(batch)).final
-        hidden, cap = jax.lax.stop_gradient(hidden), model.logit_soft_cap
+        hidden, cap = jax.lax.stop_gradient(hidden), model.traits.logit_soft_cap
         evaluation = token_losses(hidden, model.lm_head(), batch.targets, soft_cap=cap)
         return terms["loss"].mean(), ({k: v.mean() for k, v in metrics.items()}, evaluation.array)
 
@@ -126,7 +125,7 @@ def look(model, batch, single, layout):
 def main(config, soft_cap, layouts):
     build = functools.partial(config.build, vocab_axis(VOCAB))
     model, batch = jax.jit(lambda key: build(key=key))(jax.random.key(0)), a_batch()
-    model = dataclasses.replace(model, logit_soft_cap=soft_cap)
+    model = with_traits(model, logit_soft_cap=soft_cap)
     single = jax.jit(step)(model, batch)
     leaves = [leaf for leaf in jax.tree.leaves(model, is_leaf=is_named) if is_named(leaf)]
     sizes = {axis.name: axis.size for leaf in leaves for axis in leaf.axes}

@@ -52,8 +52,8 @@ def check_sums(config):
                 model.lm_head(),
                 targets,
                 hax.ones(axes),
-                soft_cap=model.logit_soft_cap,
-                vocab_multiple=config.vocab_multiple,
+                soft_cap=model.traits.logit_soft_cap,
+                vocab_multiple=model.traits.vocab_multiple,
             )
             return sums.total / tokens.array.size
 

@@ -62,7 +62,7 @@ def inputs():
 def by_hand(model, x, layer):
     """(block, context) of a layer."""
     body = model.body
-    number = body.order[layer]
+    number = body.stack_of_layer[layer]
     place = body.layer_numbers[number].index(layer)
     stack = body.stacks[number]
     block = jax.tree.map(lambda leaf: leaf[LAYERS, place], stack.layers.stacked, is_leaf=tree.is_named)

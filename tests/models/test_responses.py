@@ -12,7 +12,7 @@ import pytest
 
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.values.batch_types import TokenBatch
-from jaxlm.models.base import vocab_axis
+from jaxlm.models.base import ModelTraits, vocab_axis
 from jaxlm.models.families.gpt2 import Gpt2Config
 from jaxlm.models.families.llama import LlamaConfig
 from jaxlm.models.families.mixtral import MixtralConfig
@@ -181,7 +181,7 @@ def sampled_by_compiled_programs(model, prompts):
 class Fixed:
     """A model without a head, whose logits are its hidden states."""
 
-    logit_soft_cap = None
+    traits = ModelTraits()
 
     @staticmethod
     def lm_head():

@@ -129,8 +129,8 @@ def test_layers_are_divided_into_few_scans(layers, expected):
     turns = [(int(letter.isupper()), LayerKind(window=ord(letter))) for letter in layers]
     found = segments(turns, start=7)
     letters = lambda part: "".join(chr(kind.window) for _, kind in part)  # noqa: E731
-    assert [f"{letters(segment.turns)}*{segment.repeats}" for segment in found] == expected
-    assert "".join(letters(segment.turns) * segment.repeats for segment in found) == layers
+    assert [f"{letters(segment.pattern)}*{segment.repeats}" for segment in found] == expected
+    assert "".join(letters(segment.pattern) * segment.repeats for segment in found) == layers
     assert [segment.start for segment in found] == [7, *(segment.stop for segment in found[:-1])]
 
 

@@ -1,7 +1,6 @@
 """The next-token objective: its sums, which do not depend on how a batch is split."""
 
 import json
-from dataclasses import replace
 from pathlib import Path
 
 import haliax as hax
@@ -14,7 +13,7 @@ from haliax import Axis
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.field_types import check_fields
 from jaxlm.core.values.batch_types import TokenBatch
-from jaxlm.models.base import Inputs, vocab_axis
+from jaxlm.models.base import Inputs, vocab_axis, with_traits
 from jaxlm.models.families.llama import LlamaConfig
 from jaxlm.models.loss import next_token_sums
 from jaxlm.objectives.base import ObjectiveConfig
@@ -88,7 +87,7 @@ def test_terms_and_metrics_match_the_definition(model, z, smoothing):
 
 @pytest.mark.slow
 def test_the_gradient_with_a_soft_cap_matches_the_definition(model):
-    model, batch = replace(model, logit_soft_cap=0.5), a_batch()
+    model, batch = with_traits(model, logit_soft_cap=0.5), a_batch()
     objective = NextToken(z_loss_weight=1e-2, label_smoothing=0.1)
     ours = jax.jit(jax.grad(lambda m: objective.terms(m, batch, None, key=None)[0]["loss"].total))(model)
     expected = jax.jit(jax.grad(lambda m: reference(m, batch, 1e-2, 0.1)[0]))(model)

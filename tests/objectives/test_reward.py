@@ -1,13 +1,11 @@
 """The objective `reward` and its surgery: rewards are read from the last token, and the head stays out of exports."""
 
-from dataclasses import replace
-
 import jax
 import numpy as np
 import pytest
 
 from jaxlm.core.errors import ConfigError
-from jaxlm.models.base import Inputs
+from jaxlm.models.base import Inputs, with_traits
 from jaxlm.objectives.reward import RewardObjective
 from jaxlm.surgery.reward_head import RewardHeadConfig
 from tests.objectives.test_dpo import columns_of, pair_batch, random_model
@@ -65,9 +63,9 @@ def test_the_model_is_the_same_without_its_head(model):
     np.testing.assert_array_equal(
         model.logits(model.hidden(given).final).array, before.logits(before.hidden(given).final).array
     )
-    assert model.logit_soft_cap == before.logit_soft_cap
-    capped = RewardHeadConfig().apply(replace(before, logit_soft_cap=2.0), key=jax.random.key(3))
-    assert capped.logit_soft_cap == 2.0
+    assert model.traits == before.traits
+    capped = RewardHeadConfig().apply(with_traits(before, logit_soft_cap=2.0), key=jax.random.key(3))
+    assert capped.traits.logit_soft_cap == 2.0
 
 
 def test_a_model_without_a_head_and_a_second_head_are_refused(model):

@@ -51,7 +51,7 @@ def main(arguments: Sequence[str]) -> int:
         else:
             completions = denoised(model, ids, config, tokenizer.mask_id, denoising)
         seconds = time.perf_counter() - started
-    for note in model.notes:
+    for note in model.traits.notes:
         print(f"note: {note}", file=sys.stderr)
     for prompt, new_ids in zip(prompts, completions, strict=True):
         print(prompt + stops.before(new_ids), end="\n---\n")

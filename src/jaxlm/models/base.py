@@ -1,9 +1,10 @@
 """The interface of language models: inputs, outputs, cache, model and config."""
 
 import abc
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import draccus
 import equinox as eqx
@@ -11,12 +12,14 @@ import jax
 import numpy as np
 from haliax import Axis, NamedArray
 
+from jaxlm.core import tree
 from jaxlm.core.axes import EMBED, POSITION, VOCAB
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.field_types import PositiveInt
 from jaxlm.core.products.fp8 import Fp8
 from jaxlm.core.products.matmul import dot
 from jaxlm.core.products.stored_weights import Weight
+from jaxlm.core.sharding import for_compute
 from jaxlm.core.values.sums import Sum
 from jaxlm.models.chunked_loss import soft_capped
 from jaxlm.models.diffusion import Denoiser
@@ -159,8 +162,9 @@ def check_taps(taps: Sequence[str], known: Sequence[str]) -> None:
         raise ConfigError(f"taps: '{unknown[0]}' given, but this model has: {', '.join(known) or 'no taps'}")
 
 
-class LanguageModel(eqx.Module):
-    """Maps tokens to logits. Abstract; every model is final.
+@dataclass(frozen=True)
+class ModelTraits:
+    """Static properties of a model. A model that wraps another passes them on.
 
     Attributes:
         logit_soft_cap: soft cap of the logits (`jaxlm.models.chunked_loss.soft_capped`); None applies no cap.
@@ -169,7 +173,6 @@ class LanguageModel(eqx.Module):
         notes: limitations of the model, logged at startup.
         reads_beyond: whether it can read sequences longer than `Pos`: it has no table with an entry for each position.
         adds_noise: whether it adds `Inputs.noise` to its token embeddings.
-        is_causal: whether the logits after a token depend on no later token, so that text can be generated token by token.
         switch_lengths: the lengths beyond which all tokens of a text are computed in another way, so that a cache has to be
             computed again when its text grows beyond one (`jaxlm.models.inference.length_switch`). The cache then holds
             the tokens too.
@@ -177,15 +180,30 @@ class LanguageModel(eqx.Module):
             all layers compute every text.
     """
 
-    logit_soft_cap: float | None = eqx.field(static=True, default=None, kw_only=True)
-    vocab_multiple: int = eqx.field(static=True, default=1, kw_only=True)
-    head_fp8: Fp8 | None = eqx.field(static=True, default=None, kw_only=True)
-    notes: tuple[str, ...] = eqx.field(static=True, default=(), kw_only=True)
-    reads_beyond: bool = eqx.field(static=True, default=False, kw_only=True)
-    adds_noise: bool = eqx.field(static=True, default=False, kw_only=True)
+    logit_soft_cap: float | None = None
+    vocab_multiple: int = 1
+    head_fp8: Fp8 | None = None
+    notes: tuple[str, ...] = ()
+    reads_beyond: bool = False
+    adds_noise: bool = False
+    switch_lengths: tuple[int, ...] = ()
+    denoisers: tuple[Denoiser, ...] = ()
+
+    @property
+    def loss_options(self) -> dict[str, Any]:
+        """The keyword arguments by which losses (`jaxlm.models.loss`) compute the logits."""
+        return {"soft_cap": self.logit_soft_cap, "vocab_multiple": self.vocab_multiple}
+
+
+class LanguageModel(eqx.Module):
+    """Maps tokens to logits. Abstract; every model is final.
+
+    Attributes:
+        is_causal: whether the logits after a token depend on no later token, so that text can be generated token by token.
+    """
+
     is_causal: bool = eqx.field(static=True, default=True, kw_only=True)
-    switch_lengths: tuple[int, ...] = eqx.field(static=True, default=(), kw_only=True)
-    denoisers: tuple[Denoiser, ...] = eqx.field(static=True, default=(), kw_only=True)
+    traits: ModelTraits = eqx.field(static=True, default=ModelTraits(), kw_only=True)
 
     @property
     @abc.abstractmethod
@@ -213,43 +231,6 @@ class LanguageModel(eqx.Module):
             ConfigError: the model has no tap of that name.
         """
 
-    def forward_layers(
-        self,
-        first: int,
-        stop: int | None,
-        inputs: Inputs,
-        stream: NamedArray | None = None,
-        *,
-        taps: Sequence[str] = (),
-        key: jax.Array | None = None,
-    ) -> Hidden:
-        """As `hidden`, with only some of the layers, for all rows.
-
-        Args:
-            first, stop: numbers of the first layer that runs, and of the one after the last; None for all from the first on.
-            stream: {batch, position, embed}, the input of the first one: what `hidden` returns for the tap of the layer
-                before it. None for the embeddings.
-            taps: of layers that run. None if `stop` is given.
-
-        Raises:
-            ConfigError: the model cannot run only some of its layers.
-        """
-        raise ConfigError(f"a model of type {type(self).__name__} cannot run only some of its layers")
-
-    def with_denoisers(self, denoisers: tuple[Denoiser, ...]) -> "LanguageModel":
-        """The same model with other `denoisers`. Raises `ConfigError` if it cannot run only some of its layers."""
-        raise ConfigError(f"a model of type {type(self).__name__} cannot run only some of its layers")
-
-    def with_context(self, seq_len: int, rope: RotaryConfig | None) -> "LanguageModel":
-        """The same model for texts of another length; its config is `ModelConfig.with_context`. Leaves may be missing (None).
-
-        Raises:
-            ConfigError: it has no rotary position embedding.
-        """
-        raise ConfigError(
-            f"a model of type {type(self).__name__} has no rotary position embedding that jaxlm can change"
-        )
-
     @abc.abstractmethod
     def lm_head(self) -> Weight | None:
         """The weight of the head, {vocab, embed}; the token embedding if the two are tied.
@@ -257,39 +238,11 @@ class LanguageModel(eqx.Module):
         None if `hidden` already returns logits.
         """
 
-    def with_layers(self, kept: Sequence[int]) -> "LanguageModel":
-        """The same model with only some of its layers; its config is `ModelConfig.with_layers`. Leaves may be missing (None).
-
-        Args:
-            kept: numbers of the layers, from 0, in ascending order.
-
-        Raises:
-            ConfigError: the layers cannot be separated.
-        """
-        raise ConfigError(f"a model of type {type(self).__name__} has no layers that jaxlm can take out")
-
-    def grown(self, sources: Sequence[int], added: range, *, key: jax.Array | None) -> "LanguageModel":
-        """The same model with more layers, in a stack of their own; its config is `ModelConfig.with_layers(sources)`.
-
-        Args:
-            sources: for each layer of the larger model, the number of a layer of the same kind in this one.
-            added: the numbers of the new layers in the larger model, the first or the last ones.
-            key: initializes them as those of a new model; None leaves their leaves out. Others may be missing too (None).
-
-        Raises:
-            ConfigError: the model cannot have more layers.
-        """
-        raise ConfigError(f"a model of type {type(self).__name__} has no layers that jaxlm can add to")
-
     def logits(self, hidden: NamedArray) -> NamedArray:
         """Maps {..., embed} to {..., vocab} and applies the soft cap."""
         head = self.lm_head()
         logits = hidden if head is None else dot(hidden, head, EMBED)
-        return NamedArray(soft_capped(logits.array, self.logit_soft_cap), logits.axes)
-
-    def reward_head(self) -> NamedArray | None:
-        """The weight of a head with one output, {embed}, which scores sequences; None if the model has none."""
-        return None
+        return NamedArray(soft_capped(logits.array, self.traits.logit_soft_cap), logits.axes)
 
     @abc.abstractmethod
     def init_cache(self, Batch: Axis, capacity: int, dtype) -> Any:
@@ -300,9 +253,63 @@ class LanguageModel(eqx.Module):
         """
 
 
+M = TypeVar("M", bound=LanguageModel)
+
+
+def with_traits(model: M, **changes: Any) -> M:
+    """The same model with other `ModelTraits`."""
+    return replace(model, traits=replace(model.traits, **changes))
+
+
+class RotaryModel(LanguageModel):
+    """A model whose positions are in rotary embeddings alone, so that it may read longer texts."""
+
+    @abc.abstractmethod
+    def with_context(self, seq_len: int, rope: RotaryConfig | None) -> "LanguageModel":
+        """The same model for texts of another length, as of the function `with_context`. Leaves may be missing (None)."""
+
+
+class RewardModel(LanguageModel):
+    """A model with a head of one output, which scores sequences, beside the head that predicts tokens.
+
+    Attributes:
+        base: the model.
+        reward: {embed}, the weight of the reward head.
+    """
+
+    base: LanguageModel
+    reward: NamedArray
+
+    @property
+    def Vocab(self) -> Axis:
+        return self.base.Vocab
+
+    @property
+    def Pos(self) -> Axis:
+        return self.base.Pos
+
+    def hidden(
+        self, inputs: Inputs, *, cache: Any = None, taps: Sequence[str] = (), key: jax.Array | None = None
+    ) -> Hidden:
+        return self.base.hidden(inputs, cache=cache, taps=taps, key=key)
+
+    def lm_head(self) -> Weight | None:
+        return self.base.lm_head()
+
+    def init_cache(self, Batch: Axis, capacity: int, dtype) -> Any:
+        return self.base.init_cache(Batch, capacity, dtype)
+
+
+def reward_head(model: LanguageModel) -> NamedArray | None:
+    """The weight of the head that scores sequences, {embed}; None if the model has none."""
+    scored = tree.modules(model, RewardModel)
+    return for_compute(scored[0].reward) if scored else None
+
+
 @dataclass(frozen=True)
 class LeavesFromTokens:
-    """Leaves of the initial model that depend on the training tokens. They are computed once, before the first step.
+    """Leaves of the initial model that `ModelConfig.build` cannot know, because they depend on the training tokens. They are
+    computed once, before the first step.
 
     Attributes:
         paths: of these leaves.
@@ -378,11 +385,6 @@ class ModelConfig(Registry, draccus.ChoiceRegistry, abc.ABC):
         return True
 
     @property
-    def vocab_multiple(self) -> int:
-        """The loss pads the vocabulary to a multiple of this."""
-        return self.pad_vocab_to_multiple_of or 1
-
-    @property
     def Layers(self) -> Axis:
         """An axis with the number of layers. Raises `ConfigError` if jaxlm does not know the layers of the model."""
         raise ConfigError(f"jaxlm does not know the layers of {_family(self)}")
@@ -392,7 +394,7 @@ class ModelConfig(Registry, draccus.ChoiceRegistry, abc.ABC):
 
         Args:
             kept: numbers of the layers, from 0, in ascending order. Layers that a model has grown have that of a layer of
-                the same kind (`LanguageModel.grown`).
+                the same kind (`TransformerModel.grown`).
 
         Raises:
             ConfigError: no config of the family describes it.
@@ -404,27 +406,6 @@ class ModelConfig(Registry, draccus.ChoiceRegistry, abc.ABC):
         """The rotary position embedding that a longer context changes: the field `rope`. None if there is none."""
         return None
 
-    def with_context(self, seq_len: int, rope: RotaryConfig | None) -> "ModelConfig":
-        """The config of the same model for texts of another length, with another rotary position embedding (None keeps it).
-
-        Raises:
-            ConfigError: the model has none.
-        """
-        if self.rotary is None:
-            raise ConfigError(
-                f"jaxlm knows no rotary position embedding (rope) of {_family(self)} that could be stretched to longer texts."
-                " Use a family with rope, such as llama"
-            )
-        return replace(self, **{"seq_len": seq_len, "rope": self.rotary if rope is None else rope})
-
-    def as_family(self) -> "ModelConfig":
-        """The config of the same model, with the same parameters, by which other programs know it.
-
-        Raises:
-            ConfigError: they know no such model.
-        """
-        return self
-
     @abc.abstractmethod
     def check(self) -> None:
         """Raises `ConfigError` if no model can be built from these keys (for example, heads that do not divide)."""
@@ -433,17 +414,46 @@ class ModelConfig(Registry, draccus.ChoiceRegistry, abc.ABC):
     def build(self, Vocab: Axis, *, key: jax.Array) -> LanguageModel:
         """Initializes a model. Pure: it can be traced by `jax.eval_shape` or jitted with sharded outputs."""
 
-    def leaves_from_tokens(self, vocab_size: int) -> LeavesFromTokens | None:
-        """The leaves that `build` cannot know, because they depend on the training tokens. None if there are none.
-
-        Raises:
-            ConfigError: these keys do not suit a vocabulary of this size.
-        """
-        return None
-
     @abc.abstractmethod
     def flops_per_token(self, vocab_size: int) -> FlopsPerToken:
         """FLOPs per training token."""
+
+
+@functools.singledispatch
+def as_family(config: ModelConfig) -> ModelConfig:
+    """The config of the same model, with the same parameters, by which other programs know it. Families register another.
+
+    Raises:
+        ConfigError: they know no such model.
+    """
+    return config
+
+
+@functools.singledispatch
+def token_leaves(config: ModelConfig, vocab_size: int) -> LeavesFromTokens | None:
+    """The leaves that depend on the training tokens; None if there are none. Families register how they find theirs.
+
+    Raises:
+        ConfigError: the keys do not suit a vocabulary of this size.
+    """
+    return None
+
+
+C = TypeVar("C", bound=ModelConfig)
+
+
+def with_context(config: C, seq_len: int, rope: RotaryConfig | None) -> C:
+    """The config of the same model for texts of another length, with another rotary position embedding (None keeps it).
+
+    Raises:
+        ConfigError: the model has none.
+    """
+    if config.rotary is None:
+        raise ConfigError(
+            f"jaxlm knows no rotary position embedding (rope) of {_family(config)} that could be stretched to longer texts."
+            " Use a family with rope, such as llama"
+        )
+    return replace(config, **{"seq_len": seq_len, "rope": config.rotary if rope is None else rope})
 
 
 def _family(config: ModelConfig) -> str:

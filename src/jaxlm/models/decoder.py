@@ -21,7 +21,17 @@ from jaxlm.core.field_types import NonNegativeFloat, NonNegativeInt, NumLayers, 
 from jaxlm.core.products.stored_weights import Weight
 from jaxlm.core.sharding import for_compute, for_lookup
 from jaxlm.models.activations import ACTIVATIONS
-from jaxlm.models.base import Hidden, Inputs, KVCache, LanguageModel, ModelConfig
+from jaxlm.models.base import (
+    Hidden,
+    Inputs,
+    KVCache,
+    LanguageModel,
+    ModelConfig,
+    ModelTraits,
+    RotaryModel,
+    with_context,
+    with_traits,
+)
 from jaxlm.models.diffusion import Denoiser, TimeEmbedding, TimeEmbeddingConfig, needed, routed, runs_whole
 from jaxlm.models.flops import FlopsPerToken
 from jaxlm.models.growth import StartsAsIdentity, grown_body, without_output
@@ -206,7 +216,7 @@ class TransformerConfig(SizedConfig):
         return tuple(layer for layer in range(self.num_layers) if layer in self.mlp_only_layers or (layer + 1) % step)
 
     @property
-    def order(self) -> tuple[int, ...]:
+    def stack_of_layer(self) -> tuple[int, ...]:
         """The number of the stack that each layer is in: one stack, or one with and one without experts."""
         is_dense = [layer in self.dense_layers for layer in range(self.num_layers)]
         return tuple(int(dense != is_dense[0]) for dense in is_dense)
@@ -215,7 +225,7 @@ class TransformerConfig(SizedConfig):
         """Initializes all blocks."""
         keys, kinds = jax.random.split(key, self.num_layers), self.kinds
         stacks = []
-        for number, layers in enumerate(numbers_by_stack(self.order)):
+        for number, layers in enumerate(numbers_by_stack(self.stack_of_layer)):
             Layers = self.Layers.resize(len(layers))
             block = self.dense_block if layers[0] in self.dense_layers else self.block
             stack = Stack(
@@ -231,7 +241,7 @@ class TransformerConfig(SizedConfig):
             )
             stacks.append(stack)
         check_tiles(self.mlp_tile_tokens, stacks)
-        return stacks[0] if len(stacks) == 1 else Stacks.of(stacks, self.order, final_norm)
+        return stacks[0] if len(stacks) == 1 else Stacks.of(stacks, self.stack_of_layer, final_norm)
 
     def flops_per_token(self, vocab_size: int) -> FlopsPerToken:
         """FLOPs per training token. Of the experts, only those that the token is routed to and the shared one count."""
@@ -292,7 +302,11 @@ class DecoderConfig(TransformerConfig):
 
 
 class TransformerModel(LanguageModel):
-    """A token embedding, a body of blocks, and a head (None if it is tied to the token embedding)."""
+    """A token embedding, a body of blocks, and a head (None if it is tied to the token embedding).
+
+    Attributes:
+        final_scale: factor that the output of the final norm is multiplied by before the head.
+    """
 
     tokens: eqx.AbstractVar[Embedding]
     body: eqx.AbstractVar[Body]
@@ -307,71 +321,22 @@ class TransformerModel(LanguageModel):
     def Pos(self) -> Axis:
         return self.config.Pos
 
-    def with_layers(self, kept: Sequence[int]) -> Self:
-        return self._with_body(self.config.with_layers(kept), self.body.with_layers(kept))
+    final_scale: float | None = eqx.field(static=True, default=None, kw_only=True)
 
-    def grown(self, sources: Sequence[int], added: range, *, key: jax.Array | None) -> Self:
-        config = self.config.with_layers(sources)
-        return self._with_body(config, grown_body(self.body, config, self.Vocab, added, key))
-
-    def _with_body(self, config: Any, body: Body) -> Self:
-        lengths = switch_lengths(config.kinds)
-        return dataclasses.replace(self, config=config, body=body, switch_lengths=lengths, denoisers=())
-
-    def lm_head(self) -> Weight:
-        return for_compute(self.tokens if self.head is None else self.head).weight
-
-
-class Decoder(TransformerModel):
-    """The model of Llama and related families.
-
-    Attributes:
-        embed_scale: factor that embeddings are multiplied by before the first block.
-        final_scale: factor that the output of the final norm is multiplied by before the head.
-        embed_norm: applied to the embeddings before the first block. None applies no norm.
-        time: added to the embeddings of a sequence with hidden tokens. None adds nothing.
-    """
-
-    tokens: Embedding
-    body: Body
-    head: Linear | None
-    config: DecoderConfig = eqx.field(static=True)
-    embed_scale: float | None = eqx.field(static=True, default=None)
-    embed_norm: Norm | None = None
-    final_scale: float | None = eqx.field(static=True, default=None)
-    time: TimeEmbedding | None = None
-
-    @staticmethod
-    def init(
-        config: DecoderConfig,
-        Vocab: Axis,
-        *,
-        final_norm: Norm,
-        key: jax.Array,
-        embed_scale: float | None = None,
-        final_scale: float | None = None,
-        logit_soft_cap: float | None = None,
-    ) -> "Decoder":
-        k_tokens, k_layers, k_head = jax.random.split(key, 3)
-        std = config.initializer_range
-        body = config.transformer(final_norm, key=k_layers)
-        head = None if config.tie_word_embeddings else Linear.init(config.Embed, Vocab, std=std, key=k_head)
-        tokens = Embedding.init(Vocab, config.Embed, std=std, key=k_tokens)
-        norm = rms_norm(config) if config.input_embedding_norm else None
-        options = {"logit_soft_cap": logit_soft_cap, "vocab_multiple": config.vocab_multiple}
-        options |= {"reads_beyond": True, "adds_noise": True, "switch_lengths": switch_lengths(config.kinds)}
-        options |= {"is_causal": config.is_causal}
-        if config.time_embedding is not None:
-            k_time = jax.random.fold_in(key, _TIME)
-            options |= {"time": TimeEmbedding.init(config.time_embedding, config.Embed, key=k_time)}
-        return Decoder(tokens, body, head, config, embed_scale, norm, final_scale, **options)
+    @abc.abstractmethod
+    def embedded(
+        self, inputs: Inputs, stream: NamedArray | None, key: jax.Array | None
+    ) -> tuple[NamedArray, jax.Array | None]:
+        """The input of the layers, {batch, position, embed}: `stream` if it is given. And the key for their dropout."""
 
     def hidden(
         self, inputs: Inputs, *, cache: KVCache | None = None, taps: Sequence[str] = (), key: jax.Array | None = None
     ) -> Hidden:
+        denoisers = self.traits.denoisers
         by_share = inputs.mask_fractions is not None and not taps
-        if not self.denoisers or (not by_share and runs_whole(self.denoisers)):
-            return self._scaled(self.body(self._embedded(inputs), inputs, cache, key, taps))
+        if not denoisers or (not by_share and runs_whole(denoisers)):
+            x, key = self.embedded(inputs, None, key)
+            return self._scaled(self.body(x, inputs, cache, key, taps))
         if not by_share or cache is not None:
             raise ConfigError(
                 "which layers of this model compute a text depends on the share of its tokens that is hidden (surgery"
@@ -379,7 +344,7 @@ class Decoder(TransformerModel):
                 " its loss on hidden tokens"
             )
         assert inputs.mask_fractions is not None
-        parts = needed(self.denoisers, inputs.mask_range)
+        parts = needed(denoisers, inputs.mask_range)
         if len(parts) == 1:
             return self.forward_layers(parts[0].first, parts[0].stop, inputs, key=key)
 
@@ -400,36 +365,131 @@ class Decoder(TransformerModel):
         taps: Sequence[str] = (),
         key: jax.Array | None = None,
     ) -> Hidden:
-        x = self._embedded(inputs) if stream is None else stream
+        """As `hidden`, with only some of the layers, for all rows.
+
+        Args:
+            first, stop: numbers of the first layer that runs, and of the one after the last; None for all from the first on.
+            stream: {batch, position, embed}, the input of the first one: what `hidden` returns for the tap of the layer
+                before it. None for the embeddings.
+            taps: of layers that run. None if `stop` is given.
+        """
+        x, key = self.embedded(inputs, stream, key)
         return self._scaled(self.body(x, inputs, None, key, taps, first, stop))
 
-    def with_denoisers(self, denoisers: tuple[Denoiser, ...]) -> "Decoder":
-        return dataclasses.replace(self, denoisers=denoisers)
+    def _scaled(self, hidden: Hidden) -> Hidden:
+        scale = self.final_scale
+        return hidden if scale is None else dataclasses.replace(hidden, final=hidden.final * scale)
 
-    def _embedded(self, inputs: Inputs) -> NamedArray:
+    def with_layers(self, kept: Sequence[int]) -> Self:
+        """The same model with only some of its layers; its config is `ModelConfig.with_layers`. Leaves may be missing (None).
+
+        Args:
+            kept: numbers of the layers, from 0, in ascending order.
+
+        Raises:
+            ConfigError: the layers cannot be separated.
+        """
+        return self._with_body(self.config.with_layers(kept), self.body.with_layers(kept))
+
+    def grown(self, sources: Sequence[int], added: range, *, key: jax.Array | None) -> Self:
+        """The same model with more layers, in a stack of their own; its config is `ModelConfig.with_layers(sources)`.
+
+        Args:
+            sources: for each layer of the larger model, the number of a layer of the same kind in this one.
+            added: the numbers of the new layers in the larger model, the first or the last ones.
+            key: initializes them as those of a new model; None leaves their leaves out. Others may be missing too (None).
+
+        Raises:
+            ConfigError: the model cannot have more layers.
+        """
+        config = self.config.with_layers(sources)
+        return self._with_body(config, grown_body(self.body, config, self.Vocab, added, key))
+
+    def _with_body(self, config: Any, body: Body) -> Self:
+        changed = dataclasses.replace(self, config=config, body=body)
+        return with_traits(changed, switch_lengths=switch_lengths(config.kinds), denoisers=())
+
+    def lm_head(self) -> Weight:
+        return for_compute(self.tokens if self.head is None else self.head).weight
+
+
+def transformer_traits(config: Any) -> ModelTraits:
+    """The traits of a model whose layers have `config.kinds`, with token embeddings from `token_embeddings`."""
+    lengths, multiple = switch_lengths(config.kinds), config.pad_vocab_to_multiple_of or 1
+    return ModelTraits(vocab_multiple=multiple, adds_noise=True, switch_lengths=lengths)
+
+
+def as_transformer(model: LanguageModel, lacks: str) -> TransformerModel:
+    """The model, whose layers can be changed. Raises `ConfigError` if they cannot. Args: lacks: what is wrong then."""
+    if not isinstance(model, TransformerModel):
+        raise ConfigError(f"a model of type {type(model).__name__} {lacks}")
+    return model
+
+
+class Decoder(TransformerModel, RotaryModel):
+    """The model of Llama and related families.
+
+    Attributes:
+        embed_scale: factor that embeddings are multiplied by before the first block.
+        embed_norm: applied to the embeddings before the first block. None applies no norm.
+        time: added to the embeddings of a sequence with hidden tokens. None adds nothing.
+    """
+
+    tokens: Embedding
+    body: Body
+    head: Linear | None
+    config: DecoderConfig = eqx.field(static=True)
+    embed_scale: float | None = eqx.field(static=True, default=None)
+    embed_norm: Norm | None = None
+    time: TimeEmbedding | None = None
+
+    @staticmethod
+    def init(
+        config: DecoderConfig,
+        Vocab: Axis,
+        *,
+        final_norm: Norm,
+        key: jax.Array,
+        embed_scale: float | None = None,
+        final_scale: float | None = None,
+        logit_soft_cap: float | None = None,
+    ) -> "Decoder":
+        k_tokens, k_layers, k_head = jax.random.split(key, 3)
+        std = config.initializer_range
+        body = config.transformer(final_norm, key=k_layers)
+        head = None if config.tie_word_embeddings else Linear.init(config.Embed, Vocab, std=std, key=k_head)
+        tokens = Embedding.init(Vocab, config.Embed, std=std, key=k_tokens)
+        norm = rms_norm(config) if config.input_embedding_norm else None
+        time = None
+        if config.time_embedding is not None:
+            time = TimeEmbedding.init(config.time_embedding, config.Embed, key=jax.random.fold_in(key, _TIME))
+        traits = dataclasses.replace(transformer_traits(config), logit_soft_cap=logit_soft_cap, reads_beyond=True)
+        options = {"final_scale": final_scale, "is_causal": config.is_causal, "traits": traits}
+        return Decoder(tokens, body, head, config, embed_scale, norm, time, **options)
+
+    def embedded(
+        self, inputs: Inputs, stream: NamedArray | None, key: jax.Array | None
+    ) -> tuple[NamedArray, jax.Array | None]:
+        if stream is not None:
+            return stream, key
         x = token_embeddings(for_lookup(self.tokens), inputs)
         if self.embed_scale is not None:
             x = x * jax.numpy.asarray(self.embed_scale, x.dtype)
         if self.time is not None and inputs.mask_fractions is not None:
             x = (x + for_compute(self.time)(inputs.mask_fractions)).rearrange(x.axes).astype(x.dtype)
-        return _apply_norm(for_compute(self.embed_norm), x)
-
-    def _scaled(self, hidden: Hidden) -> Hidden:
-        return (
-            hidden if self.final_scale is None else dataclasses.replace(hidden, final=hidden.final * self.final_scale)
-        )
+        return _apply_norm(for_compute(self.embed_norm), x), key
 
     def with_context(self, seq_len: int, rope: RotaryConfig | None) -> "Decoder":
-        config = self.config.with_context(seq_len, rope)
-        assert isinstance(config, DecoderConfig)
+        config = with_context(self.config, seq_len, rope)
         kinds = iter([[config.kinds[layer] for layer in layers] for layers in self.body.layer_numbers])
         change = lambda stack: dataclasses.replace(stack, kinds=shortest_period(next(kinds)))  # noqa: E731
         body = jax.tree.map(change, self.body, is_leaf=lambda node: isinstance(node, Stack))
-        return dataclasses.replace(self, config=config, body=body, switch_lengths=switch_lengths(config.kinds))
+        changed = dataclasses.replace(self, config=config, body=body)
+        return with_traits(changed, switch_lengths=switch_lengths(config.kinds))
 
     def init_cache(self, Batch: Axis, capacity: int, dtype) -> KVCache:
         layers = [stack.Layers for stack in self.body.stacks]
-        config, with_tokens = self.config, bool(self.switch_lengths)
+        config, with_tokens = self.config, bool(self.traits.switch_lengths)
         keys = {"KeyHeads": config.KeyHeads, "KeySize": config.KeySize}
         sizes = (config.KVHeads, config.HeadSize)
         return empty_cache(layers, Batch, capacity, *sizes, dtype, **keys, with_tokens=with_tokens)

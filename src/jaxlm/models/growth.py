@@ -1,7 +1,7 @@
 """More layers for a body, as a stack of their own before or after those that it has.
 
 The new stack has its own scan and its own paths, so that it may be trained, adapted and stored in another way. A body
-remembers how it has grown as it remembers cuts, so that a trained model is joined into one stack again (`whole`).
+remembers how it has grown as it remembers splits, so that a trained model is joined into one stack again (`whole`).
 """
 
 import abc
@@ -64,23 +64,24 @@ def grown_body(old: Body, config: ModelConfig, Vocab: Axis, added: range, key: j
     assert isinstance(new, Stack), "one structure has one stack"
     generation = 1 + max(stack.generation for stack in old.stacks)
     new = dataclasses.replace(new, structure=old.stacks[0].structure, generation=generation, final_norm=None)
-    count, turns = len(old.stacks), (0,) * len(added)
+    count, stack_of_layer = len(old.stacks), old.stack_of_layer
     if added.start == 0:
-        parts, order = (new, *old.stacks), (*turns, *(1 + number for number in old.order))
-        cut = ((0, 1), *((1 + number,) for number in range(1, count)))
+        parts = (new, *old.stacks)
+        stack_of_layer = (*(0 for _ in added), *(1 + number for number in stack_of_layer))
+        split = ((0, 1), *((1 + number,) for number in range(1, count)))
     else:
-        parts, order = (*old.stacks, new), (*old.order, *(count + turn for turn in turns))
-        cut = (*((number,) for number in range(count - 1)), (count - 1, count))
-    return dataclasses.replace(Stacks.of(parts, order, old.last_norm), cuts=(*old.cuts, cut))
+        parts, stack_of_layer = (*old.stacks, new), (*stack_of_layer, *(count for _ in added))
+        split = (*((number,) for number in range(count - 1)), (count - 1, count))
+    return dataclasses.replace(Stacks.of(parts, stack_of_layer, old.last_norm), splits=(*old.splits, split))
 
 
 def whole(model: M) -> M:
-    """The model with all stacks joined that its layers were cut into or have grown. Those that differ in more than their
+    """The model with all stacks joined that its layers were split into or have grown. Those that differ in more than their
     number of layers, such as by adapters, stay apart."""
 
     def joined(body: Stacks) -> Body:
         result: Body = body
-        while isinstance(result, Stacks) and result.cuts and (after := result.unsplit()) is not result:
+        while isinstance(result, Stacks) and result.splits and (after := result.unsplit()) is not result:
             result = after
         return dataclasses.replace(result, generation=0) if isinstance(result, Stack) else result
 

@@ -29,7 +29,7 @@ def model_rows(
     """
     family, seq_len = type(config).__name__.removesuffix("Config"), config.seq_len
     yield "model", f"{family}, {parameters(model)}, vocabulary {vocab_size:,}"
-    for length in model.switch_lengths:
+    for length in model.traits.switch_lengths:
         short = f"because no row is longer than {length:,} tokens"
         long = f"for a document of up to {length:,} tokens, long ones for a longer document"
         yield "positions", f"LongRoPE: short factors{f', {short}' if seq_len <= length else f' {long}'}"

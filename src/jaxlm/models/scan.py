@@ -21,7 +21,7 @@ from jaxlm.models.remat import RematPolicy, offloads
 
 T = TypeVar("T")
 Carry = TypeVar("Carry")
-Turn = tuple[int, Any]
+PatternLayer = tuple[int, Any]
 """The number of a layer's stack, and its kind."""
 
 
@@ -31,21 +31,21 @@ class Segment:
 
     Attributes:
         start: number of the first layer.
-        turns: the layers of one repetition.
+        pattern: the layers of one repetition.
         repeats: how often they repeat.
     """
 
     start: int
-    turns: tuple[Turn, ...]
+    pattern: tuple[PatternLayer, ...]
     repeats: int
 
     @property
     def stop(self) -> int:
         """One more than the number of the last layer."""
-        return self.start + len(self.turns) * self.repeats
+        return self.start + len(self.pattern) * self.repeats
 
 
-def segments(turns: Sequence[Turn], start: int = 0) -> list[Segment]:
+def segments(layers: Sequence[PatternLayer], start: int = 0) -> list[Segment]:
     """Divides layers into segments such that as few layers as possible are compiled, in as few segments as possible, of which
     the first ones are the longest.
 
@@ -53,13 +53,13 @@ def segments(turns: Sequence[Turn], start: int = 0) -> list[Segment]:
     layers that are frozen.
 
     Args:
-        turns: of the layers.
+        layers: from first to last.
         start: number of the first layer.
     """
-    kinds = list(dict.fromkeys(kind for _, kind in turns))
+    kinds = list(dict.fromkeys(kind for _, kind in layers))
     return [
-        Segment(start + first, tuple(turns[first : first + period]), repeats)
-        for first, period, repeats in _divided(tuple((stack, kinds.index(kind)) for stack, kind in turns))
+        Segment(start + first, tuple(layers[first : first + period]), repeats)
+        for first, period, repeats in _divided(tuple((stack, kinds.index(kind)) for stack, kind in layers))
     ]
 
 
@@ -80,10 +80,10 @@ def _divided(layers: tuple[tuple[int, int], ...]) -> tuple[tuple[int, int, int],
         candidates = []
         for period in range(1, len(layers) - first + 1):
             pattern, repeats, stop = layers[first : first + period], 0, first
-            takes_turns = len({stack for stack, _ in pattern}) > 1
+            alternates = len({stack for stack, _ in pattern}) > 1
             while layers[stop : stop + period] == pattern:
                 repeats, stop = repeats + 1, stop + period
-                if repeats > 1 or not takes_turns:
+                if repeats > 1 or not alternates:
                     compiled, count, rest = best[stop]
                     candidates.append((compiled + period, count + 1, ((first, period, repeats), *rest)))
         best[first] = min(candidates, key=lambda candidate: (*candidate[:2], -math.prod(candidate[2][0][1:])))
@@ -114,27 +114,27 @@ def runs_as_scan(
 def scan_layers(
     body: Callable[..., tuple[Carry, Any]], carry: Carry, per_layer: tuple, Layers: Axis, *, unroll: bool
 ) -> tuple[Carry, Any]:
-    """Runs `carry, out = body(0, carry, *slices)` for one layer after the other: `scan_turns` with one group."""
-    carry, (out,) = scan_turns(body, carry, (per_layer,), (Layers,), (0,), unroll=unroll)
+    """Runs `carry, out = body(0, carry, *slices)` for one layer after the other: `scan_pattern` with one group."""
+    carry, (out,) = scan_pattern(body, carry, (per_layer,), (Layers,), (0,), unroll=unroll)
     return carry, out
 
 
-def scan_turns(
+def scan_pattern(
     body: Callable[..., tuple[Carry, Any]],
     carry: Carry,
     per_layer: Sequence[tuple],
     Layers: Sequence[Axis],
-    turns: Sequence[int],
+    group_of_layer: Sequence[int],
     *,
     unroll: bool,
 ) -> tuple[Carry, list[Any]]:
-    """Runs `carry, out = body(turn, carry, *slices)` for one layer after the other, of groups that take turns.
+    """Runs `carry, out = body(place, carry, *slices)` for one layer after the other, of groups that alternate.
 
     Args:
         per_layer: pytrees of each group. Named arrays with the group's axis and plain arrays (along their first axis) are
             sliced; everything else is passed to each layer unchanged.
-        Layers: the axis that stacks each group's layers: as many as it has turns in a whole number of periods.
-        turns: the group of each layer in a period, which the loop's body runs. `turn` is a layer's index within it.
+        Layers: the axis that stacks each group's layers: as many as a whole number of periods has of it.
+        group_of_layer: the group of each layer in a period, which the loop's body runs. `place` is a layer's index within it.
         unroll: compile every layer separately instead of a loop.
 
     Returns:
@@ -143,18 +143,18 @@ def scan_turns(
     groups = [
         _Group(*jax.tree.flatten(tree, is_leaf=is_named), axis) for tree, axis in zip(per_layer, Layers, strict=True)
     ]
-    counts = [turns.count(number) for number in range(len(groups))]
+    counts = [group_of_layer.count(number) for number in range(len(groups))]
     num_periods = Layers[0].size // counts[0]
     assert [axis.size for axis in Layers] == [count * num_periods for count in counts], "a period is whole"
 
     def one_period(carry: Carry, arrays: list) -> tuple[Carry, list]:
         outs: list[list] = [[] for _ in groups]
-        for turn, number in enumerate(turns):
+        for place, number in enumerate(group_of_layer):
             group, index = groups[number], len(outs[number])
             layer_arrays = (
                 arrays[number] if counts[number] == 1 else jax.tree.map(lambda x, i=index: x[i], arrays[number])
             )
-            carry, out = body(turn, carry, *group.slices(layer_arrays))
+            carry, out = body(place, carry, *group.slices(layer_arrays))
             outs[number].append(group.arrays_of(out))
         return carry, [parts[0] if len(parts) == 1 else _stacked(parts) for parts in outs]
 

@@ -1,7 +1,7 @@
 """The body of a decoder: layers of the same structure in one stack, or layers of several structures in several stacks.
 
 A stack has an axis `layers` of its own. One stack is the usual case; the paths of its parameters contain no number. Stacks
-run one after the other, or take turns. Layers that repeat a pattern run as one scan over its repetitions.
+run one after the other, or alternate. Layers that repeat a pattern run as one scan over its repetitions.
 """
 
 import abc
@@ -33,7 +33,7 @@ from jaxlm.models.layers import ForCache, LayerCache, LayerContext, tiled_mlps, 
 from jaxlm.models.norms import Norm
 from jaxlm.models.remat import RematPolicy, for_whole_layers, layer_input, remat, with_remat_modules
 from jaxlm.models.rope import Places, RotaryConfig, Rotation
-from jaxlm.models.scan import Segment, runs_as_scan, scan_turns, segments, shortest_period
+from jaxlm.models.scan import Segment, runs_as_scan, scan_pattern, segments, shortest_period
 
 T = TypeVar("T")
 
@@ -141,43 +141,43 @@ class LayerFn(Protocol):
 
 
 SplitMap = tuple[tuple[int, ...], ...]
-"""For each stack before a cut, the numbers of the stacks that it has become: one, or a lower and an upper one. Layers that a
-model has grown count as cut off from the stack beside them."""
+"""For each stack before a split, the numbers of the stacks that it has become: one, or a lower and an upper one. Layers that
+a model has grown count as split off from the stack beside them."""
 
 
 class Body(abc.ABC):
-    """The layers of a decoder: one stack, or several that run one after the other or take turns, then a norm."""
+    """The layers of a decoder: one stack, or several that run one after the other or alternate, then a norm."""
 
     @property
     @abc.abstractmethod
     def stacks(self) -> tuple["Stack", ...]:
-        """The stacks. Without cuts, they are in the order of their first layers. The last one has the final norm."""
+        """The stacks. Before a split, they are in the order of their first layers. The last one has the final norm."""
 
     @property
     @abc.abstractmethod
-    def order(self) -> tuple[int, ...]:
+    def stack_of_layer(self) -> tuple[int, ...]:
         """The number of the stack that each layer is in, from the first layer to the last."""
 
     @property
     @abc.abstractmethod
-    def cuts(self) -> tuple["SplitMap", ...]:
+    def splits(self) -> tuple["SplitMap", ...]:
         """The changes that `split_at` and growth have made, the last one last."""
 
     @property
     def num_layers(self) -> int:
         """Number of layers of all stacks."""
-        return len(self.order)
+        return len(self.stack_of_layer)
 
     @property
     def layer_numbers(self) -> tuple[tuple[int, ...], ...]:
         """The numbers of each stack's layers, counted from 0 over all stacks."""
-        return numbers_by_stack(self.order)
+        return numbers_by_stack(self.stack_of_layer)
 
     @property
     def kinds_by_layer(self) -> tuple[LayerKind, ...]:
         """The kind of every layer, from first to last."""
         kinds = [iter(stack.kinds_between(0, stack.Layers.size)) for stack in self.stacks]
-        return tuple(next(kinds[number]) for number in self.order)
+        return tuple(next(kinds[number]) for number in self.stack_of_layer)
 
     def split_at(self, layer: int) -> "Stacks":
         """The same layers, with stacks that end before `layer` (counted from 0 over all stacks)."""
@@ -190,13 +190,13 @@ class Body(abc.ABC):
                     places[number, bool(upper)] = len(parts[upper])
                     parts[upper].append(stack.between(start, stop))
         places = {(number, upper): place + len(parts[0]) * upper for (number, upper), place in places.items()}
-        order = tuple(places[number, at >= layer] for at, number in enumerate(self.order))
-        cut = tuple(
+        stack_of_layer = tuple(places[number, at >= layer] for at, number in enumerate(self.stack_of_layer))
+        split = tuple(
             tuple(places[number, upper] for upper in (False, True) if (number, upper) in places)
             for number in range(len(self.stacks))
         )
-        whole = Stacks.of([*parts[0], *parts[1]], order, self.last_norm)
-        return dataclasses.replace(whole, cuts=(*self.cuts, cut))
+        whole = Stacks.of([*parts[0], *parts[1]], stack_of_layer, self.last_norm)
+        return dataclasses.replace(whole, splits=(*self.splits, split))
 
     def with_layers(self, kept: Sequence[int]) -> "Body":
         """Only some of the layers, in stacks in the order of their first layers. Leaves may be missing (None).
@@ -207,11 +207,11 @@ class Body(abc.ABC):
         Raises:
             ConfigError: `split_at` has cut the stacks, which it could not join again.
         """
-        if self.cuts:
+        if self.splits:
             raise ConfigError(
                 "split_at has cut the layers into stacks before, or grow has added a stack. Take layers out before that"
             )
-        before = [self.order[layer] for layer in kept]
+        before = [self.stack_of_layer[layer] for layer in kept]
         numbers = list(dict.fromkeys(before))
         stacks = []
         for number in numbers:
@@ -256,7 +256,9 @@ class Body(abc.ABC):
         stops = [] if keeps_all else [layer + 1 for layer, tap in enumerate(every[:-1]) if tap in taps]
         bounds = (first, *stops, self.num_layers if stop is None else stop)
         for begin, end in itertools.pairwise(bounds):
-            for segment in segments(tuple(zip(self.order, self.kinds_by_layer, strict=True))[begin:end], begin):
+            for segment in segments(
+                tuple(zip(self.stack_of_layer, self.kinds_by_layer, strict=True))[begin:end], begin
+            ):
                 x, out = self._run(segment, x, shared, keeps_streams=keeps_all)
                 for number, of_stack in out.items():
                     outputs[number].append(of_stack)
@@ -286,7 +288,7 @@ class Body(abc.ABC):
         """
         shared = ForwardPass(inputs, AttentionMask.of(inputs), key, None, stores=False)
         outputs: list[list[Any]] = [[] for _ in self.stacks]
-        for segment in segments(tuple(zip(self.order, self.kinds_by_layer, strict=True))):
+        for segment in segments(tuple(zip(self.stack_of_layer, self.kinds_by_layer, strict=True))):
             x, out = self._run(segment, x, shared, visit, given)
             for number, of_stack in out.items():
                 outputs[number].append(of_stack)
@@ -340,12 +342,12 @@ class Body(abc.ABC):
             x, new, aux = block(x, context, layer_cache, index=index, key=key)
             return x, (new if shared.stores else None, aux)
 
-        numbers = list(dict.fromkeys(number for number, _ in segment.turns))
+        numbers = list(dict.fromkeys(number for number, _ in segment.pattern))
         parts, per_layer = zip(*(self._part(number, segment, shared, given) for number in numbers), strict=True)
         first = parts[0]
         # Prompts have any length, which the configured backend may not allow.
         backend = AUTO if shared.stores else first.attn_backend
-        kinds = [kind for _, kind in segment.turns]
+        kinds = [kind for _, kind in segment.pattern]
         contexts = layer_contexts(kinds, shared.inputs, shared.attention_mask, backend, first.HeadSize)
         layout = current_layout()
         num_devices = 1 if layout is None else layout.mesh.size
@@ -356,26 +358,27 @@ class Body(abc.ABC):
         policy = first.remat_policy if visit is None else for_whole_layers(first.remat_policy)
 
         def layer(
-            turn: int, x: NamedArray, block: Block, index: NamedArray, layer_cache: LayerCache | None, key, given
+            place: int, x: NamedArray, block: Block, index: NamedArray, layer_cache: LayerCache | None, key, given
         ):
             x = layer_input(x)
             block = tiled_mlps(with_dropout_keys(block, key), first.mlp_tile_tokens)
             block = with_remat_modules(policy, block, scan=scan)
-            x, out = (visit or run_block)(block, x, contexts[turn], layer_cache, index=index, key=key, given=given)
+            x, out = (visit or run_block)(block, x, contexts[place], layer_cache, index=index, key=key, given=given)
             x = hax.auto_sharded(x)
             return x, (out, x) if keeps_streams else out
 
         layer = remat(policy, layer, scan=scan)
-        turns = [numbers.index(number) for number, _ in segment.turns]
+        stack_of_layer = [numbers.index(number) for number, _ in segment.pattern]
         Layers = [part.Layers for part in parts]
-        x, out = scan_turns(layer, hax.auto_sharded(x), per_layer, Layers, turns, unroll=not scan)
+        x, out = scan_pattern(layer, hax.auto_sharded(x), per_layer, Layers, stack_of_layer, unroll=not scan)
         return x, dict(zip(numbers, out, strict=True))
 
 
-def numbers_by_stack(order: Sequence[int]) -> tuple[tuple[int, ...], ...]:
-    """The numbers of each stack's layers. Args: order: the stack of each layer."""
+def numbers_by_stack(stack_of_layer: Sequence[int]) -> tuple[tuple[int, ...], ...]:
+    """The numbers of each stack's layers. Args: stack_of_layer: the number of the stack that each layer is in."""
     return tuple(
-        tuple(layer for layer, number in enumerate(order) if number == stack) for stack in range(max(order) + 1)
+        tuple(layer for layer, number in enumerate(stack_of_layer) if number == stack)
+        for stack in range(max(stack_of_layer) + 1)
     )
 
 
@@ -475,11 +478,11 @@ class Stack(Body, eqx.Module):
         return (self,)
 
     @property
-    def order(self) -> tuple[int, ...]:
+    def stack_of_layer(self) -> tuple[int, ...]:
         return (0,) * self.Layers.size
 
     @property
-    def cuts(self) -> tuple[SplitMap, ...]:
+    def splits(self) -> tuple[SplitMap, ...]:
         return ()
 
     @property
@@ -554,41 +557,37 @@ class Stacks(Body):
     """Several stacks. Their numbers are part of the paths of parameters: `body.0.layers...`, `body.1.layers...`.
 
     Attributes:
-        turns: the number of each layer's stack.
+        stack_of_layer: the number of the stack that each layer is in.
     """
 
     parts: tuple[Stack, ...]
-    turns: tuple[int, ...]
-    cuts: tuple[SplitMap, ...] = ()
+    stack_of_layer: tuple[int, ...] = ()
+    splits: tuple[SplitMap, ...] = ()
 
     @staticmethod
-    def of(parts: Sequence[Stack], turns: Sequence[int], final_norm: Norm) -> "Stacks":
+    def of(parts: Sequence[Stack], stack_of_layer: Sequence[int], final_norm: Norm) -> "Stacks":
         """Stacks of which only the last one has the final norm."""
         *others, last = parts
         others = (dataclasses.replace(stack, final_norm=None) for stack in others)
-        return Stacks((*others, dataclasses.replace(last, final_norm=final_norm)), tuple(turns))
+        return Stacks((*others, dataclasses.replace(last, final_norm=final_norm)), tuple(stack_of_layer))
 
     @property
     def stacks(self) -> tuple[Stack, ...]:
         return self.parts
 
-    @property
-    def order(self) -> tuple[int, ...]:
-        return self.turns
-
     def unsplit(self) -> Body:
-        """The inverse of the last cut: joins the stacks that it has made, unless they differ in more than layers."""
-        *earlier, cut = self.cuts
-        if any(len({self.parts[number].form for number in numbers}) > 1 for numbers in cut):
+        """The inverse of the last split: joins the stacks that it has made, unless they differ in more than layers."""
+        *earlier, split = self.splits
+        if any(len({self.parts[number].form for number in numbers}) > 1 for numbers in split):
             return self
-        parts = [functools.reduce(Stack.concat, (self.parts[number] for number in numbers)) for numbers in cut]
-        whole_of = {number: whole for whole, numbers in enumerate(cut) for number in numbers}
-        whole = Stacks.of(parts, [whole_of[number] for number in self.turns], self.last_norm)
-        return whole.parts[0] if len(parts) == 1 else dataclasses.replace(whole, cuts=tuple(earlier))
+        parts = [functools.reduce(Stack.concat, (self.parts[number] for number in numbers)) for numbers in split]
+        whole_of = {number: whole for whole, numbers in enumerate(split) for number in numbers}
+        whole = Stacks.of(parts, [whole_of[number] for number in self.stack_of_layer], self.last_norm)
+        return whole.parts[0] if len(parts) == 1 else dataclasses.replace(whole, splits=tuple(earlier))
 
     def tree_flatten_with_keys(self) -> tuple[list[tuple[Any, Stack]], tuple[tuple[int, ...], tuple[SplitMap, ...]]]:
         children = [(jax.tree_util.SequenceKey(number), stack) for number, stack in enumerate(self.parts)]
-        return children, (self.turns, self.cuts)
+        return children, (self.stack_of_layer, self.splits)
 
     @classmethod
     def tree_unflatten(cls, layout: tuple[tuple[int, ...], tuple[SplitMap, ...]], stacks: Sequence[Stack]) -> "Stacks":

@@ -9,7 +9,7 @@ from jaxlm.core.errors import counted
 from jaxlm.core.products.fp8 import has_fp8_products
 from jaxlm.engine.phases import Phase
 from jaxlm.models.attention.choose import AttentionChoice, choose_attention
-from jaxlm.models.base import LanguageModel
+from jaxlm.models.base import LanguageModel, with_traits
 from jaxlm.models.rows import attention_tasks, stacks_of
 from jaxlm.observe.events import HIDDEN_ROW, LAYERS_ROW, STEPS_ROW, TRAINS_ROW
 from jaxlm.optim.base import OptimizerConfig, ParameterGroup
@@ -63,7 +63,7 @@ def attention_choices(plan: Plan) -> list[AttentionChoice]:
         tasks |= dict.fromkeys((task, phase.model.attn_backend) for task in of_phase)
         # Whole rows have a backend that can be differentiated twice, on every platform.
         optimizers = (phase.optimizer, *phase.optimizer.groups)
-        if plan.layout.context.divides_rows and any(one.takes_second_derivatives for one in optimizers):
+        if plan.layout.context.divides_rows and any(one.facts.second_derivatives for one in optimizers):
             tasks |= dict.fromkeys((dataclasses.replace(task, twice_differentiable=True),) for task in of_phase)
     return [choose_attention(*task) for task in tasks]
 
@@ -78,17 +78,17 @@ def fp8_products(plan: Plan) -> dict[str, str]:
 
 
 def _fp8_products(phase: Phase, model: LanguageModel) -> str | None:
-    trunk = phase.objective.trunk
-    objective = phase.objective if trunk is None else trunk.objective
-    if model.head_fp8 is None or objective.head_in_fp8:
+    facts = phase.objective.facts
+    if model.traits.head_fp8 is None or facts.head_in_fp8:
         return describe_products(model)
-    others = describe_products(dataclasses.replace(model, head_fp8=None)) or "all in the compute dtype"
-    return f"{others}, among them the head: objective {choice_name(type(objective))} does not multiply it in fp8"
+    others = describe_products(with_traits(model, head_fp8=None)) or "all in the compute dtype"
+    name = choice_name(type(facts.inner or phase.objective))
+    return f"{others}, among them the head: objective {name} does not multiply it in fp8"
 
 
 def describe_parts(model: LanguageModel) -> str | None:
     """The layers that compute a text, by the share of its tokens that is hidden; None if all do."""
-    parts, lower, texts = model.denoisers, 0.0, []
+    parts, lower, texts = model.traits.denoisers, 0.0, []
     for part in parts:
         last = part.stop - 1
         layers = f"layer {last}" if part.first == last else f"layers {part.first} to {last}"

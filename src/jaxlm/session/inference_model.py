@@ -228,7 +228,7 @@ def _log_probs(model: LanguageModel, inputs: Inputs) -> dict[str, jax.Array]:
     """float32 [batch, position], the log-probability of the next token, on every device. The logits never exist in full."""
     inputs = hax.auto_sharded(inputs)
     following = hax.roll(inputs.tokens, -1, POSITION)
-    losses = token_losses(model.hidden(inputs).final, model.lm_head(), following, soft_cap=model.logit_soft_cap)
+    losses = token_losses(model.hidden(inputs).final, model.lm_head(), following, soft_cap=model.traits.logit_soft_cap)
     return _everywhere({"log_probs": -losses.rearrange((BATCH, POSITION)).array})
 
 

@@ -2,13 +2,14 @@
 
 import hashlib
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 import numpy as np
 
 from jaxlm.core import tree
 from jaxlm.core.runtime import broadcast_from_main, main_only
+from jaxlm.data.base import Log
 from jaxlm.data.batch_schedule import BatchSchedule
 from jaxlm.data.cache.derived_arrays import Arrays, open_or_compute
 from jaxlm.data.cache.token_cache import TokenCache
@@ -16,17 +17,16 @@ from jaxlm.data.config import DataConfig
 from jaxlm.data.data import Data
 from jaxlm.data.examples import Examples
 from jaxlm.data.tokenizer.tokenizer import Tokenizer
-from jaxlm.models.base import LeavesFromTokens
+from jaxlm.models.base import LeavesFromTokens, token_leaves
 from jaxlm.plan.plan import Plan
 
-Log = Callable[[str], None]
 _FOLDER = "derived"
 
 
 def leaves_from_tokens(plan: Plan, tokenizer: Tokenizer, log: Log) -> Arrays:
     """Path -> value of these leaves, the same on all processes; empty if the model has none. All processes must call this."""
     model, builder = plan.model, plan.state_builder
-    wanted = model.leaves_from_tokens(builder.Vocab.size)
+    wanted = token_leaves(model, builder.Vocab.size)
     if wanted is None:
         return {}
     section = plan.data[0]

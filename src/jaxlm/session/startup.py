@@ -62,7 +62,7 @@ def describe(plan: Plan, start: str | None = None) -> list[tuple[str, str]]:
             f"{len(devices)} x {devices[0].device_kind} in {counted(jax.process_count(), 'process')}, JAX {jax.__version__}",
         ),
         ("mesh", str(plan.mesh)),
-        *[("warning", text) for text in (*plan.warnings, *initial.notes)],
+        *[("warning", text) for text in (*plan.warnings, *initial.traits.notes)],
         *plan.layout.rows(),
         *plan.precision.rows(plan.state_builder.abstract_state(plan.phases[-1]).model, plan.layout.device),
         ("batch", describe_batches(plan.batches, plan.phases)),
@@ -163,7 +163,7 @@ def check_opens(plan: Plan, tokenizer: Tokenizer, cursor: Cursor | None) -> None
     for data in {id(data): data for data in (plan.data[phase.index] for phase in ahead)}.values():
         data.check_opens(lambda: tokenizer, dry=False)
     for evaluation in plan.config.evals:
-        if not any(evaluation.runs_in(phase.name) for phase in ahead):
+        if not any(evaluation.scope.includes(phase.name) for phase in ahead):
             continue
         evaluation.check_opens(lambda: tokenizer, plan.phases[0].model.seq_len, dry=False)
 

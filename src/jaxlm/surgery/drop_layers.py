@@ -10,6 +10,7 @@ Layers with the least Block Influence are dropped all at once, as in the paper.
 
 import itertools
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -23,10 +24,11 @@ from jaxlm.core.errors import ConfigError
 from jaxlm.core.field_types import NonNegativeInt, PositiveInt
 from jaxlm.core.values.batch_types import TokenBatch
 from jaxlm.core.values.logged import LayerTable
-from jaxlm.models.base import EMBEDDING, Inputs, LanguageModel, ModelConfig, layer_tap
+from jaxlm.models.base import EMBEDDING, Inputs, LanguageModel, ModelConfig, RewardModel, layer_tap, with_traits
+from jaxlm.models.decoder import as_transformer
 from jaxlm.models.stacks import Body, taken_layers
 from jaxlm.reading.choices import choice
-from jaxlm.surgery.base import SurgeryConfig
+from jaxlm.surgery.base import SurgeryConfig, Wants
 
 _CALIBRATION_BATCHES = 8
 
@@ -61,10 +63,9 @@ class DropLayersConfig(SurgeryConfig):
         return self._taken(model)
 
     @property
-    def num_calibration_batches(self) -> int:
-        if self.num_layers is None:
-            return 0
-        return _CALIBRATION_BATCHES if self.calibration_batches is None else self.calibration_batches
+    def wants(self) -> Wants:
+        num_batches = 0 if self.num_layers is None else self.calibration_batches or _CALIBRATION_BATCHES
+        return Wants(num_batches=num_batches, measure=self.measure, describe=self.describe)
 
     def measure(self, model: LanguageModel, batch: TokenBatch) -> Mapping[str, jax.Array]:
         """Sums of cosines {layers}, and the number of tokens."""
@@ -99,7 +100,7 @@ class DropLayersConfig(SurgeryConfig):
 
     def _taken(self, model: LanguageModel) -> LanguageModel:
         try:
-            return model.with_layers(self._structure(_body(model).num_layers))
+            return _with_layers(model, self._structure(_body(model).num_layers))
         except ConfigError as error:
             raise ConfigError(f"surgery drop_layers: {error}") from error
 
@@ -156,6 +157,13 @@ def _body(model: LanguageModel) -> Body:
     if body is None:
         raise ConfigError("surgery drop_layers: this model has no stack of layers. Remove the surgery")
     return body
+
+
+def _with_layers(model: LanguageModel, kept: Sequence[int]) -> LanguageModel:
+    if isinstance(model, RewardModel):
+        base = _with_layers(model.base, kept)
+        return with_traits(replace(model, base=base), switch_lengths=base.traits.switch_lengths)
+    return as_transformer(model, "has no layers that jaxlm can take out").with_layers(kept)
 
 
 def _cosine(before: NamedArray, after: NamedArray) -> jax.Array:

@@ -14,7 +14,7 @@ import jax
 
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.field_types import PositiveInt
-from jaxlm.models.base import LanguageModel, ModelConfig
+from jaxlm.models.base import LanguageModel, ModelConfig, RotaryModel, with_context
 from jaxlm.models.rope import RotaryConfig
 from jaxlm.reading.choices import choice
 from jaxlm.reading.decode import encode
@@ -54,7 +54,7 @@ class ExtendContextConfig(SurgeryConfig):
 
     def changed(self, config: ModelConfig) -> ModelConfig:
         try:
-            changed = config.with_context(self.seq_len, self.rope)
+            changed = with_context(config, self.seq_len, self.rope)
         except ConfigError as error:
             raise ConfigError(f"surgery extend_context: {error}") from error
         if self.seq_len < config.seq_len:
@@ -77,13 +77,15 @@ class ExtendContextConfig(SurgeryConfig):
         return changed
 
     def apply(self, model: LanguageModel, *, key: jax.Array) -> LanguageModel:
-        return self._changed(model)
+        if not isinstance(model, RotaryModel):
+            raise ConfigError(
+                f"surgery extend_context: a model of type {type(model).__name__} has no rotary position embedding that jaxlm"
+                " can change"
+            )
+        return model.with_context(self.seq_len, self.rope)
 
     def moved(self, moments: Any, sums: Any) -> Any:
-        return self._changed(moments)
+        return moments.with_context(self.seq_len, self.rope)
 
     def merge(self, model: LanguageModel) -> LanguageModel:
         return model
-
-    def _changed(self, model: LanguageModel) -> LanguageModel:
-        return model.with_context(self.seq_len, self.rope)

@@ -12,7 +12,7 @@ those of NVIDIA's matrix units.
 import dataclasses
 import re
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -25,10 +25,10 @@ from jaxlm.core.axes import ROUTES, VOCAB, axes_of
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.field_types import PositiveInt
 from jaxlm.core.products.fp8 import Fp8
-from jaxlm.models.base import LanguageModel
+from jaxlm.models.base import LanguageModel, with_traits
 from jaxlm.models.linear import Linear
 from jaxlm.reading.choices import choice
-from jaxlm.surgery.base import SurgeryConfig
+from jaxlm.surgery.base import SurgeryConfig, Wants
 
 HEAD = "head"
 _MULTIPLE = 16  # of both sizes of a matrix: what fp8 instructions of NVIDIA's GPUs multiply
@@ -88,9 +88,10 @@ class Fp8Config(SurgeryConfig):
     def merge(self, model: LanguageModel) -> LanguageModel:
         return _with_fp8(model, self._chosen(model), None)
 
-    def compiler_options(self, platform: str) -> Mapping[str, bool | int | str]:
+    @property
+    def wants(self) -> Wants:
         # Otherwise XLA compiles and measures many Triton kernels for each product: minutes instead of 44 s (docs/log.md).
-        return {"xla_gpu_enable_triton_gemm": False} if platform == "gpu" else {}
+        return Wants(compiler_options={"gpu": {"xla_gpu_enable_triton_gemm": False}})
 
     def _chosen(self, model: LanguageModel) -> list[str]:
         """The paths of the layers whose products this surgery computes in fp8."""
@@ -124,13 +125,13 @@ def linear_layers(model: LanguageModel) -> dict[str, LinearShape]:
     head = jax.eval_shape(lambda model: model.lm_head(), model)
     if isinstance(head, NamedArray):
         vocab = head.axis_size(VOCAB)
-        layers[HEAD] = LinearShape(hax.axis_size(head.axes) // vocab, vocab, 1, model.head_fp8)
+        layers[HEAD] = LinearShape(hax.axis_size(head.axes) // vocab, vocab, 1, model.traits.head_fp8)
     return layers
 
 
 def describe_products(model: LanguageModel) -> str | None:
     """Says how many linear layers are computed in fp8, and with which recipe; None if there are none."""
-    if model.head_fp8 is None and all(layer.fp8 is None for layer in tree.modules(model, Linear)):
+    if model.traits.head_fp8 is None and all(layer.fp8 is None for layer in tree.modules(model, Linear)):
         return None
     counts: Counter[str | None] = Counter()
     for shape in linear_layers(model).values():
@@ -144,4 +145,4 @@ def _with_fp8(model: LanguageModel, paths: Sequence[str], fp8: Fp8 | None) -> La
     if body:
         changed = lambda layer: dataclasses.replace(layer, fp8=fp8)  # noqa: E731
         model = tree.map_modules(model, Linear, f"^({'|'.join(body)})$", changed)
-    return dataclasses.replace(model, head_fp8=fp8) if HEAD in paths else model
+    return with_traits(model, head_fp8=fp8) if HEAD in paths else model

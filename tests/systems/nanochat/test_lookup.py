@@ -17,7 +17,7 @@ from jaxlm.commands.prepare import prepare
 from jaxlm.core import tree
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.tracing import tracing
-from jaxlm.models.base import vocab_axis
+from jaxlm.models.base import token_leaves, vocab_axis
 from jaxlm.models.inference.unstacked import unstack
 from jaxlm.observe.console import Console
 from jaxlm.plan.load_config import read_config
@@ -91,7 +91,7 @@ def test_the_scan_is_that_of_whole_codewords():
 def test_uniform_tables_may_be_of_any_size():
     config = dataclasses.replace(TINY, lookup=LookupConfig(layers=[1], allocation="uniform", num_entries=300 * 600 + 1))
     config.check()
-    assert config.leaves_from_tokens(300) is None
+    assert token_leaves(config, 300) is None
     model = jax.eval_shape(lambda: config.build(vocab_axis(300), key=jax.random.key(0)))
     assert model.body.lookups[0].scores.max_entries == 601  # more than the default of max_entries
 
@@ -163,7 +163,7 @@ def test_tables_that_do_not_fit_are_refused(lookup, message):
 
     def checked():
         config.check()
-        config.leaves_from_tokens(300)
+        token_leaves(config, 300)
 
     with pytest.raises(ConfigError, match=message):
         checked()

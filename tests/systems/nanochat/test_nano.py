@@ -83,7 +83,7 @@ def loss_of(config, whole=lambda trained: trained):
         hidden = model.hidden(inputs).final
         mask = hax.named(jnp.where(targets < 0, 0.0, 1.0), inputs.tokens.axes)
         chosen = hax.named(jnp.maximum(targets, 0), inputs.tokens.axes)
-        options = {"soft_cap": model.logit_soft_cap, "vocab_multiple": config.vocab_multiple}
+        options = model.traits.loss_options
         sums = next_token_sums(hidden, model.lm_head(), chosen, mask, **options)
         return sums.total / mask.sum().array
 

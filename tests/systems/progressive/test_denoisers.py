@@ -43,7 +43,7 @@ def final(model, inputs, fractions):
 @pytest.mark.parametrize("parts", LAYERS)
 def test_each_row_is_computed_by_the_part_for_its_share_of_masks(whole, as_inputs, parts):
     model = parted(whole, parts)
-    assert model.denoisers == tuple(
+    assert model.traits.denoisers == tuple(
         Denoiser(limit, *layers) for limit, layers in zip(LIMITS, LAYERS[parts], strict=True)
     )
     inputs = as_inputs(np.random.default_rng(0).integers(0, 39, (5, 12)))
@@ -93,14 +93,14 @@ def test_texts_need_the_parts_for_their_range(mask_range, parts):
 @pytest.mark.parametrize("at", ["prepend", "append"])
 def test_the_parts_of_a_grown_model_are_its_stacks(whole, at):
     grown = GrowConfig(1, at, "random").apply(parted(whole, "blocks"), key=jax.random.key(0))
-    assert grown.denoisers == ()
+    assert grown.traits.denoisers == ()
     export_form(grown, [DenoisersConfig(LIMITS, "blocks"), GrowConfig(1, at, "random")])  # blocks no more
     model = DenoisersConfig([0.5, 1.0], "blocks").apply(grown, key=None)
     edge = 1 if at == "prepend" else 3
-    assert [(one.first, one.stop) for one in model.denoisers] == [(edge, 4), (0, edge)]
+    assert [(one.first, one.stop) for one in model.traits.denoisers] == [(edge, 4), (0, edge)]
     merged = merge_surgeries(model, [GrowConfig(1, at), DenoisersConfig([0.5, 1.0], "blocks")])
     assert len(merged.body.stacks) == 1
-    assert merged.denoisers == model.denoisers
+    assert merged.traits.denoisers == model.traits.denoisers
     with pytest.raises(ConfigError, match="3 parts given, but the model has 2 stacks"):
         parted(grown, "blocks")
 
@@ -130,9 +130,9 @@ def test_a_pass_for_each_part_leaves_the_masks_that_the_next_one_was_trained_on(
     for prompt, row in zip(prompts, found, strict=True):
         assert row == by_hand(whole, "suffixes", logits_of, as_inputs, prompt, 9)
         assert MASK not in row
-    passes = DEPTH.plan([12, 25, 29], 9, model.denoisers)
+    passes = DEPTH.plan([12, 25, 29], 9, model.traits.denoisers)
     assert passes.counts.tolist() == [[3, 0, 0], [3, 3, 2], [3, 6, 7]]
-    assert DEPTH.plan([25], 9, model.denoisers).counts.tolist() == [[3], [6]]
+    assert DEPTH.plan([25], 9, model.traits.denoisers).counts.tolist() == [[3], [6]]
 
 
 @pytest.mark.slow

@@ -230,7 +230,7 @@ def test_times_of_stacks_for_the_bound_make_up_all_times():
 def test_a_prepended_stack_and_those_behind_it_are_for_the_masks_that_it_was_trained_on():
     table = [0.15, 0.5, 1.0]
     plan = make_plan(timed(masking={"time_step_mask_fractions": table}, polish_steps=1, layers_per_stack=1), "x", 40)
-    parts = {phase.name: plan.state_builder.abstract_state(phase).model.denoisers for phase in plan.phases}
+    parts = {phase.name: plan.state_builder.abstract_state(phase).model.traits.denoisers for phase in plan.phases}
     assert [(one.max_fraction, one.first, one.stop) for one in parts["stack_0"]] == [(0.15, 0, 2)]
     assert [(one.max_fraction, one.first, one.stop) for one in parts["stack_2"]] == [
         (0.15, 2, 4),
@@ -250,7 +250,7 @@ def test_a_stage_needs_the_part_that_it_trains_alone(objective, kind):
     masking = {"mask_schedule_type": kind, "min_mask_fraction": 0.1}
     plan = make_plan(timed(objective, masking=masking, layers_per_stack=1), "x", 40)
     for phase, data in zip(plan.phases, plan.data, strict=True):
-        parts = plan.state_builder.abstract_state(phase).model.denoisers
+        parts = plan.state_builder.abstract_state(phase).model.traits.denoisers
         spec = data.batch_spec(16)
         mask_range = spec.make(**dict.fromkeys(spec.columns)).mask_range
         assert list(needed(parts, mask_range)) == [parts[-1]]

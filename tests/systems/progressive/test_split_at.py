@@ -178,13 +178,13 @@ MIXED = Qwen3MoeConfig(
     "layers", [*(pytest.param(one, marks=pytest.mark.soak) for one in ((1,), (4,))), (2, 4), (3, 1)]
 )
 def test_layers_with_and_without_experts_are_cut_into_stacks_of_each(layers, built, as_inputs):
-    """Dense and expert layers take turns, also above and below the cuts. Joining them again gives the same model."""
+    """Dense and expert layers alternate, also above and below the splits. Joining them again gives the same model."""
     whole = built(MIXED)
-    assert whole.body.order == (0, 1, 0, 1, 0)
+    assert whole.body.stack_of_layer == (0, 1, 0, 1, 0)
     cut = split(whole, *layers)
     for bounds in zip((0, *sorted(layers)), (*sorted(layers), 5), strict=True):
-        inside = {cut.body.order[layer] for layer in range(*bounds)}
-        outside = {number for layer, number in enumerate(cut.body.order) if layer not in range(*bounds)}
+        inside = {cut.body.stack_of_layer[layer] for layer in range(*bounds)}
+        outside = {number for layer, number in enumerate(cut.body.stack_of_layer) if layer not in range(*bounds)}
         assert not inside & outside, "no stack has layers on both sides of a cut"
     taps = ("layer_0", "layer_2", "layer_3", "final")
     run = eqx.filter_jit(lambda m: m.hidden(inputs_of(as_inputs), taps=taps))

@@ -38,7 +38,10 @@ def config_of(file, records=RECORDS, **fields):
     ("fields", "message"),
     [
         ({"temperature": 1e-30}, r"temperature: 1e-30 given, 0 \(greedy\) or 1e-20 to 1e\+20 expected"),
-        ({"num_samples": 2}, "num_samples: 2 given without temperature, with which all answers are the same"),
+        (
+            {"num_samples": 2},
+            r"num_samples: 2 given together with temperature: 0\.0, with which all answers are the same",
+        ),
         (
             {"num_samples": 3, "batch_size": 2, "temperature": 1.0},
             "batch_size: 2 given, but num_samples is 3",
@@ -82,7 +85,7 @@ def test_prompts_that_are_not_utf8_are_refused_with_their_place(tmp_path):
 
 def test_the_names_of_the_metrics_are_known(tmp_path):
     names = ["reward", "rewards/length", "completions/mean_length", "completions/clipped_ratio"]
-    assert config_of(tmp_path / "p.jsonl", name="x").metric_names == tuple(f"x/{name}" for name in names)
+    assert config_of(tmp_path / "p.jsonl", name="x").metrics.names == tuple(f"x/{name}" for name in names)
 
 
 @pytest.fixture(scope="module")
@@ -131,7 +134,7 @@ def run(case, folder, **fields):
     config = config_of(folder / "p.jsonl", **fields)
     metrics = config.open(context).run(model)
     ((name, rows, scores),) = logged
-    assert name == config.completions_name
+    assert name == config.metrics.title
     return metrics, rows, scores
 
 

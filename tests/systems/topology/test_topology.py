@@ -191,7 +191,7 @@ def test_layers_are_divided_without_a_change_of_the_function():
         f"{{type: stacked, layers: [{{type: nested, repeat: 2, layers: [{mlp}, {attention}]}}, {last}]}}"
     )
     listed = topology(f"{{type: stacked, layers: [{mlp}, {attention}, {mlp}, {attention}, {last}]}}")
-    assert (repeated.order, listed.order) == ((0, 0), (0, 1))
+    assert (repeated.stack_of_layer, listed.stack_of_layer) == ((0, 0), (0, 1))
     np.testing.assert_allclose(
         logits(by_shape(repeated), inputs()), logits(by_shape(listed), inputs()), rtol=1e-6, atol=1e-6
     )

@@ -12,6 +12,7 @@ from jaxlm.core.errors import ConfigError
 from jaxlm.interop.hf.family import family_of_config
 from jaxlm.interop.hf.folder import load_model, save_folder
 from jaxlm.interop.hf.verify import verify_folder
+from jaxlm.models.base import as_family
 from jaxlm.systems.topology.model import TopologyConfig
 from tests.engine.helpers import one_device
 from tests.systems.topology.test_topology import ALTERNATING, FAMILIES, LLAMA, VOCAB, built, spelled, topology
@@ -19,7 +20,7 @@ from tests.systems.topology.test_topology import ALTERNATING, FAMILIES, LLAMA, V
 
 @pytest.mark.parametrize(("family", "attention", "mlp"), FAMILIES.values(), ids=FAMILIES)
 def test_the_family_is_the_one_that_is_spelled_out(family, attention, mlp):
-    assert spelled(attention, mlp).as_family() == family
+    assert as_family(spelled(attention, mlp)) == family
 
 
 @pytest.mark.slow
@@ -75,5 +76,5 @@ def test_other_topologies_have_no_format(config, reason):
 
 def test_how_it_is_computed_is_kept():
     config = dataclasses.replace(topology(LLAMA), scan_layers=False, gradient_checkpointing="cheap", seq_len=64)
-    family = config.as_family()
+    family = as_family(config)
     assert (family.scan_layers, family.gradient_checkpointing, family.seq_len) == (False, "cheap", 64)

@@ -261,7 +261,7 @@ def test_alignment_loses_less_in_every_layer(config, built):
     assert (rows[:, 3] < rows[:, 2] - 0.01).all()
     losses = surgery.losses(model, sums)
     by_stack = {path: iter(np.asarray(of_stack)) for path, of_stack in losses.items()}
-    expected = [next(by_stack[sorted(by_stack)[stack]]) for stack in model.body.order]
+    expected = [next(by_stack[sorted(by_stack)[stack]]) for stack in model.body.stack_of_layer]
     np.testing.assert_allclose(rows, expected, atol=1e-4)
 
 

@@ -9,14 +9,14 @@ from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import jax
 import numpy as np
 
+from jaxlm.core import tree
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.safe_io import read_json_object
 from jaxlm.interop.hf.tensor_files import open_tensors
 from jaxlm.interop.hf.weights import Tensor, single
-from jaxlm.models.base import LanguageModel
+from jaxlm.models.base import LanguageModel, RewardModel
 
 SCORE = "score.weight"
 _SUFFIX = "ForSequenceClassification"
@@ -29,7 +29,7 @@ _MISSING = ("Granite",)  # families without such a class
 
 def is_reward_model(model: LanguageModel) -> bool:
     """Tells whether a model has a reward head. Its paths are then `reward`, and `base.` before those of the model."""
-    return jax.eval_shape(lambda model: model.reward_head(), model) is not None
+    return bool(tree.modules(model, RewardModel))
 
 
 def is_classifier(content: Mapping[str, Any]) -> bool:

@@ -23,7 +23,7 @@ from jaxlm.core.errors import ConfigError
 from jaxlm.core.field_types import check_field
 from jaxlm.core.safe_io import read_bytes
 from jaxlm.interop.hf.weights import Tensor
-from jaxlm.models.base import ModelConfig
+from jaxlm.models.base import ModelConfig, as_family
 from jaxlm.reading.choices import sources
 
 # Keys that do not affect what a causal language model computes. They are too common for a note.
@@ -258,7 +258,7 @@ def all_families() -> tuple[Family, ...]:
 
 def family_of_config(config: ModelConfig) -> Family:
     """The family of a model config. Raises `ConfigError` if Hugging Face has none."""
-    kind = type(config.as_family())
+    kind = type(as_family(config))
     for family in all_families():
         if family.config is kind:
             return family
@@ -363,7 +363,7 @@ def config_to_json(family: Family, config: ModelConfig) -> Json:
     Raises:
         ConfigError: lists all fields whose value config.json cannot represent.
     """
-    config = config.as_family()
+    config = as_family(config)
     written: Json = {}
     for key in family.keys:
         if isinstance(key, FixedKey):
@@ -397,7 +397,7 @@ def edited_json(family: Family, config: ModelConfig, source: Mapping[str, Any]) 
     A model that was trained on shorter texts keeps the source's length, unless it has lost rows of its table of positions, or
     has another rotary embedding.
     """
-    where, config = "the config.json of the source", config.as_family()
+    where, config = "the config.json of the source", as_family(config)
     if source.get("model_type") not in family.model_types:
         return config_to_json(family, config)
     try:

@@ -30,7 +30,7 @@ from jaxlm.interop.hf.family import (
 from jaxlm.interop.hf.load import Change, differing_head, load_weights
 from jaxlm.interop.hf.tensor_files import RenamedTensors, most_common_dtype, open_tensors, unread_indices
 from jaxlm.interop.hf.weights import TensorWriter
-from jaxlm.models.base import LanguageModel, ModelConfig
+from jaxlm.models.base import LanguageModel, ModelConfig, as_family
 
 DTYPES = {"float32": jnp.float32, "bfloat16": jnp.bfloat16, "float16": jnp.float16}
 """Dtypes of exported weights."""
@@ -102,7 +102,7 @@ def load_model(
     Raises:
         ConfigError: the weights do not fit the model; lists all tensors that are missing or do not fit.
     """
-    config, vocab_size, unused = config.as_family(), None, ()
+    config, vocab_size, unused = as_family(config), None, ()
     if not options.rules:
         opened = open_folder(path, options)
         theirs = family_of_config(opened.config)
@@ -241,7 +241,7 @@ def save_folder(
     keys = edited_json(family, config, source)
     described = {**keys, **vocabulary, "dtype" if "dtype" in keys else "torch_dtype": np.dtype(dtype).name}
     described.setdefault("use_cache", True)
-    tensors, left_out = list(family.tensors(config.as_family())), set()
+    tensors, left_out = list(family.tensors(as_family(config))), set()
     if is_reward_model(model):
         described |= classifier_keys(family.architecture, special_ids)
         tensors, left_out = classifier_tensors(tensors)

@@ -19,7 +19,7 @@ from jaxlm.core.sharding import Layout
 from jaxlm.interop.hf.classifier import is_reward_model, read_score
 from jaxlm.interop.hf.folder import load_model, open_folder
 from jaxlm.interop.hf.tensor_files import most_common_dtype, open_tensors
-from jaxlm.models.base import Inputs, LanguageModel, ModelConfig
+from jaxlm.models.base import Inputs, LanguageModel, ModelConfig, reward_head
 from jaxlm.models.inference.generate import generate
 
 _ALONE = "jaxlm (transformers is not installed)"
@@ -70,7 +70,7 @@ def _verify_scores(folder: Path, model: LanguageModel, seq_len: int, layout: Lay
     known = np.setdiff1d(np.arange(model.Vocab.size), [-1 if padding is None else padding])
     ids = np.random.default_rng(0).choice(known, min(seq_len, _PROMPT_LENGTH))
     reader, rewards = _classifier(folder, layout)
-    head = jax.jit(lambda model: model.reward_head())(model)
+    head = jax.jit(reward_head)(model)
     return _agreed(_scores(model, head.array, ids, layout), rewards(ids), "rewards", folder, reader)
 
 

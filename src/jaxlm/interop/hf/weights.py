@@ -254,7 +254,7 @@ def rows_by_stack(
         others: rows outside the layers.
         experts, dense: rows of the layers with experts, and of the dense ones, as if the model had one stack of them.
     """
-    stacks = numbers_by_stack(config.order)
+    stacks = numbers_by_stack(config.stack_of_layer)
     for tensor in others:
         yield _in_stack(tensor, len(stacks) - 1, None) if len(stacks) > 1 else tensor
     for number, layers in enumerate(stacks):

@@ -29,7 +29,7 @@ from jaxlm.core.errors import ConfigError
 from jaxlm.interop.hf.family import family_of_config
 from jaxlm.interop.hf.tensor_files import TensorSource
 from jaxlm.interop.hf.weights import Part, Sizes, Tensor
-from jaxlm.models.base import ModelConfig
+from jaxlm.models.base import ModelConfig, as_family
 
 PREFIX = "base_model.model."
 """Prefix of all module names in PEFT files."""
@@ -42,7 +42,7 @@ HEAD = "head"
 
 def peft_tensors(config: ModelConfig) -> list[Tensor]:
     """The table of weights of a model. PEFT adapts the head as a module of its own, also if its weight is tied."""
-    family, config = family_of_config(config), config.as_family()
+    family, config = family_of_config(config), as_family(config)
     tensors = list(family.tensors(config))
     if is_tied(config):
         untied = family.tensors(dataclasses.replace(config, tie_word_embeddings=False))  # pyright: ignore[reportCallIssue]

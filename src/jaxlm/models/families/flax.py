@@ -10,7 +10,7 @@ from haliax import Axis, NamedArray
 
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.field_types import check_fields
-from jaxlm.models.base import ModelConfig, vocab_axis
+from jaxlm.models.base import ModelConfig, ModelTraits, vocab_axis
 from jaxlm.models.flax.model import FlaxDefinition, FlaxInputs, FlaxModel, load_factory, named_axes
 from jaxlm.models.flops import FlopsPerToken, matrix_operations
 from jaxlm.models.remat import AUTO, CHEAP, FULL, NONE, parse_remat, remat_name
@@ -69,7 +69,7 @@ class FlaxConfig(ModelConfig):
             {path: NamedArray(array, axes[path]) for path, array in params.items()},
             definition,
             parse_remat(self.gradient_checkpointing),
-            notes=(_NO_CACHE,) if "segment_ids" in module.takes else (_NO_CACHE, _NO_SEGMENT_IDS),
+            traits=ModelTraits(notes=(_NO_CACHE,) if "segment_ids" in module.takes else (_NO_CACHE, _NO_SEGMENT_IDS)),
         )
 
     def flops_per_token(self, vocab_size: int) -> FlopsPerToken:

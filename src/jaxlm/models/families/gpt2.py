@@ -19,8 +19,8 @@ from jaxlm.core.errors import ConfigError, check_choice, check_divides
 from jaxlm.core.field_types import BelowOne, NonNegativeFloat, NumLayers, PositiveInt, check_fields
 from jaxlm.core.sharding import for_lookup
 from jaxlm.models.activations import ACTIVATIONS
-from jaxlm.models.base import Hidden, Inputs, KVCache, ModelConfig
-from jaxlm.models.decoder import TransformerConfig, TransformerModel
+from jaxlm.models.base import Inputs, KVCache, ModelConfig
+from jaxlm.models.decoder import TransformerConfig, TransformerModel, transformer_traits
 from jaxlm.models.growth import StartsAsIdentity, without_output
 from jaxlm.models.inference.kv_cache import empty_cache
 from jaxlm.models.layers import (
@@ -134,8 +134,8 @@ class Gpt2Config(TransformerConfig):
         # A key of its own, so that the other parameters are those of a model with a tied head.
         k_head, Embed, tied = jax.random.fold_in(key, 1), self.Embed, self.tie_word_embeddings
         head = None if tied else Linear.init(Embed, Vocab, std=std, key=k_head)
-        options = {"vocab_multiple": self.vocab_multiple, "adds_noise": True}
-        return Gpt2(tokens=tokens, positions=positions, body=body, head=head, config=self, **options)
+        traits = transformer_traits(self)
+        return Gpt2(tokens=tokens, positions=positions, body=body, head=head, config=self, traits=traits)
 
 
 class Gpt2Block(StartsAsIdentity):
@@ -182,31 +182,15 @@ class Gpt2(TransformerModel):
     head: Linear | None
     config: Gpt2Config = eqx.field(static=True)
 
-    def hidden(
-        self, inputs: Inputs, *, cache: KVCache | None = None, taps: Sequence[str] = (), key: jax.Array | None = None
-    ) -> Hidden:
+    def embedded(
+        self, inputs: Inputs, stream: NamedArray | None, key: jax.Array | None
+    ) -> tuple[NamedArray, jax.Array | None]:
         k_embed, k_body = (None, None) if key is None else jax.random.split(key)
-        return self.body(self._embedded(inputs, k_embed), inputs, cache, k_body, taps)
-
-    def forward_layers(
-        self,
-        first: int,
-        stop: int | None,
-        inputs: Inputs,
-        stream: NamedArray | None = None,
-        *,
-        taps: Sequence[str] = (),
-        key: jax.Array | None = None,
-    ) -> Hidden:
-        k_embed, k_body = (None, None) if key is None else jax.random.split(key)
-        x = self._embedded(inputs, k_embed) if stream is None else stream
-        return self.body(x, inputs, None, k_body, taps, first, stop)
-
-    def _embedded(self, inputs: Inputs, key: jax.Array | None) -> NamedArray:
-        """The input of the first layer. Args: key: for dropout."""
-        tokens, positions = for_lookup((self.tokens, self.positions))
-        x = token_embeddings(tokens, inputs) + positions(inputs.positions)
-        return dropout(x, self.config.embed_pdrop, key)
+        if stream is None:
+            tokens, positions = for_lookup((self.tokens, self.positions))
+            x = token_embeddings(tokens, inputs) + positions(inputs.positions)
+            stream = dropout(x, self.config.embed_pdrop, k_embed)
+        return stream, k_body
 
     def init_cache(self, Batch: Axis, capacity: int, dtype) -> KVCache:
         layers = [stack.Layers for stack in self.body.stacks]

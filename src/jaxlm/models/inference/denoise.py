@@ -206,7 +206,7 @@ def denoise_tokens(
         ConfigError: see `check_denoising` and `DenoisingConfig.plan`.
     """
     mask_id = check_denoising(prompts, num_new, mask_id, sampling, model, config)
-    config.check_parts(model.denoisers)
+    config.check_parts(model.traits.denoisers)
     if not prompts or not num_new:
         return [[] for _ in prompts]
     num_rows = program_rows(len(prompts))
@@ -219,7 +219,7 @@ def denoise_tokens(
     axes = (Axis(BATCH, num_rows), Axis(POSITION, width))
     positions = np.broadcast_to(np.arange(width, dtype=np.int32), tokens.shape)
     inputs = Inputs(*(hax.named(jnp.asarray(a), axes) for a in (tokens, positions, segment_ids)))
-    passes = config.plan([len(prompt) + num_new for prompt in prompts], num_new, model.denoisers)
+    passes = config.plan([len(prompt) + num_new for prompt in prompts], num_new, model.traits.denoisers)
     counts = np.zeros((len(passes.blocks), num_rows), np.int32)
     counts[:, : len(prompts)] = passes.counts
     filled = _denoise(

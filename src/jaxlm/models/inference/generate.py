@@ -463,7 +463,7 @@ def _decode_until(
     """`_decode`, and the steps at which texts grow beyond a switch length."""
     model, step_model = generator.model, generator.step_model
     state = _decode(step_model, state, keys, stop_ids, end, distribution)
-    while model.switch_lengths and _waits(model, state, end):
+    while model.traits.switch_lengths and _waits(model, state, end):
         state = _cross(model, step_model, state, keys, stop_ids, distribution)
         state = _decode(step_model, state, keys, stop_ids, end, distribution)
     return state

@@ -45,7 +45,7 @@ def next_inputs(state: State) -> Inputs:
 
 def rows_that_cross(model: LanguageModel, state: State) -> jax.Array:
     """Bool [rows], whether the next token is the first beyond a switch length."""
-    lengths = jnp.asarray(model.switch_lengths, jnp.int32)
+    lengths = jnp.asarray(model.traits.switch_lengths, jnp.int32)
     return state.alive & (state.positions[:, None] == lengths).any(axis=1)
 
 

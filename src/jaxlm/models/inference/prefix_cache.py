@@ -64,7 +64,7 @@ class PrefixCache:
         num_cached = _num_reused(common_prefix, len(prompt))
         longest = max(len(prompt), len(self._tokens))
         # A cache or a prompt beyond a length that changes all tokens does not fit either.
-        if not num_cached or any(num_cached <= length < longest for length in model.switch_lengths):
+        if not num_cached or any(num_cached <= length < longest for length in model.traits.switch_lengths):
             return None, 0
         cache = _stack(cache) if isinstance(cache, UnstackedCache) else cache
         cache = _truncate(cache, jnp.int32(self._start + num_cached))

@@ -116,7 +116,7 @@ def sample_responses(
     state, keys = begin(generator.model, inputs, numbers, words, stops, distribution, max_new_tokens)
     state = generator.in_step_layout(state)
     state = finish(generator.step_model, state, keys, stops, distribution)
-    while generator.model.switch_lengths and _waits(generator.model, state):
+    while generator.model.traits.switch_lengths and _waits(generator.model, state):
         state = cross(generator.model, generator.step_model, state, keys, stops, distribution)
         state = finish(generator.step_model, state, keys, stops, distribution)
     return Responses(np.asarray(state.tokens)[: len(prompts)], np.asarray(state.logps)[: len(prompts)])
@@ -281,7 +281,7 @@ def _logits(model: LanguageModel, last: NamedArray) -> jax.Array:
         logits = last.rearrange((BATCH, VOCAB)).array.astype(jnp.float32)
     else:
         logits = einsum("bd,vd->bv", last.rearrange((BATCH, EMBED)).array, arranged(head, (VOCAB, EMBED)), jnp.float32)
-    return soft_capped(logits, model.logit_soft_cap)
+    return soft_capped(logits, model.traits.logit_soft_cap)
 
 
 def _with_next(

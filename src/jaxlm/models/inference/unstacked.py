@@ -32,13 +32,13 @@ class UnstackedBody(eqx.Module):
     """A `Body` with unstacked layers, for decoding with an `UnstackedCache` only.
 
     Attributes:
-        order: the number of each layer's stack in the cache.
+        stack_of_layer: the number of each layer's stack in the cache.
     """
 
     layers: tuple[Block, ...]
     final_norm: Norm
     kinds: tuple[LayerKind, ...] = eqx.field(static=True)
-    order: tuple[int, ...] = eqx.field(static=True)
+    stack_of_layer: tuple[int, ...] = eqx.field(static=True)
     HeadSize: Axis = eqx.field(static=True)
 
     def __call__(self, x: NamedArray, inputs: Inputs, cache: UnstackedCache, key: None, taps: tuple[()] = ()) -> Hidden:
@@ -46,7 +46,7 @@ class UnstackedBody(eqx.Module):
         reads it."""
         contexts = layer_contexts(self.kinds, inputs, mask_over_cache(cache, inputs), AUTO, self.HeadSize)
         stacks: list[list[Any]] = [[] for _ in cache.keys]
-        for number, (block, stack) in enumerate(zip(self.layers, self.order, strict=True)):
+        for number, (block, stack) in enumerate(zip(self.layers, self.stack_of_layer, strict=True)):
             index = len(stacks[stack])
             layer_cache = LayerCache(cache.keys[stack][index], cache.values[stack][index], cache.length)
             context = contexts[number % len(contexts)]
@@ -120,10 +120,10 @@ def _unstack_node(node: Any) -> Any:
         return node.unstacked()
     if isinstance(node, Body):
         stacks, last = [iter(stack.layers.unstacked()) for stack in node.stacks], node.stacks[-1]
-        blocks = tuple(next(stacks[number]) for number in node.order)
+        blocks = tuple(next(stacks[number]) for number in node.stack_of_layer)
         blocks = jax.tree.map(_as_matrix, blocks, is_leaf=lambda x: isinstance(x, Linear))
         kinds = shortest_period(node.kinds_by_layer)
-        return UnstackedBody(blocks, node.last_norm, kinds, node.order, last.HeadSize)
+        return UnstackedBody(blocks, node.last_norm, kinds, node.stack_of_layer, last.HeadSize)
     if isinstance(node, KVCache):
         keys, values = (tuple(map(_unstack_kv_array, arrays)) for arrays in (node.keys, node.values))
         return UnstackedCache(keys, values, node.positions, node.segment_ids, node.length, node.tokens)

@@ -37,7 +37,7 @@ _POWER_LINES = "arXiv:2505.13738"
 Depth = Annotated[int, Interval(ge=1, le=1024)]
 
 
-@choice(PresetConfig, "depth_dial")
+@choice(PresetConfig, "depth_dial", role="default")
 class DepthDialConfig(PresetConfig):
     """Fills in `model`, `optimizer`, `data.vocab_size`, and the length and batch of `trainer`.
 
@@ -247,9 +247,12 @@ class _Dial:
 
     def _count(self, model: NanoConfig, vocab_size: int) -> int:
         counts = parameter_counts(model, vocab_size)
-        rows = padded_vocab_size(model, vocab_size)
+        rows, multiple = padded_vocab_size(model, vocab_size), model.pad_vocab_to_multiple_of or 1
         self._add(
-            "vocabulary, padded", rows, f"{vocab_size:,} rounded up to a multiple of {model.vocab_multiple}", "gpt.py"
+            "vocabulary, padded",
+            rows,
+            f"{vocab_size:,} rounded up to a multiple of {multiple}",
+            "gpt.py",
         )
         by_group = {item.name: count for item in fields(counts) if (count := getattr(counts, item.name))}
         self._add("parameters", {**by_group, "total": counts.total}, "sizes of the arrays", "gpt.py")

@@ -34,7 +34,6 @@ ReLU: So et al. 2021 (arXiv:2109.08668); value embeddings: Zhou et al. 2024 (arX
 (arXiv:2408.00118).
 """
 
-import dataclasses
 import functools
 import math
 from collections.abc import Sequence
@@ -70,8 +69,19 @@ from jaxlm.core.field_types import (
 from jaxlm.core.products.float32_sums import scaled
 from jaxlm.core.products.stored_weights import Weight
 from jaxlm.core.sharding import for_compute, for_lookup
-from jaxlm.models.base import FINAL, Hidden, Inputs, KVCache, LanguageModel, LeavesFromTokens, ModelConfig
-from jaxlm.models.decoder import SizedConfig
+from jaxlm.models.base import (
+    FINAL,
+    Hidden,
+    Inputs,
+    KVCache,
+    LeavesFromTokens,
+    ModelConfig,
+    RotaryModel,
+    token_leaves,
+    with_context,
+    with_traits,
+)
+from jaxlm.models.decoder import SizedConfig, transformer_traits
 from jaxlm.models.flops import FlopsPerToken
 from jaxlm.models.inference.kv_cache import empty_cache
 from jaxlm.models.layers import Embedding, Mlp, SelfAttention, token_embeddings
@@ -262,11 +272,7 @@ class NanoConfig(SizedConfig):
             smear_lambda=hax.zeros(()) if smears else None,
             backout_lambda=None if self.backout is None else hax.full((), self.backout),
             config=self,
-            logit_soft_cap=self.final_soft_cap,
-            vocab_multiple=self.vocab_multiple,
-            reads_beyond=True,
-            adds_noise=True,
-            switch_lengths=switch_lengths(self.kinds),
+            traits=replace(transformer_traits(self), logit_soft_cap=self.final_soft_cap, reads_beyond=True),
         )
 
     def flops_per_token(self, vocab_size: int) -> FlopsPerToken:
@@ -287,23 +293,6 @@ class NanoConfig(SizedConfig):
         num_lookups = 0 if self.lookup is None else len(self.lookup.layers)
         return layers.plus(12 * self.hidden_dim * num_lookups * num_lookup_entries(self, vocab_size) / vocab_size)
 
-    def leaves_from_tokens(self, vocab_size: int) -> LeavesFromTokens | None:
-        lookup = self.lookup
-        if lookup is None:
-            return None
-        num_entries = num_lookup_entries(self, vocab_size)
-        lookup.check_entries(num_entries, vocab_size)
-        if lookup.allocation == "uniform":
-            return None  # as it is initialized
-
-        paths = tuple(f"body.lookups.{number}.bounds" for number in range(len(lookup.layers)))
-        key = {"version": 1, "allocation": lookup.allocation, "entries": num_entries, "most": lookup.max_entries}
-
-        def compute(sequences: Sequence[np.ndarray]) -> dict[str, np.ndarray]:
-            return dict.fromkeys(paths, lookup.bounds_of(sequences, num_entries, vocab_size))
-
-        return LeavesFromTokens(paths, lookup.sample_tokens, key, compute)
-
     def _lookups(self, Vocab: Axis, key: jax.Array) -> dict[int, LookupLayer]:
         """The lookup layers by the number of the layer that each of them follows."""
         if self.lookup is None:
@@ -314,6 +303,25 @@ class NanoConfig(SizedConfig):
 
     def _between_layers(self, first: float, last: float) -> NamedArray:
         return NamedArray(jnp.linspace(first, last, self.num_layers), (self.Layers,))
+
+
+@token_leaves.register
+def _lookup_bounds(config: NanoConfig, vocab_size: int) -> LeavesFromTokens | None:
+    lookup = config.lookup
+    if lookup is None:
+        return None
+    num_entries = num_lookup_entries(config, vocab_size)
+    lookup.check_entries(num_entries, vocab_size)
+    if lookup.allocation == "uniform":
+        return None  # as it is initialized
+
+    paths = tuple(f"body.lookups.{number}.bounds" for number in range(len(lookup.layers)))
+    key = {"version": 1, "allocation": lookup.allocation, "entries": num_entries, "most": lookup.max_entries}
+
+    def compute(sequences: Sequence[np.ndarray]) -> dict[str, np.ndarray]:
+        return dict.fromkeys(paths, lookup.bounds_of(sequences, num_entries, vocab_size))
+
+    return LeavesFromTokens(paths, lookup.sample_tokens, key, compute)
 
 
 def _block(config: NanoConfig, *, key: jax.Array) -> NanoBlock:
@@ -338,7 +346,7 @@ def _block(config: NanoConfig, *, key: jax.Array) -> NanoBlock:
     return NanoBlock(attn, mlp, UnweightedRMSNorm(Embed, eps))
 
 
-class Nano(LanguageModel):
+class Nano(RotaryModel):
     """Token embedding, layers and head. The input of the layers is added to the residual stream before each of them.
 
     Attributes:
@@ -383,16 +391,15 @@ class Nano(LanguageModel):
         return Hidden(final, out.cache, taps={name: (out.taps | {FINAL: final})[name] for name in taps})
 
     def with_context(self, seq_len: int, rope: RotaryConfig | None) -> "Nano":
-        config = self.config.with_context(seq_len, rope)
-        assert isinstance(config, NanoConfig)
-        body = dataclasses.replace(self.body, kinds=config.kinds, seq_len=seq_len)
-        return dataclasses.replace(self, config=config, body=body, switch_lengths=switch_lengths(config.kinds))
+        config = with_context(self.config, seq_len, rope)
+        body = replace(self.body, kinds=config.kinds, seq_len=seq_len)
+        return with_traits(replace(self, config=config, body=body), switch_lengths=switch_lengths(config.kinds))
 
     def lm_head(self) -> Weight:
         return for_compute(self.head).weight
 
     def init_cache(self, Batch: Axis, capacity: int, dtype) -> KVCache:
-        config, reads_tokens = self.config, self.smear_gate is not None or bool(self.switch_lengths)
+        config, reads_tokens = self.config, self.smear_gate is not None or bool(self.traits.switch_lengths)
         sizes = Batch, capacity, config.KVHeads, config.HeadSize
         return empty_cache([config.Layers], *sizes, dtype, with_tokens=reads_tokens)
 
@@ -428,7 +435,8 @@ class ParameterCounts:
 
 def padded_vocab_size(config: "NanoConfig", vocab_size: int) -> int:
     """Rows of nanochat's tables for a vocabulary."""
-    return -(-vocab_size // config.vocab_multiple) * config.vocab_multiple
+    multiple = config.pad_vocab_to_multiple_of or 1
+    return -(-vocab_size // multiple) * multiple
 
 
 def parameter_counts(config: "NanoConfig", vocab_size: int) -> ParameterCounts:

@@ -31,7 +31,8 @@ from jaxlm.core import tree
 from jaxlm.core.axes import LAYERS
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.field_types import NumLayers, PositiveFraction, PositiveInt
-from jaxlm.models.base import LanguageModel, ModelConfig
+from jaxlm.models.base import LanguageModel, ModelConfig, with_traits
+from jaxlm.models.decoder import as_transformer
 from jaxlm.models.diffusion import Parts, denoisers_of
 from jaxlm.models.growth import Place, StartsAsIdentity, repeated_layers, with_copied_layers
 from jaxlm.models.stack_paths import newest_stack
@@ -122,7 +123,8 @@ class GrowConfig(SurgeryConfig):
         return model
 
     def _grown(self, model: Any, key: jax.Array | None) -> Any:
-        return model.grown(*repeated_layers(_body(model).num_layers, self.num_layers, self.at), key=key)
+        old = as_transformer(model, "has no layers that jaxlm can add to")
+        return old.grown(*repeated_layers(old.body.num_layers, self.num_layers, self.at), key=key)
 
     def _started(self, new: Stack, before: Body) -> Stack:
         """The new stack with the values that it starts with. Args: before: the layers before it was added."""
@@ -180,7 +182,8 @@ class DenoisersConfig(SurgeryConfig):
             why = "has no stack of layers" if body is None else "predicts next tokens, and no hidden ones"
             raise ConfigError(f"surgery denoisers: this model {why}. Remove the surgery")
         try:
-            return model.with_denoisers(denoisers_of(body.layer_numbers, self.mask_fractions, self.parts))
+            as_transformer(model, "cannot run only some of its layers")
+            return with_traits(model, denoisers=denoisers_of(body.layer_numbers, self.mask_fractions, self.parts))
         except ConfigError as error:
             where = "surgery denoisers: mask_fractions"
             where = f"objective.num_blocks (diffusion_blocks) or {where}" if self.parts == "blocks" else where

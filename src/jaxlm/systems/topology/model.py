@@ -5,7 +5,7 @@ import functools
 import itertools
 from collections.abc import Sequence
 from dataclasses import field
-from typing import Any, NoReturn, Protocol
+from typing import Any, NoReturn
 
 import equinox as eqx
 import jax
@@ -16,8 +16,8 @@ from jaxlm.core.axes import EMBED, LAYERS
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.field_types import NonNegativeFloat, PositiveInt, check_fields
 from jaxlm.core.sharding import for_lookup
-from jaxlm.models.base import Hidden, Inputs, KVCache, ModelConfig
-from jaxlm.models.decoder import DecoderConfig, TransformerModel
+from jaxlm.models.base import Inputs, KVCache, ModelConfig, as_family
+from jaxlm.models.decoder import DecoderConfig, TransformerModel, transformer_traits
 from jaxlm.models.families.mixtral import MixtralConfig
 from jaxlm.models.flops import FlopsPerToken
 from jaxlm.models.inference.kv_cache import empty_cache
@@ -25,7 +25,7 @@ from jaxlm.models.layers import Embedding, check_tiles, token_embeddings
 from jaxlm.models.linear import Linear
 from jaxlm.models.remat import parse_remat
 from jaxlm.models.scan import shortest_period
-from jaxlm.models.stacks import Body, LayerKind, Stack, Stacks, numbers_by_stack, stacked, switch_lengths
+from jaxlm.models.stacks import Body, LayerKind, Stack, Stacks, numbers_by_stack, stacked
 from jaxlm.reading.choices import choice
 from jaxlm.systems.topology.layers import (
     AttentionNode,
@@ -40,22 +40,129 @@ from jaxlm.systems.topology.layers import (
 from jaxlm.systems.topology.structure import PATH, TopologyLayer, check_groups, final_norm, layers_of
 
 
-class Spelling(Protocol):
-    """Describes a model by its layers."""
+@choice(ModelConfig, "topology")
+class TopologyConfig(ModelConfig):
+    """A decoder whose layers are written out: groups (`stacked`, `nested`, `residual`) of layers (`attention`, `rms_norm`,
+    `layer_norm`, `linear`, `swiglu`, `glu`, `mlp`, `moe`, `dropout`).
+
+    Attributes:
+        hidden_dim: width of the residual stream.
+        topology: the layers between the token embedding and the head. A norm at its end is the norm before the head.
+        initializer_range: standard deviation of the normal initialization of every weight matrix.
+        tie_word_embeddings: use the token embedding as the output head.
+    """
+
+    hidden_dim: PositiveInt = 512
+    topology: Node = field(kw_only=True)
+    initializer_range: NonNegativeFloat = 0.02
+    tie_word_embeddings: bool = False
 
     @property
-    def topology(self) -> Node: ...
+    def Embed(self) -> Axis:
+        return Axis(EMBED, self.hidden_dim)
+
     @property
-    def layers(self) -> tuple[TopologyLayer, ...]: ...
+    def Layers(self) -> Axis:
+        return Axis(LAYERS, len(self.layers))
+
     @property
-    def Embed(self) -> Axis: ...
+    def layers(self) -> tuple[TopologyLayer, ...]:
+        """The layers of the body, of which each has one attention."""
+        return layers_of(self.topology, self.hidden_dim)
+
     @property
-    def initializer_range(self) -> float: ...
+    def kinds(self) -> tuple[LayerKind, ...]:
+        """The kind of each layer, from first to last."""
+        return tuple(layer.kind for layer in self.layers)
+
     @property
-    def tie_word_embeddings(self) -> bool: ...
+    def stack_of_layer(self) -> tuple[int, ...]:
+        """The number of the stack that each layer is in: layers with the same parts are in one stack."""
+        structures = [layer.structure for layer in self.layers]
+        numbers = {structure: number for number, structure in enumerate(dict.fromkeys(structures))}
+        return tuple(numbers[structure] for structure in structures)
+
+    def check(self) -> None:
+        check_fields(self, "model")
+        check_groups(self.topology)
+        for layer in dict.fromkeys(self.layers):
+            layer.check()
+        self._check_experts()
+        if (norm := final_norm(self.topology)) is not None:
+            norm.check(self.hidden_dim)
+
+    def _check_experts(self) -> None:
+        """All experts share one load-balancing loss."""
+        items = [part for layer in self.layers for item in layer.items for part in item.all_of(MoeNode)]
+        for item in items[1:]:
+            first, other = items[0].node, item.node
+            assert isinstance(first, MoeNode)
+            assert isinstance(other, MoeNode)
+            for name, value in other.router_keys.items():
+                if value != (expected := first.router_keys[name]):
+                    raise ConfigError(
+                        f"{item.path}.{name}: {value} given, but {items[0].path} has {expected}. All moe layers of a topology"
+                        f" share one load-balancing loss: give them the same {name}"
+                    )
+
+    def build(self, Vocab: Axis, *, key: jax.Array) -> "TopologyModel":
+        k_tokens, k_layers, k_head = jax.random.split(key, 3)
+        std = self.initializer_range
+        head = None if self.tie_word_embeddings else Linear.init(self.Embed, Vocab, std=std, key=k_head)
+        tokens = Embedding.init(Vocab, self.Embed, std=std, key=k_tokens)
+        traits = dataclasses.replace(transformer_traits(self), reads_beyond=True)
+        return TopologyModel(tokens, self._body(k_layers), head, self, traits=traits)
+
+    def _body(self, key: jax.Array) -> Body:
+        layers, stack_of_layer = self.layers, self.stack_of_layer
+        keys, kinds = jax.random.split(key, len(layers)), self.kinds
+        item = final_norm(self.topology)
+        norm: Any = eqx.nn.Identity() if item is None else item.init(self.hidden_dim, 0.0, key=key)
+        stacks = [
+            Stack(
+                stacked(
+                    functools.partial(layers[numbers[0]].init, self.initializer_range),
+                    Axis(LAYERS, len(numbers)),
+                    keys[np.asarray(numbers)],
+                ),
+                norm,
+                kinds=shortest_period([kinds[number] for number in numbers]),
+                HeadSize=layers[numbers[0]].family.RotarySize,
+                scan=self.scan_layers,
+                remat_policy=parse_remat(self.gradient_checkpointing),
+                attn_backend=self.attn_backend,
+                mlp_tile_tokens=self.mlp_tile_tokens,
+                structure=stack,
+            )
+            for stack, numbers in enumerate(numbers_by_stack(stack_of_layer))
+        ]
+        check_tiles(self.mlp_tile_tokens, stacks)
+        return stacks[0] if len(stacks) == 1 else Stacks.of(stacks, stack_of_layer, norm)
+
+    def with_layers(self, kept: Sequence[int]) -> "TopologyConfig":
+        layers = [self.layers[number] for number in kept]
+        groups: list[Node] = [
+            NestedNode(layers=list(nodes), repeat=len(list(same)))
+            for nodes, same in itertools.groupby(layer.nodes for layer in layers)
+        ]
+        norm = final_norm(self.topology)
+        return dataclasses.replace(self, topology=StackedNode(layers=groups if norm is None else [*groups, norm.node]))
+
+    def flops_per_token(self, vocab_size: int) -> FlopsPerToken:
+        """FLOPs per training token. Of the experts, only those that the token is routed to count."""
+        weights = sum(node.num_weights(width) for layer in self.layers for node, width in layer.layers())
+        weights += vocab_size * self.hidden_dim
+        parts = [FlopsPerToken.of(weights=weights, attention_dim=0, seq_len=self.seq_len, windows=[])]
+        for layer in self.layers:
+            family = layer.family
+            dim = family.num_heads * (family.KeySize.size + family.HeadSize.size) // 2
+            windows = [layer.attention.sliding_window]
+            parts.append(FlopsPerToken.of(weights=0, attention_dim=dim, seq_len=self.seq_len, windows=windows))
+        return FlopsPerToken(sum(part.causal for part in parts), sum(part.palm for part in parts))
 
 
-def spelled_family(config: Spelling) -> DecoderConfig:
+@as_family.register
+def _spelled_family(config: TopologyConfig) -> DecoderConfig:
     """The config of the family, `llama`, `dba` or `mixtral`, that has the same parameters and computes the same.
 
     Raises:
@@ -124,131 +231,6 @@ def _refuse(reason: str) -> NoReturn:
     )
 
 
-@choice(ModelConfig, "topology")
-class TopologyConfig(ModelConfig):
-    """A decoder whose layers are written out: groups (`stacked`, `nested`, `residual`) of layers (`attention`, `rms_norm`,
-    `layer_norm`, `linear`, `swiglu`, `glu`, `mlp`, `moe`, `dropout`).
-
-    Attributes:
-        hidden_dim: width of the residual stream.
-        topology: the layers between the token embedding and the head. A norm at its end is the norm before the head.
-        initializer_range: standard deviation of the normal initialization of every weight matrix.
-        tie_word_embeddings: use the token embedding as the output head.
-    """
-
-    hidden_dim: PositiveInt = 512
-    topology: Node = field(kw_only=True)
-    initializer_range: NonNegativeFloat = 0.02
-    tie_word_embeddings: bool = False
-
-    @property
-    def Embed(self) -> Axis:
-        return Axis(EMBED, self.hidden_dim)
-
-    @property
-    def Layers(self) -> Axis:
-        return Axis(LAYERS, len(self.layers))
-
-    @property
-    def layers(self) -> tuple[TopologyLayer, ...]:
-        """The layers of the body, of which each has one attention."""
-        return layers_of(self.topology, self.hidden_dim)
-
-    @property
-    def kinds(self) -> tuple[LayerKind, ...]:
-        """The kind of each layer, from first to last."""
-        return tuple(layer.kind for layer in self.layers)
-
-    @property
-    def order(self) -> tuple[int, ...]:
-        """The number of the stack that each layer is in: layers with the same parts are in one stack."""
-        structures = [layer.structure for layer in self.layers]
-        numbers = {structure: number for number, structure in enumerate(dict.fromkeys(structures))}
-        return tuple(numbers[structure] for structure in structures)
-
-    def as_family(self) -> DecoderConfig:
-        return spelled_family(self)
-
-    def check(self) -> None:
-        check_fields(self, "model")
-        check_groups(self.topology)
-        for layer in dict.fromkeys(self.layers):
-            layer.check()
-        self._check_experts()
-        if (norm := final_norm(self.topology)) is not None:
-            norm.check(self.hidden_dim)
-
-    def _check_experts(self) -> None:
-        """All experts share one load-balancing loss."""
-        items = [part for layer in self.layers for item in layer.items for part in item.all_of(MoeNode)]
-        for item in items[1:]:
-            first, other = items[0].node, item.node
-            assert isinstance(first, MoeNode)
-            assert isinstance(other, MoeNode)
-            for name, value in other.router_keys.items():
-                if value != (expected := first.router_keys[name]):
-                    raise ConfigError(
-                        f"{item.path}.{name}: {value} given, but {items[0].path} has {expected}. All moe layers of a topology"
-                        f" share one load-balancing loss: give them the same {name}"
-                    )
-
-    def build(self, Vocab: Axis, *, key: jax.Array) -> "TopologyModel":
-        k_tokens, k_layers, k_head = jax.random.split(key, 3)
-        std = self.initializer_range
-        head = None if self.tie_word_embeddings else Linear.init(self.Embed, Vocab, std=std, key=k_head)
-        tokens = Embedding.init(Vocab, self.Embed, std=std, key=k_tokens)
-        options: dict[str, Any] = {"vocab_multiple": self.vocab_multiple, "switch_lengths": switch_lengths(self.kinds)}
-        options |= {"reads_beyond": True, "adds_noise": True}
-        return TopologyModel(tokens, self._body(k_layers), head, self, **options)
-
-    def _body(self, key: jax.Array) -> Body:
-        layers, order = self.layers, self.order
-        keys, kinds = jax.random.split(key, len(layers)), self.kinds
-        item = final_norm(self.topology)
-        norm: Any = eqx.nn.Identity() if item is None else item.init(self.hidden_dim, 0.0, key=key)
-        stacks = [
-            Stack(
-                stacked(
-                    functools.partial(layers[numbers[0]].init, self.initializer_range),
-                    Axis(LAYERS, len(numbers)),
-                    keys[np.asarray(numbers)],
-                ),
-                norm,
-                kinds=shortest_period([kinds[number] for number in numbers]),
-                HeadSize=layers[numbers[0]].family.RotarySize,
-                scan=self.scan_layers,
-                remat_policy=parse_remat(self.gradient_checkpointing),
-                attn_backend=self.attn_backend,
-                mlp_tile_tokens=self.mlp_tile_tokens,
-                structure=stack,
-            )
-            for stack, numbers in enumerate(numbers_by_stack(order))
-        ]
-        check_tiles(self.mlp_tile_tokens, stacks)
-        return stacks[0] if len(stacks) == 1 else Stacks.of(stacks, order, norm)
-
-    def with_layers(self, kept: Sequence[int]) -> "TopologyConfig":
-        layers = [self.layers[number] for number in kept]
-        groups: list[Node] = [
-            NestedNode(layers=list(nodes), repeat=len(list(same)))
-            for nodes, same in itertools.groupby(layer.nodes for layer in layers)
-        ]
-        norm = final_norm(self.topology)
-        return dataclasses.replace(self, topology=StackedNode(layers=groups if norm is None else [*groups, norm.node]))
-
-    def flops_per_token(self, vocab_size: int) -> FlopsPerToken:
-        """FLOPs per training token. Of the experts, only those that the token is routed to count."""
-        weights = sum(node.num_weights(width) for layer in self.layers for node, width in layer.layers())
-        weights += vocab_size * self.hidden_dim
-        parts = [FlopsPerToken.of(weights=weights, attention_dim=0, seq_len=self.seq_len, windows=[])]
-        for layer in self.layers:
-            family = layer.family
-            dim = family.num_heads * (family.KeySize.size + family.HeadSize.size) // 2
-            windows = [layer.attention.sliding_window]
-            parts.append(FlopsPerToken.of(weights=0, attention_dim=dim, seq_len=self.seq_len, windows=windows))
-        return FlopsPerToken(sum(part.causal for part in parts), sum(part.palm for part in parts))
-
-
 class TopologyModel(TransformerModel):
     """A transformer whose stacks may have layers of any structure."""
 
@@ -257,31 +239,15 @@ class TopologyModel(TransformerModel):
     head: Linear | None
     config: TopologyConfig = eqx.field(static=True)
 
-    def hidden(
-        self, inputs: Inputs, *, cache: KVCache | None = None, taps: Sequence[str] = (), key: jax.Array | None = None
-    ) -> Hidden:
-        return self.body(self._embedded(inputs), inputs, cache, key, taps)
-
-    def forward_layers(
-        self,
-        first: int,
-        stop: int | None,
-        inputs: Inputs,
-        stream: NamedArray | None = None,
-        *,
-        taps: Sequence[str] = (),
-        key: jax.Array | None = None,
-    ) -> Hidden:
-        x = self._embedded(inputs) if stream is None else stream
-        return self.body(x, inputs, None, key, taps, first, stop)
-
-    def _embedded(self, inputs: Inputs) -> NamedArray:
-        return token_embeddings(for_lookup(self.tokens), inputs)
+    def embedded(
+        self, inputs: Inputs, stream: NamedArray | None, key: jax.Array | None
+    ) -> tuple[NamedArray, jax.Array | None]:
+        return token_embeddings(for_lookup(self.tokens), inputs) if stream is None else stream, key
 
     def init_cache(self, Batch: Axis, capacity: int, dtype) -> KVCache:
         caches = []
         for stack, numbers in zip(self.body.stacks, self.body.layer_numbers, strict=True):
-            family, with_tokens = self.config.layers[numbers[0]].family, bool(self.switch_lengths)
+            family, with_tokens = self.config.layers[numbers[0]].family, bool(self.traits.switch_lengths)
             sizes = {"KVHeads": family.KVHeads, "HeadSize": family.HeadSize}
             sizes |= {"KeyHeads": family.KeyHeads, "KeySize": family.KeySize}
             caches.append(empty_cache([stack.Layers], Batch, capacity, **sizes, dtype=dtype, with_tokens=with_tokens))

@@ -47,7 +47,7 @@ from jaxlm.models.norms import RMSNorm, UnweightedRMSNorm
 from jaxlm.models.rope import Places, RotaryConfig
 from jaxlm.models.stacks import LayerKind
 from jaxlm.reading.choices import choice
-from jaxlm.surgery.base import SurgeryConfig
+from jaxlm.surgery.base import SurgeryConfig, Wants
 from jaxlm.surgery.input_moments import InputMoments, by_layer, heads_of_layers, input_moments, moment_of_layers
 from jaxlm.systems.upcycle.bottleneck import (
     Bottleneck,
@@ -185,7 +185,7 @@ class DecoupleConfig(SurgeryConfig):
                 f"method: exact given, but the model has {num_rotated} rotated and {num_unrotated} other features in each of"
                 f" {heads} heads. Set geo_dim: {num_rotated * heads} and sem_dim: {num_unrotated * heads}, or another method"
             )
-        if self.method in _WHITENED and not self.num_calibration_batches:
+        if self.method in _WHITENED and self.calibration_batches == 0:
             raise ConfigError(f"method: {self.method} given with calibration_batches: 0. Set at least 1")
         if self.num_key_heads is not None and self.method not in _SHARE_KEYS:
             raise ConfigError(
@@ -194,10 +194,10 @@ class DecoupleConfig(SurgeryConfig):
             )
 
     @property
-    def num_calibration_batches(self) -> int:
-        if self.method not in ("svd_joint", *_WHITENED):
-            return 0
-        return 8 if self.calibration_batches is None else self.calibration_batches
+    def wants(self) -> Wants:
+        measures = self.method in ("svd_joint", *_WHITENED)
+        num_batches = 8 if self.calibration_batches is None else self.calibration_batches
+        return Wants(num_batches=measures * num_batches, measure=self.measure, describe=self.describe)
 
     def measure(self, model: LanguageModel, batch: TokenBatch) -> InputMoments:
         return input_moments(model, [_QUERIES], Inputs.of(batch))[_QUERIES]
@@ -367,7 +367,7 @@ def _problem(model: LanguageModel) -> str | None:
         "its attention and MLP read the same input": block.parallel,
         "the outputs of its layers are scaled": block.residual_scale != 1.0,
         "its embeddings are scaled or have a norm": model.embed_scale is not None or model.embed_norm is not None,
-        "its logits are scaled or capped": model.final_scale is not None or model.logit_soft_cap is not None,
+        "its logits are scaled or capped": model.final_scale is not None or model.traits.logit_soft_cap is not None,
         "its norms are not RMSNorms": not _is_rms(block.attn_norm) or not _is_rms(block.mlp_norm),
         "it has norms after attention and MLP": (block.attn_post_norm is not None) != model.config.hybrid_norm,
     }
@@ -391,7 +391,7 @@ def _block_of(model: LanguageModel) -> DecoderBlock:
 
 
 def _config_of(model: LanguageModel) -> ModelConfig:
-    if not isinstance(model, Decoder) or model.body.cuts:
+    if not isinstance(model, Decoder) or model.body.splits:
         raise ConfigError("surgery decouple: the layers of this model are cut or not known. Put it before split_at")
     return model.config
 
