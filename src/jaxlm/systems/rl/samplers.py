@@ -120,9 +120,9 @@ class SamplerConfig(Registry, draccus.ChoiceRegistry, abc.ABC):
     def default_choice_name(cls) -> str | None:
         return "local"
 
-    @abc.abstractmethod
     def check(self) -> None:
         """Raises `ConfigError` if it cannot be opened, before anything is compiled."""
+        return
 
     def check_opens(self, sampling: Sampling, *, dry: bool) -> None:
         """Raises `ConfigError` if it cannot sample with these options, or needs something that is not there. Process 0 calls
@@ -156,9 +156,6 @@ class LocalSamplerConfig(SamplerConfig):
     """
 
     max_rows: PositiveInt | None = None
-
-    def check(self) -> None:
-        return
 
     def open(self, context: SamplerContext) -> Sampler:
         return LocalSampler(self, context)
