@@ -41,7 +41,20 @@ NEEDED: dict[tuple[str, str | None, str], dict[str, Any]] = {
     ("objective", "dpo", "cache"): {"reference": "base"},
     ("objective", "grpo", "cache"): {"reference": "base"},
     ("objective", "kto", "cache"): {"reference": "base"},
+    ("data", "tokens", "train_overlap"): {"stride": 512},
+    ("data", "rollouts", "max_turns"): {"environment": {"type": "tool"}},
+    ("data.sampler", "server", "protocol"): {"logprobs": "processed"},
     ("data.format", "pairs", "prompt_ends_with"): {"prompt_field": None},
+    ("data", None, "added_tokens"): {"tokenizer": "tokenizers/mine.json"},
+    ("data", None, "train_weights"): {"configs": {"wiki": {"train_urls": ["wiki/*.jsonl"]}}},
+    ("data", None, "name"): {"id": "roneneldan/TinyStories"},
+    ("data", None, "split"): {"id": "roneneldan/TinyStories"},
+    ("data", None, "stream"): {"id": "roneneldan/TinyStories"},
+    ("data", None, "validation_split"): {"id": "roneneldan/TinyStories"},
+    ("data.configs.NAME", None, "name"): {"id": "roneneldan/TinyStories"},
+    ("data.configs.NAME", None, "split"): {"id": "roneneldan/TinyStories"},
+    ("data.configs.NAME", None, "stream"): {"id": "roneneldan/TinyStories"},
+    ("data.configs.NAME", None, "validation_split"): {"id": "roneneldan/TinyStories"},
 }
 
 
