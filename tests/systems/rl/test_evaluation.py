@@ -24,7 +24,7 @@ from tests.fields.proofs import outcome_of
 from tests.fields.trees import tree
 
 RECORDS = [{"prompt": "ab", "answer": 3, "other": [{"role": "user", "content": "ab"}]}, {"prompt": "cd", "answer": 5}]
-FUNCTIONS = Path(__file__).parents[2] / "rewards" / "functions.py"
+FUNCTIONS = Path(__file__).with_name("functions.py")
 COUNTS = {"type": "length", "name": "length", "max_tokens": 10}
 
 
