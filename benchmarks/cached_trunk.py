@@ -62,7 +62,7 @@ class Side:
 
     def __init__(self, options: argparse.Namespace, folder: Path, trunk: int, stored: bool):
         run = decode_run(ConfigSource(config(options, folder, trunk, stored)), None)
-        tokenizer = run.data.load_tokenizer(print)
+        tokenizer = run.data.corpus.load_tokenizer(print)
         self.plan = make_plan(run, "x", tokenizer.vocab_size)
         (self.phase,) = self.plan.phases
         order: dict[str, Any] = {"schedule": self.plan.batches.of(self.phase), "layout": self.plan.layout, "start": 0}

@@ -118,12 +118,12 @@ def make_checked_plan(config: RunConfig, console: Console) -> tuple[Plan, Tokeni
     for section in sections:
         section.check()  # looks up all files
     # `main_first`: process 0 trains the tokenizer if need be, and the others then load what it has written.
-    tokenizer = main_first(lambda: sections[0].load_tokenizer(console.log))
+    tokenizer = main_first(lambda: sections[0].corpus.load_tokenizer(console.log))
     plan = make_plan(config, run_id_of(config), tokenizer.vocab_size)
     # With `epoch` or `data.stop_strategy`, the number of steps follows from the data.
     plan = plan.updated(with_num_steps_of_data(config, plan.batches, tokenizer, console.log), tokenizer.vocab_size)
     for phase, section in zip(plan.phases, plan.data, strict=True):
-        check_is_simple(phase, section.has_examples_per_step)
+        check_is_simple(phase, section.batching.has_examples_per_step)
     check_accelerator(plan)
     check_performance(plan)
     check_references(plan, tokenizer, console.log)
@@ -140,7 +140,7 @@ def check_is_simple(phase: Phase, has_examples_per_step: bool) -> None:
     """Raises `ConfigError` for a phase that would train differently here: what it needs is in jaxlm train alone."""
     decides = any(not isinstance(controller, BadStreak) for controller in phase.controllers)
     reasons = {
-        "controllers, `until` or `rewind_after`": decides or phase.optimizer.rewind_rule is not None,
+        "controllers, `until` or `rewind_after`": decides or phase.optimizer.facts.rewind_rule is not None,
         "an objective with stored annotations": phase.objective.annotation_key is not None,
         "data that a model writes": not has_examples_per_step,
     }

@@ -42,7 +42,7 @@ def imported(folder, changes, layout):
 
 def rows(options):
     run = read_config(Path(options["config"]))
-    data = run.data.open(run.data.load_tokenizer(print), options["batch"][1], print)
+    data = run.data.open(run.data.corpus.load_tokenizer(print), options["batch"][1], print)
     batches = BatchSchedule((BatchStage(0, options["batch"][0], 1, options["batch"][0]),))
     numbers = np.arange(options["num_batches"] * options["batch"][0])
     read = {"train": data.mixture(batches, seed=0).read(numbers), "val": data.validation[0].examples.read(numbers)}

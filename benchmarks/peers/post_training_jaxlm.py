@@ -119,7 +119,7 @@ def sampled_batches(plan, folder: Path) -> Callable[[int, Any], Any]:
     (folder / "tokenizer").mkdir()
     work.tokenizer().save(str(folder / "tokenizer" / "tokenizer.json"))
     data = plan.data[0]
-    opened = data.open(data.load_tokenizer(print), work.MODEL["seq_len"], print)
+    opened = data.open(data.corpus.load_tokenizer(print), work.MODEL["seq_len"], print)
     # No token has this id, so that no answer ends before the others.
     services = RunServices(stop_ids=(work.VOCAB,))
     batches = opened.batches(plan.batches.train, plan.layout, start=0, first_step=0, seed=0, services=services)

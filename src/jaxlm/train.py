@@ -191,7 +191,7 @@ def _make_checked_plan(config: RunConfig, console: Console) -> Plan:
         console.log(f"planning {len(config.phases)} phases ...")
     plan = make_plan(config, run_id, assumed_vocabulary(config)[0])
     for data in plan.data:
-        data.check_not_empty()  # a dry run lists what other machines may have, but no machine has text without a name
+        data.corpus.check_not_empty()  # a dry run lists what other machines may have, but no machine has text without a name
     if (vocab_size := plan.data[0].vocab_size) is not None:
         token_leaves(plan.model, vocab_size)  # raises for keys that do not suit it
     check_performance(plan)
@@ -221,7 +221,7 @@ def _prepared(plan: Plan, console: Console) -> Iterator[tuple[Plan, Tokenizer, I
         section.check()
     enable_compilation_cache(config.trainer.compilation_cache_dir)
 
-    tokenizer = main_first(lambda: plan.data[0].load_tokenizer(log=console.log))
+    tokenizer = main_first(lambda: plan.data[0].corpus.load_tokenizer(log=console.log))
     check_hf_weights(plan, tokenizer.vocab_size)
     token_leaves(plan.model, tokenizer.vocab_size)  # raises for keys that do not suit the vocabulary
     check_same_data(plan, tokenizer.fingerprint)

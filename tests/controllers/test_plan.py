@@ -6,11 +6,10 @@ from typing import Any
 
 import pytest
 
-from jaxlm.controllers.base import Controller, ControllerConfig
+from jaxlm.controllers.base import Controller, ControllerConfig, PhaseFacts
 from jaxlm.controllers.early_stopping import BadStreak, EarlyStopping
 from jaxlm.controllers.reduce_on_plateau import ReduceOnPlateauConfig
 from jaxlm.core.errors import ConfigError
-from jaxlm.core.guards import OptimizerFacts
 from jaxlm.plan.plan import plan_phases
 from jaxlm.plan.run_config import PhaseConfig, RunConfig
 from jaxlm.plan.trainer_config import TrainerConfig
@@ -26,7 +25,7 @@ class Sets(ControllerConfig, Controller):
     name = "sets"
     metrics = MappingProxyType({})
 
-    def build(self, optimizer):
+    def build(self, phase):
         return self
 
     def controls(self):
@@ -54,7 +53,7 @@ def test_a_phase_inherits_controllers_and_may_have_its_own():
 
 def test_a_plateau_knows_the_learning_rate_of_its_phase():
     phases, _ = plan_phases(RunConfig(trainer=TrainerConfig(controllers=[PLATEAU])))
-    assert phases[0].controllers[1] == PLATEAU.build(OptimizerFacts(phases[0].optimizer.learning_rate))
+    assert phases[0].controllers[1] == PLATEAU.build(PhaseFacts(phases[0].optimizer.learning_rate))
     assert phases[0].controls == {"lr_scale": 1.0}
 
 
@@ -82,5 +81,5 @@ def test_controllers_that_do_not_go_together_are_refused(given, named):
 
 
 def test_those_with_keys_of_their_own_survive_a_rewind():
-    assert (BadStreak.survives_rewind, EarlyStopping.survives_rewind) == (True, True)
-    assert not PLATEAU.build(OptimizerFacts(1.0)).survives_rewind
+    assert None not in (BadStreak.persistence.rewound, EarlyStopping.persistence.rewound)
+    assert PLATEAU.build(PhaseFacts(1.0)).persistence.rewound is None

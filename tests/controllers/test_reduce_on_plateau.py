@@ -7,11 +7,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from jaxlm.controllers.base import DoneStep, SetControls
+from jaxlm.controllers.base import DoneStep, PhaseFacts, SetControls
 from jaxlm.controllers.reduce_on_plateau import ReduceOnPlateauConfig
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.field_types import check_fields
-from jaxlm.core.guards import OptimizerFacts
 
 KEYS = [
     {"mode": mode, "threshold_mode": threshold_mode, **others}
@@ -41,7 +40,7 @@ def sequence(seed: int) -> list[float]:
 
 def rates(keys: dict[str, Any], learning_rate: float, values: list[float]) -> list[float]:
     """The learning rate after each value. The state goes through JSON each time, as after a restart."""
-    controller = ReduceOnPlateauConfig(**keys).build(OptimizerFacts(learning_rate))
+    controller = ReduceOnPlateauConfig(**keys).build(PhaseFacts(learning_rate))
     state, scale, found = controller.init(), controller.controls()["lr_scale"], []
     for number, value in enumerate(values, 1):
         step = DoneStep(number, False, False, 0.5, number + 4)

@@ -28,7 +28,7 @@ def open_with(tokenizer, tmp_path):
                 format=make_format(**keys),
             )
             config.check()
-            return config.open(config.load_tokenizer(lambda _: None), seq_len, log)
+            return config.open(config.corpus.load_tokenizer(lambda _: None), seq_len, log)
 
         return open_records
 

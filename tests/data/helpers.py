@@ -59,7 +59,7 @@ def write_records(path: Path, records: Iterable[object]) -> None:
 def open_data(config: Any, seq_len: int, log: Callable[[str], None] = lambda _: None) -> Any:
     """Opens a data section, as a run does after it has checked its keys."""
     config.check()
-    return config.open(config.load_tokenizer(log), seq_len, log)
+    return config.open(config.corpus.load_tokenizer(log), seq_len, log)
 
 
 def write_corpus(folder: Path, num_files: int = 6) -> list[str]:

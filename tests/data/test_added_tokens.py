@@ -10,6 +10,7 @@ from tokenizers import AddedToken
 
 from jaxlm.commands import convert
 from jaxlm.core.errors import ConfigError
+from jaxlm.core.field_types import check_fields
 from jaxlm.data.tokenizer.chat_template import with_templates
 from jaxlm.data.tokenizer.tokenizer import Tokenizer, load_tokenizer, open_tokenizer
 from jaxlm.data.tokens import TokensConfig
@@ -76,16 +77,18 @@ def test_added_tokens_are_part_of_the_data_section(folder, tmp_path):
         TokensConfig(tokenizer=folder, **section),
         TokensConfig(tokenizer=folder, added_tokens=NEW, **section),
     )
-    size = plain.load_tokenizer(print).vocab_size
-    assert grown.load_tokenizer(print).vocab_size == size + 2
+    size = plain.corpus.load_tokenizer(print).vocab_size
+    assert grown.corpus.load_tokenizer(print).vocab_size == size + 2
     assert grown.identity() != plain.identity()
     TokensConfig(tokenizer=folder, added_tokens=NEW, vocab_size=size + 2, **section).check()
     with pytest.raises(
         ConfigError, match=rf"data\.vocab_size: {size} given, but with data\.added_tokens .* has {size + 2}"
     ):
         TokensConfig(tokenizer=folder, added_tokens=NEW, vocab_size=size, **section).check()
-    with pytest.raises(ConfigError, match=r"data\.added_tokens: given for a tokenizer that is trained"):
-        TokensConfig(added_tokens=NEW, **section).check()
+    with pytest.raises(
+        ConfigError, match=r"data\.added_tokens: .* given together with tokenizer: bpe, which is trained"
+    ):
+        check_fields(TokensConfig(added_tokens=NEW, **section), "data")
 
 
 def test_the_end_of_a_turn_ends_generated_text_here_and_in_transformers(folder, tmp_path):

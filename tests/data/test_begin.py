@@ -67,8 +67,8 @@ def section(tmp_path):
 
 def cached(config):
     """The tokens of the training data."""
-    tokenizer = config.load_tokenizer(lambda _: None)
-    (source,) = config.sources()
+    tokenizer = config.corpus.load_tokenizer(lambda _: None)
+    (source,) = config.corpus.sources
     return source.open_cache("train", tokenizer, lambda _: None).tokens.tolist()
 
 
@@ -100,10 +100,12 @@ def check_beginning(named, folder, section, kinds):
     for kind, record_format, expected in kinds(prompt, whole):
         config = section(kind, record_format, path)
         assert cached(dataclasses.replace(config, cache_dir=f"{config.cache_dir}/{kind.__name__}")) == expected
-        tokenizer = config.load_tokenizer(lambda _: None)
-        assert prompt_ids(tokenizer, RECORD["prompt"], bos=config.prompt_bos) == prompt, "as samples of the run begin"
+        tokenizer = config.corpus.load_tokenizer(lambda _: None)
+        assert prompt_ids(tokenizer, RECORD["prompt"], bos=config.corpus.prompt_bos) == prompt, (
+            "as samples of the run begin"
+        )
         begins = "BOS" if named == "post-processor" else "no BOS"
-        assert config.describe_begin() == (
+        assert config.corpus.describe_begin() == (
             f"documents begin with {begins}, as the tokenizer itself begins a text (data.enforce_bos is null)"
         )
 
@@ -112,20 +114,20 @@ def test_plain_text_explicit_keys_and_our_own_tokenizers_keep_bos(folder, sectio
     path = folder("config.json")
     text = section(TokensConfig, TextFormat(), path)
     assert cached(text)[0] == 0
-    assert text.prompt_bos is True
-    assert "as plain text does without data.enforce_bos" in text.describe_begin()
+    assert text.corpus.prompt_bos is True
+    assert "as plain text does without data.enforce_bos" in text.corpus.describe_begin()
     written = section(TokensConfig, SupervisedFormat(), path, enforce_bos=True, cache_dir=f"{tmp_path}/written")
     assert cached(written)[0] == 0
-    assert written.describe_begin() == "documents begin with BOS (data.enforce_bos: true)"
+    assert written.corpus.describe_begin() == "documents begin with BOS (data.enforce_bos: true)"
     ours = section(TokensConfig, SupervisedFormat(), "bpe", vocab_size=270, cache_dir=f"{tmp_path}/ours")
-    tokenizer = ours.load_tokenizer(lambda _: None)
+    tokenizer = ours.corpus.load_tokenizer(lambda _: None)
     assert cached(ours)[0] == tokenizer.bos_id
     again = dataclasses.replace(ours, tokenizer=f"{tmp_path}/ours/tokenizer", vocab_size=None)
     assert cached(again)[0] == tokenizer.bos_id, "a tokenizer that was trained here says nothing about BOS"
-    assert prompt_ids(tokenizer, "a", bos=again.prompt_bos)[0] == tokenizer.bos_id
+    assert prompt_ids(tokenizer, "a", bos=again.corpus.prompt_bos)[0] == tokenizer.bos_id
     chat = section(TokensConfig, ChatFormat(), path, cache_dir=f"{tmp_path}/chat")
     assert cached(chat)[0] != 0, "the template writes no BOS"
-    assert chat.describe_begin() == "documents begin as the chat template writes them"
+    assert chat.corpus.describe_begin() == "documents begin as the chat template writes them"
 
 
 def test_a_mixture_says_it_by_source(folder, section, tmp_path):
@@ -136,8 +138,8 @@ def test_a_mixture_says_it_by_source(folder, section, tmp_path):
     formats = {"plain": TextFormat(), "asked": SupervisedFormat()}
     configs = {name: SourceConfig(format=each, **source) for name, each in formats.items()}
     config = TokensConfig(configs=configs, tokenizer=path, cache_dir=f"{tmp_path}/mixed")
-    assert config.describe_begin().startswith("documents of plain begin with BOS (as plain text does")
-    assert "documents of asked begin with no BOS, as the tokenizer itself" in config.describe_begin()
+    assert config.corpus.describe_begin().startswith("documents of plain begin with BOS (as plain text does")
+    assert "documents of asked begin with no BOS, as the tokenizer itself" in config.corpus.describe_begin()
     assert config.identity()["enforce_bos"] == {"plain": True, "asked": False}
 
 
@@ -164,4 +166,4 @@ def test_a_prefix_of_other_tokens_is_put_in_front_too(folder, section, tmp_path)
     config = section(TokensConfig, SupervisedFormat(), path)
     np.testing.assert_array_equal(cached(config)[:2], [3, 1])
     assert config.identity()["enforce_bos"] == [3, 1]
-    assert "begin with <|system|><|user|>, as the tokenizer itself" in config.describe_begin()
+    assert "begin with <|system|><|user|>, as the tokenizer itself" in config.corpus.describe_begin()

@@ -18,6 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxlm.core.errors import ConfigError
+from jaxlm.core.field_types import check_fields
 from jaxlm.data import best_fit
 from jaxlm.data.best_fit import BestFitConfig, BestFitSequences, open_rows, pack_best_fit
 from jaxlm.data.cache import derived_arrays
@@ -508,7 +509,7 @@ def opened(config: TokensConfig, seq_len: int = 64, **changes: Any) -> tuple[Dat
 
 def test_shards_are_packed_and_the_last_one_is_for_validation(config, shards):
     data, lines = opened(config)
-    tokenizer = config.load_tokenizer(print)
+    tokenizer = config.corpus.load_tokenizer(print)
     splits = {
         "train": (data.train[""], [*shards[0], *shards[1], *shards[2]]),
         "validation": (data.validation[0].examples, shards[3]),
@@ -533,7 +534,7 @@ def test_shards_are_packed_and_the_last_one_is_for_validation(config, shards):
 
 
 def test_the_rows_are_shown_with_their_documents(config):
-    sequences, tokenizer = opened(config)[0].train[""], config.load_tokenizer(print)
+    sequences, tokenizer = opened(config)[0].train[""], config.corpus.load_tokenizer(print)
     rows = rows_in(sequences)
     assert any(length < 64 for row in rows[:3] for _, _, length in row)
     for number in range(3):
@@ -564,8 +565,8 @@ def test_files_held_out_are_neither_trained_on_nor_listed_twice(config, shards, 
     assert opened(config)[0].train[""].cache.fingerprint == data.train[""].cache.fingerprint
     with pytest.raises(ConfigError, match=r"data\.num_validation_files: 4 given, but train_urls lists 4 files"):
         dataclasses.replace(config, num_validation_files=4).check()
-    with pytest.raises(ConfigError, match=r"data\.num_validation_files: has no effect without data\.train_urls"):
-        dataclasses.replace(config, train_urls=[], id="some/dataset").check()
+    with pytest.raises(ConfigError, match=r"data\.num_validation_files: 1 given without train_urls"):
+        check_fields(dataclasses.replace(config, train_urls=[], id="some/dataset"), "data")
 
 
 def test_records_with_a_loss_mask_are_padded_and_never_cut(config, tmp_path):
@@ -594,8 +595,8 @@ def test_records_with_a_loss_mask_are_padded_and_never_cut(config, tmp_path):
 
 
 def test_rows_without_bos_are_refused(config):
-    with pytest.raises(ConfigError, match=r"data\.enforce_bos: false given, but data\.packing: .* begin with BOS"):
-        dataclasses.replace(config, enforce_bos=False).check()
+    with pytest.raises(ConfigError, match=r"data\.packing: .* given without enforce_bos: true or null, but .* false"):
+        check_fields(dataclasses.replace(config, enforce_bos=False), "data")
     with pytest.raises(
         ConfigError, match=r"data\.format\.type: pretokenized given, whose documents need not begin with BOS"
     ):

@@ -46,7 +46,7 @@ def machine(folder, monkeypatch):
 def opened(data: TokensConfig) -> tuple[np.ndarray, list[str]]:
     """All tokens, and the lines that were logged."""
     lines: list[str] = []
-    tokenizer = data.load_tokenizer(lines.append)
+    tokenizer = data.corpus.load_tokenizer(lines.append)
     examples = data.open(tokenizer, 16, lines.append).train[""]
     return examples.read(np.arange(len(examples)))["tokens"], lines
 
@@ -189,7 +189,7 @@ def test_a_dry_run_says_what_a_start_will_do(text, tmp_path, monkeypatch, memory
 def test_an_order_that_the_mirror_cannot_hold_is_warned_of(text, tmp_path, monkeypatch, memory):
     machine(tmp_path / "one", monkeypatch)
     data = section(text)
-    assert data.open(data.load_tokenizer(print), 16, print).slow_sources() == []  # the whole cache is here
+    assert data.open(data.corpus.load_tokenizer(print), 16, print).slow_sources() == []  # the whole cache is here
     machine(tmp_path / "two", monkeypatch)
     warned = {}
     for name, keys in {
@@ -200,7 +200,7 @@ def test_an_order_that_the_mirror_cannot_hold_is_warned_of(text, tmp_path, monke
         "in order": {"cache_mirror_gb": 1e-7, "shuffle": False},
     }.items():
         data = section(text, **keys)
-        warned[name] = len(data.open(data.load_tokenizer(print), 16, print).slow_sources())
+        warned[name] = len(data.open(data.corpus.load_tokenizer(print), 16, print).slow_sources())
     assert warned == {"ample": 0, "small": 1, "short eras": 0, "long eras": 1, "in order": 0}
 
 
@@ -225,7 +225,7 @@ def test_a_source_can_have_a_url_of_its_own(text, tmp_path, monkeypatch, memory)
         TokensConfig,
         ConfigSource({"cache_dir": "local", "configs": {"a": {"train_urls": [str(text)], "cache_dir": f"{URL}/a"}}}),
     )
-    data.open(data.load_tokenizer(print), 16, print)
+    data.open(data.corpus.load_tokenizer(print), 16, print)
     assert memory.exists("/shared/cache/a/train/cache.json")
     assert (tmp_path / "one" / "local" / "tokenizer").is_dir()
 

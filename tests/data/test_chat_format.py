@@ -335,7 +335,7 @@ def test_sharegpt_turns_are_messages_with_mapped_roles(config, tmp_path):
     with_tool = dataclasses.replace(
         _written(config, tmp_path, "conversations", weighted), format=ShareGptFormat(chat_template=BEGINS)
     )
-    assert "[ASSISTANT]7" in "".join(sequences_of(with_tool, 64).show(0, with_tool.load_tokenizer(print)))
+    assert "[ASSISTANT]7" in "".join(sequences_of(with_tool, 64).show(0, with_tool.corpus.load_tokenizer(print)))
 
 
 def _written(config: TokensConfig, folder: Path, key: str, conversations: list) -> TokensConfig:

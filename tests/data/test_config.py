@@ -38,12 +38,12 @@ def changed(config: DataConfig, **fields: object) -> DataConfig:
 def test_opens_the_configured_data(config):
     logged: list[str] = []
     config.check()
-    tokenizer = config.load_tokenizer(logged.append)
+    tokenizer = config.corpus.load_tokenizer(logged.append)
     data = config.open(tokenizer, 16, logged.append)
     assert tokenizer.vocab_size == 300
     assert [line.split(" ")[0] for line in logged] == ["training", "train:", "validation:"]
     (validation,) = [one.examples for one in data.validation]
-    text = "".join(config.validation_documents())
+    text = "".join(config.corpus.validation_documents())
     assert validation.cache.num_bytes == len(text.encode())
     ids = validation.cache.tokens[1:-1]
     assert tokenizer.decode(ids.tolist()) == text
@@ -52,10 +52,10 @@ def test_opens_the_configured_data(config):
 
 def test_a_second_start_builds_nothing(config, monkeypatch):
     logged: list[str] = []
-    first = config.open(config.load_tokenizer(silent), 16, silent)
+    first = config.open(config.corpus.load_tokenizer(silent), 16, silent)
     monkeypatch.setattr(train_bpe_module, "train_bpe", None)
     config.check()
-    second = config.open(config.load_tokenizer(logged.append), 16, logged.append)
+    second = config.open(config.corpus.load_tokenizer(logged.append), 16, logged.append)
     assert logged == []
     assert second.train[""].cache.fingerprint == first.train[""].cache.fingerprint
 
@@ -91,7 +91,7 @@ def test_validation_text_without_anything_to_measure_is_named_with_its_key(confi
     with pytest.raises(
         ConfigError, match=r"model\.seq_len \(64\)\. .*Set data\.validation_urls to other text, or raise"
     ):
-        config.open(config.load_tokenizer(silent), 64, silent)
+        config.open(config.corpus.load_tokenizer(silent), 64, silent)
 
 
 def test_a_text_key_needs_a_file_of_records(config):
@@ -108,8 +108,8 @@ class TestGivenTokenizer:
         return tmp_path / "given"
 
     def test_vocab_size_must_agree(self, config, folder):
-        assert changed(config, tokenizer=str(folder), vocab_size=310).load_tokenizer(silent).vocab_size == 310
-        assert changed(config, tokenizer=str(folder), vocab_size=None).load_tokenizer(silent).vocab_size == 310
+        assert changed(config, tokenizer=str(folder), vocab_size=310).corpus.load_tokenizer(silent).vocab_size == 310
+        assert changed(config, tokenizer=str(folder), vocab_size=None).corpus.load_tokenizer(silent).vocab_size == 310
         with pytest.raises(ConfigError, match=r"data\.vocab_size: 300 given, but the tokenizer .* has 310 tokens"):
             changed(config, tokenizer=str(folder)).check()
 
@@ -125,14 +125,14 @@ class TestGivenTokenizer:
 
 class TestTrainedTokenizer:
     def test_a_tokenizer_of_other_text_is_refused(self, config, tmp_path):
-        config.load_tokenizer(silent)
+        config.corpus.load_tokenizer(silent)
         with pytest.raises(
             ConfigError, match=r"(?s)tokenizer .*built from other inputs.*vocab_size: was 300, is now 301"
         ):
-            changed(config, vocab_size=301).load_tokenizer(silent)
+            changed(config, vocab_size=301).corpus.load_tokenizer(silent)
         (tmp_path / "text" / "b3.txt").write_text("changed")
         with pytest.raises(ConfigError, match=r"files changed: 1 \(b3\.txt\)"):
-            config.load_tokenizer(silent)
+            config.corpus.load_tokenizer(silent)
 
     def test_a_full_disk(self, config, tmp_path, monkeypatch):
         def full(_):
@@ -141,9 +141,9 @@ class TestTrainedTokenizer:
         with monkeypatch.context() as patch:
             patch.setattr(atomic_io, "fsync", full)
             with pytest.raises(ConfigError, match=r"data\.cache_dir: no space left for .*tokenizer"):
-                config.load_tokenizer(silent)
+                config.corpus.load_tokenizer(silent)
         assert not (tmp_path / "cache" / "tokenizer").exists()
-        config.load_tokenizer(silent)
+        config.corpus.load_tokenizer(silent)
 
     def test_an_interrupted_tokenizer_training_can_be_repeated(self, config, tmp_path, monkeypatch):
         def interrupted(*_):
@@ -152,33 +152,33 @@ class TestTrainedTokenizer:
         with monkeypatch.context() as patch:
             patch.setattr(atomic_io, "commit_folder", interrupted)
             with pytest.raises(KeyboardInterrupt):
-                config.load_tokenizer(silent)
+                config.corpus.load_tokenizer(silent)
         assert not (tmp_path / "cache" / "tokenizer").exists()
-        config.load_tokenizer(silent)
+        config.corpus.load_tokenizer(silent)
         assert sorted(path.name for path in (tmp_path / "cache").iterdir()) == [".lock", "tokenizer"]
 
     @pytest.mark.parametrize("content", [None, "", "[]", "[" * 100_000, "{}", '{"vocab_size": 300}'])
     def test_a_folder_with_other_content_is_refused(self, config, tmp_path, content):
-        config.load_tokenizer(silent)
+        config.corpus.load_tokenizer(silent)
         about = tmp_path / "cache" / "tokenizer" / "made_from.json"
         about.unlink() if content is None else about.write_text(content)
         with pytest.raises(ConfigError, match=r"data\.cache_dir: .*tokenizer was not written by jaxlm, or is damaged"):
-            config.load_tokenizer(silent)
+            config.corpus.load_tokenizer(silent)
 
     def test_a_vocabulary_smaller_than_requested_is_logged(self, config):
         logged: list[str] = []
-        tokenizer = changed(config, vocab_size=100_000).load_tokenizer(logged.append)
+        tokenizer = changed(config, vocab_size=100_000).corpus.load_tokenizer(logged.append)
         assert tokenizer.vocab_size < 100_000
         assert f"yields only {tokenizer.vocab_size:,} tokens" in logged[-1]
 
     def test_default_size(self, config):
         logged: list[str] = []
-        changed(config, vocab_size=None).load_tokenizer(logged.append)
+        changed(config, vocab_size=None).corpus.load_tokenizer(logged.append)
         assert logged[0].startswith("training a BPE tokenizer of 8,192 tokens")
 
 
 def test_a_cache_of_other_text_is_refused_before_anything_is_built(config, tmp_path):
-    config.open(config.load_tokenizer(silent), 16, silent)
+    config.open(config.corpus.load_tokenizer(silent), 16, silent)
     with pytest.raises(ConfigError, match="enforce_eos: was True, is now False"):
         changed(config, enforce_eos=False).check()
     (tmp_path / "other.txt").write_text("changed")
@@ -215,7 +215,7 @@ class TestCacheAmongTheText:
     def built(self, cache, *urls):
         config = TokensConfig(train_urls=[str(url) for url in urls], cache_dir=str(cache), vocab_size=270)
         config.check()
-        tokenizer = config.load_tokenizer(lambda _: None)
+        tokenizer = config.corpus.load_tokenizer(lambda _: None)
         return list(config.open(tokenizer, 16, lambda _: None).train[""].cache.documents_of)
 
     @pytest.mark.parametrize(

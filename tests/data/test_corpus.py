@@ -29,7 +29,7 @@ def made(tmp_path, monkeypatch):
 
 
 def texts(config: DataConfig, split: str) -> list[str]:
-    [source] = config.sources()
+    [source] = config.corpus.sources
     return list(source.documents(split))
 
 
@@ -38,8 +38,8 @@ def test_records_are_used_like_those_of_a_file(made, tmp_path):
     config.check()
     assert list(tmp_path.iterdir()) == []  # nothing is written before it is needed
     sums = importlib.import_module("corpus").Sums(50)
-    data = config.open(config.load_tokenizer(lambda _: None), 16, lambda _: None)
-    tokenizer = config.load_tokenizer(lambda _: None)
+    data = config.open(config.corpus.load_tokenizer(lambda _: None), 16, lambda _: None)
+    tokenizer = config.corpus.load_tokenizer(lambda _: None)
     for split, windows in (("train", data.train[""]), ("validation", data.validation[0].examples)):
         expected = [record["text"] for record in sums.records(split)]
         assert texts(config, split) == expected
@@ -52,7 +52,7 @@ def test_records_are_used_like_those_of_a_file(made, tmp_path):
 
 def test_another_version_or_key_writes_new_records_and_refuses_the_old_cache(made, monkeypatch):
     config = made()
-    config.open(config.load_tokenizer(lambda _: None), 16, lambda _: None)
+    config.open(config.corpus.load_tokenizer(lambda _: None), 16, lambda _: None)
     before = config.identity()
     assert made().identity() == before
     module = importlib.import_module("corpus")
@@ -61,14 +61,17 @@ def test_another_version_or_key_writes_new_records_and_refuses_the_old_cache(mad
     monkeypatch.setattr(module.Sums, "version", "2")
     assert made().identity() != before
     with pytest.raises(ConfigError, match=r"was built from other inputs:\s+files changed: 1 \(train\.jsonl\)"):
-        made().open(config.load_tokenizer(lambda _: None), 16, lambda _: None)
+        made().open(config.corpus.load_tokenizer(lambda _: None), 16, lambda _: None)
 
 
 @pytest.mark.parametrize(
     ("keys", "message"),
     [
-        ({"train_urls": ["a.txt"]}, r"data\.source: given together with data\.train_urls"),
-        ({"id": "some/data"}, r"data\.source: given together with data\.id"),
+        (
+            {"train_urls": ["a.txt"]},
+            "train_urls: .* given together with source: {type: corpus:Sums}, and a source",
+        ),
+        ({"id": "some/data"}, r"id: some/data given together with source: "),
         ({"source": {"num_recrods": 3}}, r"source\.num_recrods: no such key .*Did you mean 'num_records'"),
         ({"source": {"type": "corpus:Products"}}, r"there is nothing of that name in corpus"),
     ],

@@ -162,7 +162,7 @@ def test_the_chat_template_of_two_is_that_of_transformers(in_settings, num_notes
     path = folder(tmp_path, {"tokenizer_config.json": {**FAST, "chat_template": in_settings}})
     (tmp_path / "chat_template.jinja").write_text(beside)
     notes = []
-    ours = TokensConfig(tokenizer=path).load_tokenizer(notes.append)
+    ours = TokensConfig(tokenizer=path).corpus.load_tokenizer(notes.append)
     assert ours.chat_template == transformers.AutoTokenizer.from_pretrained(path).chat_template == beside
     assert len(notes) == num_notes
     assert all("chat_template in tokenizer_config.json: ignored: transformers follows" in note for note in notes)

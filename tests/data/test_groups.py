@@ -114,7 +114,7 @@ def test_invalid_groups_are_refused(opened, change, message):
 
 def test_the_size_of_groups_is_the_same_in_all_sources():
     with pytest.raises(
-        ConfigError, match=r"data\.format\.type: text makes documents, but data\.type: groups reads groups"
+        ConfigError, match=r"data\.format\.type: text produces documents, but data\.type: groups expects groups"
     ):
         GroupsConfig(train_urls=["x.jsonl"], format=TextFormat()).batch_spec(8)
     configs = {

@@ -8,6 +8,7 @@ import pyarrow as pa
 import pytest
 
 from jaxlm.core.errors import ConfigError
+from jaxlm.core.field_types import check_fields
 from jaxlm.data.sources.files import sources_of
 from jaxlm.data.tokens import TokensConfig
 from tests.data.helpers import find_files, some_text
@@ -102,7 +103,7 @@ class TestHub:
         config = TokensConfig(train_urls=[self.URL], cache_dir=str(tmp_path / "cache"), vocab_size=300)
         config.check()
         assert not (tmp_path / "cache").exists()
-        cache = config.open(config.load_tokenizer(lambda _: None), 16, lambda _: None).train[""].cache
+        cache = config.open(config.corpus.load_tokenizer(lambda _: None), 16, lambda _: None).train[""].cache
         assert len(cache.offsets) == len(TEXTS) + 1
         assert cache.source_of(0) == f"document 1 of {self.URL}/data-00000-of-00001.arrow"
 
@@ -128,8 +129,9 @@ class TestKeys:
     def texts_of(self, tmp_path):
         def texts_of(**keys) -> dict[str, list[str]]:
             config = TokensConfig(cache_dir=str(tmp_path / "cache"), vocab_size=300, **keys)
+            check_fields(config, "data")
             config.check()
-            [source] = config.sources()
+            [source] = config.corpus.sources
             return {split: list(source.documents(split)) for split in ("train", "validation") if source.has(split)}
 
         return texts_of
@@ -151,9 +153,9 @@ class TestKeys:
             ({"validation_split": "tset"}, r"data\.validation_split: 'tset', but .* has no such split"),
             ({"split": "tarin"}, r"data\.split: 'tarin', but .*Choose one of: test, train"),
             ({"name": "main"}, r"data\.name: has no effect on .*saved"),
-            ({"train_urls": ["x.txt"]}, r"data\.id: given together with data\.train_urls"),
-            ({"id": None, "split": "test"}, r"data\.split: has no effect without data\.id"),
-            ({"id": None, "stream": True}, r"data\.stream: has no effect without data\.id"),
+            ({"train_urls": ["x.txt"]}, r"data\.train_urls: .* given together with id: "),
+            ({"id": None, "split": "test"}, r"data\.split: test given without id"),
+            ({"id": None, "stream": True}, r"data\.stream: true given without id"),
         ],
     )
     def test_invalid_sections_are_refused(self, saved, texts_of, keys, message):

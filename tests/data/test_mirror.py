@@ -232,7 +232,7 @@ class TestDataConfig:
 
     def test_a_cache_is_built_from_the_mirror(self, config, memory):
         logged: list[str] = []
-        tokenizer = config.load_tokenizer(logged.append)
+        tokenizer = config.corpus.load_tokenizer(logged.append)
         first = config.open(tokenizer, 16, logged.append).train[""].cache
         assert [line.split(" ")[0] for line in logged] == ["mirror:", "mirror:", "training", "train:"]
         mirror.list_remote.cache_clear()
@@ -243,7 +243,7 @@ class TestDataConfig:
         mirror.list_remote.cache_clear()
         config.check()  # the content is unknown before it is copied
         with pytest.raises(ConfigError, match=r"files changed: 1 \(a\.txt\)"):
-            config.load_tokenizer(logged.append)
+            config.corpus.load_tokenizer(logged.append)
         with pytest.raises(ConfigError, match=r"files changed: 1 \(a\.txt\)"):
             config.check()
 
@@ -257,7 +257,7 @@ class TestDataConfig:
     def test_evaluating_other_text_reuses_the_copies(self, config, tmp_path):
         logged: list[str] = []
         config = dataclasses.replace(config, validation_urls=config.train_urls)
-        tokenizer = config.load_tokenizer(logged.append)
+        tokenizer = config.corpus.load_tokenizer(logged.append)
         (first,) = config.open(tokenizer, 16, logged.append).validation
         (other,) = dataclasses.replace(config, enforce_eos=False).open_validation(
             tokenizer, 16, logged.append, separate_cache=True

@@ -12,9 +12,10 @@ import pytest
 
 from jaxlm.core.axes import BATCH, DATA, PAIR
 from jaxlm.core.errors import ConfigError
+from jaxlm.core.field_types import check_fields
 from jaxlm.core.values.batch_types import PairBatch
 from jaxlm.data.batch_schedule import BatchSchedule, BatchStage
-from jaxlm.data.config import DataConfig
+from jaxlm.data.config import DataConfig, check_mixture
 from jaxlm.data.formats.completions import PairsFormat, SupervisedFormat
 from jaxlm.data.formats.documents import TextFormat
 from jaxlm.data.several_completions import PairsConfig
@@ -75,7 +76,7 @@ def test_the_chosen_half_equals_supervised_fine_tuning(opened, tmp_path):
         tokenizer=f"{tmp_path}/tokenizer",
         format=SupervisedFormat(output_field="chosen", pack=False),
     )
-    sequences = config.open(config.load_tokenizer(lambda _: None), 64, lambda _: None).train[""]
+    sequences = config.open(config.corpus.load_tokenizer(lambda _: None), 64, lambda _: None).train[""]
     for name, column in sequences.read(np.arange(len(RECORDS))).items():
         np.testing.assert_array_equal(pairs[name][:, 0], column, err_msg=name)
 
@@ -285,16 +286,16 @@ def test_invalid_pairs_are_refused(opened, record, keys, message):
 
 def test_the_kind_of_data_and_the_format_must_agree():
     with pytest.raises(
-        ConfigError, match=r"data\.format\.type: text makes documents, but data\.type: pairs reads pairs"
+        ConfigError, match=r"data\.format\.type: text produces documents, but data\.type: pairs expects pairs"
     ):
-        PairsConfig(train_urls=["x.jsonl"], format=TextFormat()).check_mixture()
+        check_mixture(PairsConfig(train_urls=["x.jsonl"], format=TextFormat()))
     tokens = decode(DataConfig, ConfigSource({"train_urls": ["x.jsonl"], "format": {"type": "pairs"}}))
     with pytest.raises(
-        ConfigError, match=r"data\.format\.type: pairs makes pairs, but data\.type: tokens reads documents"
+        ConfigError, match=r"data\.format\.type: pairs produces pairs, but data\.type: tokens expects documents"
     ):
-        tokens.check_mixture()
-    with pytest.raises(ConfigError, match=r"data\.format\.prompt_ends_with: 'x' given.*prompt_field: null"):
-        PairsFormat(prompt_ends_with="x")
+        check_mixture(tokens)
+    with pytest.raises(ConfigError, match=r"data\.format\.prompt_ends_with: x given without prompt_field: null"):
+        check_fields(PairsFormat(prompt_ends_with="x"), "data.format")
 
 
 @pytest.mark.skipif(not SHARED.exists(), reason="needs ../shared")
@@ -307,7 +308,7 @@ def test_published_pairs(tmp_path):
         format=PairsFormat(prompt_field=None, prompt_ends_with="\n\nAssistant:"),
     )
     config.check()
-    tokenizer = config.load_tokenizer(lambda _: None)
+    tokenizer = config.corpus.load_tokenizer(lambda _: None)
     examples = config.open(tokenizer, 512, lambda _: None).train[""]
     records = [json.loads(line) for line in path.read_text().splitlines()]
     columns = examples.read(np.arange(20))

@@ -44,9 +44,9 @@ def write(folder, chats):
 
 def preview_of(config: TokensConfig, seq_len: int = 64, **format_keys) -> MaskPreview:
     config = dataclasses.replace(config, format=dataclasses.replace(config.format, **format_keys))
-    (source,) = config.sources()
+    (source,) = config.corpus.sources
     assert isinstance(source, NamedSource)
-    found = source.preview(config.load_tokenizer(lambda _: None), seq_len)
+    found = source.preview(config.corpus.load_tokenizer(lambda _: None), seq_len)
     assert found is not None
     return found
 
@@ -62,7 +62,7 @@ TRUNCATION_TEXT = {
 def test_the_shares_are_those_of_the_sequences_that_are_trained_on(config, truncation):
     preview = preview_of(config, truncation=truncation)
     changed = dataclasses.replace(config, format=dataclasses.replace(config.format, truncation=truncation))
-    sequences = changed.open(changed.load_tokenizer(lambda _: None), 64, lambda _: None).train[""]
+    sequences = changed.open(changed.corpus.load_tokenizer(lambda _: None), 64, lambda _: None).train[""]
     assert preview.num_trained == sequences.read(np.arange(len(sequences)))["loss_mask"].sum()
     assert preview.num_tokens == sequences.cache.num_tokens
     assert (preview.num_records, preview.num_empty, preview.num_overlong) == (3, 1, 1)
@@ -96,9 +96,9 @@ def test_what_is_cut_off_is_marked(config, tmp_path):
     write(tmp_path, [CHATS[2]])
     size = 110
     preview = preview_of(config, size)
-    ids = config.load_tokenizer(print).encode_with_offsets([TEMPLATE_OF_LAST])[0][0].tolist()
+    ids = config.corpus.load_tokenizer(print).encode_with_offsets([TEMPLATE_OF_LAST])[0][0].tolist()
     kept = "".join(piece.text for piece in preview.example if not piece.is_cut)
-    assert kept == config.load_tokenizer(print).decode(ids[: size + 1], special=True)
+    assert kept == config.corpus.load_tokenizer(print).decode(ids[: size + 1], special=True)
     assert "; the end is beyond model.seq_len" in preview.draw(colors=False).split("\n")[0]
     assert "\x1b[9;31m" in preview.draw(colors=True)
     assert '<span class="cut">' in page_of([("data", preview)])
@@ -122,7 +122,7 @@ def test_first_records_without_a_target_are_passed_over(config, tmp_path, monkey
     monkeypatch.setattr(build_module, "_SHARD_CHARACTERS", 1)
     write(tmp_path, [CHATS[1]] * num_before + [CHATS[0]] * num_after)
     lines: list[str] = []
-    tokenize = lambda: config.open(config.load_tokenizer(print), 64, lines.append)  # noqa: E731
+    tokenize = lambda: config.open(config.corpus.load_tokenizer(print), 64, lines.append)  # noqa: E731
     if not num_after:
         for read in (lambda: preview_of(config), tokenize):
             with pytest.raises(ConfigError, match=r"no assistant tokens.*first record is .*a\.jsonl: line 1$"):
@@ -159,8 +159,8 @@ def test_prompts_have_a_preview_and_texts_have_none(config, tmp_path):
     prompts = dataclasses.replace(config, train_urls=[f"{tmp_path}/b.jsonl"], format=SupervisedFormat())
     assert preview_of(prompts).draw(colors=False).endswith("\n⟦What?⟧ That.<|endoftext|>")
     texts = dataclasses.replace(config, train_urls=[f"{tmp_path}/b.jsonl"], format=TextFormat(text_key="prompt"))
-    (source,) = texts.sources()
-    assert source.preview(texts.load_tokenizer(print), 64) is None
+    (source,) = texts.corpus.sources
+    assert source.preview(texts.corpus.load_tokenizer(print), 64) is None
 
 
 @pytest.mark.parametrize(

@@ -24,7 +24,7 @@ def test_a_cluster_is_started_only_to_build_missing_caches(tmp_path, monkeypatch
     write_corpus(tmp_path / "text")
     text = [str(tmp_path / "text")]
     config = TokensConfig(train_urls=text, validation_urls=text, cache_dir=str(tmp_path / "cache"), vocab_size=270)
-    tokenizer = config.load_tokenizer(lambda _: None)
+    tokenizer = config.corpus.load_tokenizer(lambda _: None)
     for none in (None, Cluster(auto_start_cluster=False)):
         tokenize_on_ray(none, [config], tokenizer, [16], print)
     assert not config.is_tokenized()

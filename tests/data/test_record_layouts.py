@@ -91,7 +91,7 @@ def described(tokenizer, tmp_path, records, record_format):
     path = tmp_path / f"{len(list(tmp_path.iterdir()))}.jsonl"
     write_records(path, records)
     config = TokensConfig(train_urls=[str(path)], cache_dir=f"{tmp_path}/cache", format=record_format)
-    return config.sources()[0].describe_records(TRAIN, tokenizer)
+    return config.corpus.sources[0].describe_records(TRAIN, tokenizer)
 
 
 CHAT = {"messages": [user("a"), assistant("b")]}
@@ -249,7 +249,7 @@ def test_columns_of_images_and_arrays_are_listed_without_being_read(tokenizer, t
     opened = record_files.open_table
     monkeypatch.setattr(record_files, "open_table", lambda *given: columns.append(given[1]) or opened(*given))
     config = TokensConfig(train_urls=[f"{tmp_path}/a.parquet"], format=ChatFormat(chat_template=QWEN))
-    listed = config.sources()[0].describe_records(TRAIN, tokenizer)
+    listed = config.corpus.sources[0].describe_records(TRAIN, tokenizer)
     assert set(listed.removeprefix("not read: ").split(", ")) == set(record) - {"messages"}
     assert columns == [[], ["messages", "url", "history"]]
 
@@ -267,7 +267,7 @@ def test_records_are_described_alike_in_every_kind_of_file(tokenizer, tmp_path):
         pq.write_table(pa.Table.from_pylist([with_bytes]), tmp_path / f"{name}.parquet")
         said = [
             TokensConfig(train_urls=[f"{tmp_path}/{name}.{kind}"], format=config)
-            .sources()[0]
+            .corpus.sources[0]
             .describe_records(TRAIN, tokenizer)
             for kind in ("jsonl", "parquet")
         ]

@@ -213,7 +213,7 @@ def test_a_run_reads_them_as_conversations(tmp_path):
     assert set(data.train) == {"arithmetic", "spelling"}
     assert [len(examples.cache.offsets) - 1 for examples in data.train.values()] == [40, 40]
     assert [len(each.examples.cache.offsets) - 1 for each in data.validation] == [8, 8]
-    assert config.chat_templates() == ["nanochat", "nanochat"]
+    assert config.corpus.chat_templates() == ["nanochat", "nanochat"]
     with pytest.raises(ConfigError, match="num_train: 0 given, an integer of 1 or more expected"):
         decode(DataConfig, ConfigSource({"source": {"type": "arithmetic", "num_train": 0}}))
 

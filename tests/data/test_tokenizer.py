@@ -151,7 +151,7 @@ def trained(folder: Path, **options: object) -> tuple[Tokenizer, list[str]]:
         vocab_size=300,
     )
     config.check()
-    return config.load_tokenizer(lines.append), lines
+    return config.corpus.load_tokenizer(lines.append), lines
 
 
 def test_a_tokenizer_is_trained_on_what_the_options_leave(tmp_path):
@@ -178,9 +178,9 @@ def test_a_tokenizer_is_trained_on_what_the_options_leave(tmp_path):
 def test_other_options_are_another_tokenizer(tmp_path):
     (tmp_path / "text.txt").write_text(some_text(3))
     usual = TokensConfig(train_urls=[f"{tmp_path}/text.txt"], cache_dir=f"{tmp_path}/cache", vocab_size=270)
-    usual.load_tokenizer(print)
+    usual.corpus.load_tokenizer(print)
     explicit = dataclasses.replace(usual, tokenizer=BpeConfig())
-    assert explicit.load_tokenizer(print).fingerprint == usual.load_tokenizer(print).fingerprint
+    assert explicit.corpus.load_tokenizer(print).fingerprint == usual.corpus.load_tokenizer(print).fingerprint
     assert explicit.identity() == usual.identity()
     for options in ({"pattern": "gpt4"}, {"special_tokens": ["<|bos|>"]}, {"max_characters": 9}):
         other = dataclasses.replace(usual, tokenizer=BpeConfig(**options))
@@ -189,7 +189,7 @@ def test_other_options_are_another_tokenizer(tmp_path):
         with pytest.raises(
             ConfigError, match=rf"the tokenizer .* was built from other inputs:\n  {name}: was None, is now"
         ):
-            other.load_tokenizer(print)
+            other.corpus.load_tokenizer(print)
 
 
 @pytest.mark.parametrize(
@@ -355,6 +355,10 @@ WORDS = {"<unk>": 0, "a": 1}
         (
             {"model": {"type": "WordLevel", "unk_token": "<unk>", "vocab": WORDS | {"b": 2_000_000_000}}},
             r"has a token with the id 2,000,000,000, below 16,777,216 expected",
+        ),
+        (
+            {"model": {"type": "WordLevel", "unk_token": "<unk>", "vocab": {"<unk>": 0, "a": 1, "b": 2, "c": 1}}},
+            r"has the tokens 'a' and 'c' with the same id 1\.",
         ),
         ({"normalizer": {"type": "Sequence", "normalizers": [DOUBLED | {"content": "e"}] * 64}}, None),
         ({"normalizer": {"type": "Replace", "pattern": {"Regex": "\\s+|x*"}, "content": " "}}, None),

@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxlm.core.errors import ConfigError
+from jaxlm.core.field_types import check_fields
 from jaxlm.data.best_fit import BestFitConfig
 from jaxlm.data.examples import Examples, split_off
 from jaxlm.data.formats.completions import SupervisedFormat
@@ -91,10 +92,11 @@ def test_a_stride_is_part_of_the_datas_identity_and_is_refused_where_it_has_no_e
     plain = TokensConfig(
         train_urls=[f"{tmp_path}/a.txt"], cache_dir=f"{tmp_path}/cache", tokenizer=f"{tmp_path}/tokenizer"
     )
-    tokenizer = plain.load_tokenizer(lambda _: None)
+    tokenizer = plain.corpus.load_tokenizer(lambda _: None)
 
     def opened(**changes):
         config = dataclasses.replace(plain, **changes)
+        check_fields(config, "data")
         config.check()
         return config, config.open(tokenizer, 16, lambda _: None).train[""]
 
@@ -109,8 +111,11 @@ def test_a_stride_is_part_of_the_datas_identity_and_is_refused_where_it_has_no_e
         other.open(tokenizer, 16, lambda _: None)
     assert not (tmp_path / "other").exists(), "nothing has been tokenized"
     for changes, message in (
-        ({"train_overlap": False}, r"data\.train_overlap: false has no effect without data\.stride"),
-        ({"stride": 4, "packing": BestFitConfig()}, r"data\.stride: given together with data\.packing"),
+        ({"train_overlap": False}, r"data\.train_overlap: false given without stride"),
+        (
+            {"stride": 4, "packing": BestFitConfig()},
+            r"data\.stride: 4 given together with packing: a section, whose rows",
+        ),
         (records, r"data\.stride: 4 given, but the records of data\.format \(supervised\) are not split"),
     ):
         with pytest.raises(ConfigError, match=message):

@@ -50,7 +50,7 @@ def imported(tmp_path_factory):
     place = tmp_path_factory.mktemp("imported")
     (place / "text.txt").write_text("some text to make a tokenizer of " * 50)
     data = TokensConfig(train_urls=[f"{place}/text.txt"], cache_dir=f"{place}/cache", vocab_size=270)
-    tokenizer = data.load_tokenizer(log=lambda _: None)
+    tokenizer = data.corpus.load_tokenizer(log=lambda _: None)
     write_folder(place / "hf", tokenizer, tokenizer.vocab_size + 20)
     return place / "hf"
 

@@ -10,10 +10,20 @@ import jax
 import numpy as np
 import pytest
 
-from jaxlm.controllers.base import Controller, Decision, DoneStep, Keep, Next, Rewind, SetControls
+from jaxlm.controllers.base import (
+    Controller,
+    Decision,
+    DoneStep,
+    Keep,
+    Next,
+    Persistence,
+    PhaseFacts,
+    Rewind,
+    SetControls,
+    unchanged,
+)
 from jaxlm.controllers.reduce_on_plateau import ReduceOnPlateauConfig
 from jaxlm.core.errors import ConfigError
-from jaxlm.core.guards import OptimizerFacts
 from jaxlm.core.sharding import Layout
 from jaxlm.core.values.logged import Activity, StepInfo
 from jaxlm.engine.checkpoint.manifest import Cursor, History
@@ -207,7 +217,7 @@ def test_an_evaluation_keeps_its_step_and_a_training_step_a_later_one():
 
 
 class Surviving(Scripted):
-    survives_rewind = True
+    persistence = Persistence(rewound=unchanged)  # type: ignore[assignment]
 
 
 def test_going_back_restores_what_a_controller_remembered_then_unless_it_survives():
@@ -232,13 +242,13 @@ def test_a_metric_that_no_step_measures_is_refused():
 
 def test_plateaus_reduce_the_learning_rate_of_the_run():
     """The loss of the evaluations rises."""
-    rates, *_ = trained(ReduceOnPlateauConfig(patience=0, factor=0.5, min_lr=2e-3).build(OptimizerFacts(1e-2)))
+    rates, *_ = trained(ReduceOnPlateauConfig(patience=0, factor=0.5, min_lr=2e-3).build(PhaseFacts(1e-2)))
     assert scales(rates) == {1: 1.0, 9: 0.5, 13: 0.25}
 
 
 @pytest.mark.parametrize("goes_on", [True, False])
 def test_a_plateau_goes_on_with_the_schedule(goes_on: bool):
-    controllers = (ReduceOnPlateauConfig().build(OptimizerFacts(1e-2)),)
+    controllers = (ReduceOnPlateauConfig().build(PhaseFacts(1e-2)),)
     first = phase(controllers=controllers)
     second = replace(first, index=1, name="second", start=20, end=40, schedule_start=0 if goes_on else None)
     memories = {

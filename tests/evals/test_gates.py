@@ -1,7 +1,6 @@
 """Evaluations that compare a model with a reference: what they measure, against closed forms, and their limits."""
 
 import dataclasses
-import json
 import math
 from types import SimpleNamespace
 from typing import Any
@@ -245,13 +244,14 @@ def test_differences_of_attention_are_means_over_tokens_by_layer():
 def test_models_whose_layers_do_not_correspond_are_refused():
     shapes = lambda config: jax.eval_shape(lambda: config.build(vocab_axis(VOCAB), key=jax.random.key(0)))  # noqa: E731
     model, other = shapes(MODEL), shapes(dataclasses.replace(MODEL, num_layers=3))
-    CompareEvalConfig().check_models(model, {"teacher": model})
-    CompareEvalConfig(attention=None).check_models(model, {"teacher": other})
+    CompareEvalConfig().check_model(model, {"teacher": model})
+    CompareEvalConfig(attention=None).check_model(model, {"teacher": other})
+    CompareEvalConfig().check_model(model, None)
     with pytest.raises(ConfigError, match=r"the model has 2 layers and the reference 3.*Set it to null"):
-        CompareEvalConfig().check_models(model, {"teacher": other})
+        CompareEvalConfig().check_model(model, {"teacher": other})
     with pytest.raises(ConfigError, match="the model has 32 features and the reference 64"):
-        CompareEvalConfig().check_models(model, {"teacher": shapes(dataclasses.replace(MODEL, hidden_dim=64))})
-    CompareEvalConfig().check_models(
+        CompareEvalConfig().check_model(model, {"teacher": shapes(dataclasses.replace(MODEL, hidden_dim=64))})
+    CompareEvalConfig().check_model(
         shapes(Gpt2Config(seq_len=16, hidden_dim=32, num_layers=2, num_heads=4)), {"teacher": model}
     )
     with pytest.raises(ConfigError, match="both null"):
@@ -275,7 +275,7 @@ def test_limits_name_every_violation():
 
 def test_each_gate_knows_its_limits_and_names():
     both = L1Limits(0.1, 0.2)
-    compare = CompareEvalConfig(attention=both, logits=both, fail_fast=True).limits
+    compare = CompareEvalConfig(attention=both, logits=both, fail_fast=True).metrics.limits
     assert compare.fail_fast
     assert {name: limit.bound for name, limit in compare.by_metric.items()} == {
         "compare/attention/mean_l1": 0.1,
@@ -283,9 +283,9 @@ def test_each_gate_knows_its_limits_and_names():
         "compare/logits/mean_l1": 0.1,
         "compare/logits/max_l1": 0.2,
     }
-    assert FidelityEvalConfig(max_delta_nll=None, name="x").limits.by_metric.keys() == {"x/ppl_ratio"}
-    assert "x/delta_nll" in (FidelityEvalConfig(name="x").metric_names or ())
-    assert CompareEvalConfig().limits.by_metric == {}
+    assert FidelityEvalConfig(max_delta_nll=None, name="x").metrics.limits.by_metric.keys() == {"x/ppl_ratio"}
+    assert "x/delta_nll" in (FidelityEvalConfig(name="x").metrics.names or ())
+    assert CompareEvalConfig().metrics.limits.by_metric == {}
 
 
 def hook_of(limits: Limits, values: dict[str, float], *, every: int | None, averages: tuple[str, ...] = ()) -> Any:
@@ -363,7 +363,7 @@ def test_gates_are_written_as_any_evaluation():
     made = decode(EvalConfig, ConfigSource({"type": "compare", "attention": {"max_mean_l1": 0.05}, "logits": None}))
     assert made == CompareEvalConfig(attention=L1Limits(0.05), logits=None)
     assert made.every is None
-    assert json.dumps(made.references) == '["teacher"]'
+    assert made.scope.references == ("teacher",)
 
 
 def test_a_gate_that_is_due_is_judged_at_the_end_of_a_phase_that_ends_on_other_weights():

@@ -101,7 +101,7 @@ def test_a_key_is_found_if_the_model_looks_back_far_enough():
             found = opened(CONFIG, where).run(looking_back(int(reach)))
             assert [found[f"needle/{LENGTH}/depth_{d:g}"] for d in CONFIG.depths] == expected, reach
             assert found[f"needle/{LENGTH}"] == found["needle/accuracy"] == pytest.approx(np.mean(expected))
-    assert set(found) == set(CONFIG.metric_names)
+    assert set(found) == set(CONFIG.metrics.names or ())
 
 
 def test_texts_have_the_length_and_the_depth_that_were_asked_for():
@@ -170,11 +170,11 @@ def test_impossible_lengths_are_refused():
         dataclasses.replace(CONFIG, lengths=[24]).check_opens(Tokenizer, LENGTH, dry=True)
     table = SimpleNamespace(Pos=Axis("position", 64), traits=ModelTraits(reads_beyond=False))
     with pytest.raises(ConfigError, match=r"lengths: 128 given, but .* more than model\.seq_len: 64"):
-        CONFIG.check_parts(table)
-    dataclasses.replace(CONFIG, lengths=None).check_parts(table)
-    dataclasses.replace(CONFIG, lengths=[64]).check_parts(table)
+        CONFIG.check_model(table, None)
+    dataclasses.replace(CONFIG, lengths=None).check_model(table, None)
+    dataclasses.replace(CONFIG, lengths=[64]).check_model(table, None)
     with pytest.raises(ConfigError, match="at least one is expected"):
-        dataclasses.replace(CONFIG, lengths=[]).check_parts(table)
+        dataclasses.replace(CONFIG, lengths=[]).check_model(table, None)
     first = haystack(where)[0]
     segments = jnp.zeros((16, 16), jnp.int32).at[:5].set(1)
     few = dataclasses.replace(first, segment_ids=NamedArray(segments, first.segment_ids.axes))

@@ -13,6 +13,7 @@ import pytest
 from haliax import Axis, NamedArray
 
 from jaxlm.core.errors import ConfigError
+from jaxlm.core.field_types import check_fields
 from jaxlm.evals.base import EvalConfig
 from jaxlm.evals.cases import Case, CasesEvalConfig, ContinuationsEvalConfig
 from jaxlm.models.base import Hidden, LanguageModel, vocab_axis
@@ -113,7 +114,7 @@ def test_without_a_reference_only_the_model_answers():
 
 
 def test_limits_of_accuracies():
-    limits = CasesEvalConfig(cases=CASES, min_student_accuracy=0.7, max_accuracy_drop=0.1).limits
+    limits = CasesEvalConfig(cases=CASES, min_student_accuracy=0.7, max_accuracy_drop=0.1).metrics.limits
     lines = limits.violations("eval", {"cases/accuracy": 0.5, "cases/accuracy_drop": 0.2})
     assert lines == [
         "eval/cases/accuracy is 0.5, at least 0.7 allowed (min_student_accuracy: 0.7)",
@@ -156,7 +157,10 @@ def test_cases_may_be_in_a_file(tmp_path):
     ("case", "message"),
     [
         ({"answer": "four"}, "answer: 'four' given with kind: int_greedy, an integer such as 42 expected"),
-        ({"answer": 4, "choices": ["4"]}, "choices given with kind: int_greedy"),
+        (
+            {"answer": 4, "choices": ["4"]},
+            r"choices: \['4'\] given without kind: choice_logprob, but kind is int_greedy",
+        ),
         ({"answer": "5", "choices": ["4"], "kind": "choice_logprob"}, "the answer among them"),
         ({"answer": " ", "kind": "text_greedy"}, "a text expected"),
         ({"answer": 4, "prompt": "a" * 70}, "70 tokens and max_new_tokens is 32, .*seq_len is 16. Shorten the prompt$"),
@@ -167,9 +171,8 @@ def test_cases_may_be_in_a_file(tmp_path):
     ],
 )
 def test_cases_that_make_no_sense_are_refused(case, message):
-    config: Any = decode(EvalConfig, ConfigSource({"type": "cases", "cases": [{"id": "x", "prompt": "a", **case}]}))
-
     def check() -> None:
+        config: Any = decode(EvalConfig, ConfigSource({"type": "cases", "cases": [{"id": "x", "prompt": "a", **case}]}))
         config.check()
         config.check_opens(Characters, 16, dry=False)
 
@@ -178,10 +181,10 @@ def test_cases_that_make_no_sense_are_refused(case, message):
 
 
 def test_keys_that_do_not_fit_together_are_refused():
-    with pytest.raises(ConfigError, match=r"neither cases nor file given"):
-        CasesEvalConfig().check()
-    with pytest.raises(ConfigError, match=r"max_accuracy_drop: 0\.1 given with reference: null"):
-        CasesEvalConfig(cases=CASES, reference=None, max_accuracy_drop=0.1).check()
+    with pytest.raises(ConfigError, match=r"none of cases, file given, at least one expected"):
+        check_fields(CasesEvalConfig())
+    with pytest.raises(ConfigError, match=r"max_accuracy_drop: 0\.1 given together with reference: null"):
+        check_fields(CasesEvalConfig(cases=CASES, reference=None, max_accuracy_drop=0.1))
 
 
 def text_batches(rows: list[str]) -> list[Any]:
@@ -241,5 +244,5 @@ def test_continuations_that_do_not_fit_are_refused():
         ConfigError, match=r"prompt_tokens: 32 and max_new_tokens: 32 together exceed model\.seq_len: 63"
     ):
         ContinuationsEvalConfig().check_opens(lambda: None, 63, dry=False)
-    limits = ContinuationsEvalConfig(min_agreement=0.5, max_delta_nll=0.1).limits.by_metric
+    limits = ContinuationsEvalConfig(min_agreement=0.5, max_delta_nll=0.1).metrics.limits.by_metric
     assert limits.keys() == {"continuations/agreement", "continuations/delta_nll"}

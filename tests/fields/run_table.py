@@ -197,12 +197,12 @@ KEEP: dict[str, Entry] = {
 UNTIL: dict[str, Entry] = {
     "trainer.until.metric": ShownIn(GOING_BACK + "test_an_unknown_metric_is_named_with_those_that_were_measured"),
     "trainer.until.below": ShownIn(GOING_BACK + "test_below_ends_the_phase_where_the_metric_is_reached"),
-    "trainer.until.above": Change(0.5, Refused(r"trainer\.until\.above: 0\.5 given with mode: min")),
+    "trainer.until.above": Change(0.5, Refused(r"trainer\.until\.above: 0\.5 given without mode: max")),
     "trainer.until.patience": ShownIn(GOING_BACK + "test_patience_ends_the_phase_with_the_best_weights"),
     "trainer.until.min_delta": ShownIn(
         "tests/engine/test_until.py::test_the_best_is_the_lowest_and_patience_counts_from_the_last_clear_improvement"
     ),
-    "trainer.until.mode": Change("max", Refused(r"trainer\.until\.below: 3\.0 given with mode: max")),
+    "trainer.until.mode": Change("max", Refused(r"trainer\.until\.below: 3\.0 given without mode: min")),
 }
 WATCH: dict[str, Entry] = {
     "trainer.watch.watch_targets": Change(["updates"], Program(gains=watched("updates/norm/total"))),

@@ -83,7 +83,7 @@ def corpus(tmp_path_factory):
     (folder / "a.jsonl").write_text("".join(records))
     (folder / "b.txt").write_text("entirely different words " * 40)
     other = TokensConfig(train_urls=[f"{folder}/b.txt"], cache_dir=f"{folder}/cache", vocab_size=270)
-    other.load_tokenizer(log=lambda _: None).save(folder / "saved")
+    other.corpus.load_tokenizer(log=lambda _: None).save(folder / "saved")
     return folder
 
 
@@ -94,7 +94,7 @@ def opened(corpus, tmp_path):
     def open_section(**fields: Any) -> Opened:
         usual = {"train_urls": [f"{corpus}/a.jsonl"], "cache_dir": f"{tmp_path}/cache", "vocab_size": 280}
         config = TokensConfig(**usual | fields)
-        tokenizer = config.load_tokenizer(log=lambda _: None)
+        tokenizer = config.corpus.load_tokenizer(log=lambda _: None)
         data = config.open(tokenizer, 16, log=lambda _: None)
         eight = BatchSchedule.of([BatchSize(0, 8)])
         batches = data.batches(eight, outcome_of(tree()).plan.layout, start=0, first_step=0, seed=0)

@@ -246,7 +246,10 @@ def config_of(**keys: Any) -> OptimizerConfig:
 @pytest.mark.parametrize(
     ("keys", "named"),
     [
-        ({"adagc": {"threshold": 2.0}}, r"optimizer\.adagc\.threshold: 2\.0 given, but .* mode: paper"),
+        (
+            {"adagc": {"threshold": 2.0}},
+            r"optimizer\.adagc\.threshold: 2\.0 given without mode: zscore, but mode is paper",
+        ),
         ({"adagc": {"mode": "zscore", "lambda_rel": 2.0}}, r"optimizer\.adagc\.lambda_rel: 2\.0 given"),
         ({"adagc": {"mode": "zscore", "warmup": 1}}, r"optimizer\.adagc\.warmup: 1 given, at least 2 expected"),
         ({"adagc": {"lambda_rel": 1.0}}, r"optimizer\.adagc\.lambda_rel: 1\.0 given, a finite number above 1"),

@@ -247,20 +247,23 @@ REFUSED = {
     ),
     "heads_size of another method": (
         {"context": {"size": 4, "heads_size": 2}},
-        "heads_size: 2 given, which only .* usp",
+        "heads_size: 2 given without method: usp, but method is auto",
     ),
     "heads_size that does not divide": (
         {"context": {"size": 8, "method": "usp", "heads_size": 3}},
         "heads_size: 3 given, one of 2, 4 expected",
     ),
     "one group": ({"context": {"size": 2, "method": "usp"}}, "method: usp given, which needs groups of devices"),
-    "two sizes": (custom("mine", size=4), "size: 4 given, but position is mapped to .*mine.* Remove the size"),
+    "two sizes": (custom("mine", size=4), "size: 4 given together with mesh, which sets the sizes of all axes"),
     "heads_size of a mesh": (
         custom("outer", "inner", method="usp", heads_size=4),
         "heads_size: 4 given, but the last axis that trainer.mesh maps position to",
     ),
     "one axis for two": (custom("mine", method="usp"), "usp given, .* map position to two mesh axes"),
-    "a mesh without the axis": ({"mesh": {}, "context": {"size": 4}}, "size: 4 given, but trainer.mesh sets all"),
+    "a mesh without the axis": (
+        {"mesh": {}, "context": {"size": 4}},
+        "size: 4 given together with mesh, which sets the sizes of all axes",
+    ),
     "mapped elsewhere": (
         {"context": {"size": 2}, "compute_axis_resources": {"position": "model"}},
         "size: 2 given, but position is mapped to model",

@@ -138,12 +138,17 @@ MISTAKES_IN_KEYS = {
     "section in a phase": (
         "phases:\n- name: a\n  optimizer:\n    type: adam\n    skip_bad_steps:\n      rewind_after: 50\n",
         (),
-        "run.yaml:6: phases.0.optimizer.skip_bad_steps.rewind_after: 50 given, null or 1 to",
+        "run.yaml:5: phases.0.optimizer.skip_bad_steps.max_in_a_row: 8 is the default, but rewind_after is 50",
     ),
     "two keys of a section": (
         "phases:\n- name: a\n  optimizer:\n    update_rms_clipping: 1.0\n    clip_update_norm: {}\n",
         (),
-        "run.yaml:3: phases.0.optimizer: update_rms_clipping and clip_update_norm are both set",
+        "run.yaml:4: phases.0.optimizer.update_rms_clipping: 1.0 given together with clip_update_norm",
+    ),
+    "none of several keys": (
+        "trainer:\n  until:\n    metric: eval/loss\n",
+        (),
+        "run.yaml:2: trainer.until.below: none of below, above, patience given, at least one expected",
     ),
 }
 

@@ -152,7 +152,10 @@ REFUSED = {
         {"compute_axis_resources": {"position": "model"}, "tensor_parallel_axes": "mlp", "model_axis_size": 2},
         "'position' and 'mlp' are both mapped to 'model' .*mlp.*weight has both",
     ),
-    "two sizes": ({"mesh": {"axes": {"model": -1}}, "model_axis_size": 2}, "model_axis_size: 2 .*mesh.axes"),
+    "two sizes": (
+        {"mesh": {"axes": {"model": -1}}, "model_axis_size": 2},
+        "model_axis_size: 2 given together with mesh, which",
+    ),
     "two mappings": (
         {"mesh": {"shared_mapping": {"mlp": "data"}}, "axis_resources": {"mlp": "model"}},
         "axis_resources.mlp: model given.*shared_mapping.mlp: data",

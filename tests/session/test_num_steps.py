@@ -31,7 +31,7 @@ def resolved(tmp_path):
         own = {"train_urls": [f"{tmp_path}/a.txt"]} if data is None else data
         own = {"cache_dir": str(tmp_path / "cache"), "vocab_size": 260, **own}
         config = decode_run(ConfigSource({"model": dict(MODEL), "data": own, **sections}), None)
-        tokenizer = config.data.load_tokenizer(log=lambda _: None)
+        tokenizer = config.data.corpus.load_tokenizer(log=lambda _: None)
         log = (lambda _: None) if said is None else said.append
         return with_num_steps_of_data(config, EIGHT_ROWS, tokenizer, log), tokenizer
 

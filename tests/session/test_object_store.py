@@ -62,7 +62,7 @@ def test_token_caches_and_text_in_an_object_store(store, request, tmp_path, monk
         (tmp_path / folder).mkdir()
         monkeypatch.chdir(tmp_path / folder)
         list_remote.cache_clear()
-        return data.open(data.load_tokenizer(print), 16, print).train[""]
+        return data.open(data.corpus.load_tokenizer(print), 16, print).train[""]
 
     here, identity = opened("one"), data.identity()
     there = opened("two")

@@ -53,22 +53,15 @@ class Prepared:
 @command
 def main(arguments: Sequence[str]) -> int:
     """Runs the command and returns its exit code."""
-    parser = Parser(
-        prog="jaxlm prepare",
-        description="Tokenizes a run's data ahead of training. Takes the same configuration options as jaxlm train.",
-        allow_abbrev=False,
+    about = "Tokenizes a run's data ahead of training. Takes the same configuration options as jaxlm train."
+    parser = Parser(prog="jaxlm prepare", description=about, allow_abbrev=False)
+    batch = "print training batch N, which step N + 1 trains on"
+    parser.add_argument("--show_batch", type=int, metavar="N", help=batch)
+    example = (
+        "for chats and prompts: print an example of each source with the tokens that the loss is computed on in color,"
     )
-    parser.add_argument(
-        "--show_batch", type=int, metavar="N", help="print training batch N, which step N + 1 trains on"
-    )
-    parser.add_argument(
-        "--show_example",
-        nargs="?",
-        const="",
-        metavar="FILE.html",
-        help="for chats and prompts: print an example of each source with the tokens that the loss is computed on in color,"
-        " or write them to a page",
-    )
+    example += " or write them to a page"
+    parser.add_argument("--show_example", nargs="?", const="", metavar="FILE.html", help=example)
     parts = parts_of("prepare")
     for part in parts:
         part.add_options(parser)
@@ -102,7 +95,7 @@ def prepare(config: RunConfig, console: Console) -> tuple[Tokenizer, list[Prepar
     phases, sections = plan_phases(config)
     for section in sections:
         section.check()
-    tokenizer = sections[0].load_tokenizer(log=console.log)
+    tokenizer = sections[0].corpus.load_tokenizer(log=console.log)
     wanted = token_leaves(model, tokenizer.vocab_size)
     seq_lens = [phase.model.seq_len for phase in phases]
     tokenize_on_ray(config.trainer.ray, sections, tokenizer, seq_lens, console.log)
@@ -114,7 +107,7 @@ def prepare(config: RunConfig, console: Console) -> tuple[Tokenizer, list[Prepar
         section.open(tokenizer, seq_len, log=console.log) for section, seq_len in zip(sections, seq_lens, strict=True)
     ]
     for phase, data in zip(phases, opened, strict=True):
-        if phase.objective.sequences_axis is not None:
+        if phase.objective.facts.sequences_axis is not None:
             check_signals(data.train)
     if wanted is not None and starts_at_random(config, sections[0].tokenizer):
         if batches is None and opened[0].max_train_batches:
@@ -172,7 +165,7 @@ def check_batch(config: RunConfig, number: int, phases: Sequence[Phase]) -> None
             "--show_batch: trainer.train_batch_size is -1, so the batch size depends on the devices. Set it to a number"
         )
     phase, section = next(pair for pair in zip(phases, plan_phases(config)[1], strict=True) if number < pair[0].end)
-    if not section.has_examples_per_step:
+    if not section.batching.has_examples_per_step:
         raise ConfigError(
             f"--show_batch: {number} given, but in phase '{phase.name}' not every step trains on as many new"
             " prompts (data.updates_per_rollout, dynamic_sampling, curriculum). The run writes the prompts and responses that"

@@ -7,9 +7,9 @@ Hooks look, controllers decide, and only the engine acts: `engine/control.py` fe
 """
 
 import abc
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar
 
 import draccus
 
@@ -25,13 +25,20 @@ class StopRunError(Exception):
     """A controller ends the run with an error. Its newest checkpoint stays."""
 
 
-class Measured(Protocol):
-    """Answers what a controller may ask the objective of its phase."""
+@dataclass(frozen=True)
+class PhaseFacts(OptimizerFacts):
+    """Holds what a controller may know of its phase, in addition to the optimizer.
 
-    @property
-    def reports_teacher_loss(self) -> bool:
-        """Tells whether the metrics of a step have the losses of both model and teacher."""
-        ...
+    Attributes:
+        has_validation: whether there is validation data, which a `Branch` needs.
+        is_annotated: whether the objective reads what is stored about the training data as it comes to it. Then no batch can
+            be read again, as a `Branch` does.
+        reports_teacher_loss: whether the metrics of a step have the losses of both model and teacher.
+    """
+
+    has_validation: bool = False
+    is_annotated: bool = False
+    reports_teacher_loss: bool = False
 
 
 @dataclass(frozen=True)
@@ -44,6 +51,7 @@ class DoneStep:
         is_skipped: whether its update was skipped. Not known of evaluations: False.
         progress: the fraction of the phase that is done.
         effective: the first step that what follows from it can change. `Rewind` takes effect at once.
+        branched: what came of the branch of this controller that ended with it; None for what is measured of the step.
     """
 
     number: int
@@ -51,6 +59,7 @@ class DoneStep:
     is_skipped: bool
     progress: float
     effective: int
+    branched: "Branched | None" = None
 
 
 @dataclass(frozen=True)
@@ -175,16 +184,34 @@ class Noted:
 Answer = Decision | Noted | None
 
 
+@dataclass(frozen=True)
+class Persistence:
+    """What becomes of what a controller remembers where the run does not simply go on.
+
+    Attributes:
+        rewound: returns its state after the run has gone back to a step, because of this controller or of another one. Its
+            decisions that were not in effect yet are dropped. None: all is again as in the checkpoint.
+        resumed: returns its state and the controls in effect when a run resumes with other keys. Decisions not in effect yet
+            are dropped. Returns None if nothing changes, and raises `ConfigError` if it cannot go on with these keys.
+        follows_schedule: whether it goes on in a phase in which the learning-rate schedule goes on (`carry_optimizer`),
+            instead of anew.
+    """
+
+    rewound: Callable[[Json, int], Json] | None = None
+    resumed: Callable[[Json], tuple[Json, Mapping[str, float]] | None] = lambda state: None
+    follows_schedule: bool = False
+
+
+def unchanged(state: Json, step: int) -> Json:
+    """The state of a controller that going back to a step does not change (`Persistence.rewound`)."""
+    return state
+
+
 class Controller(abc.ABC):
     """Decides what happens next in a phase. A frozen dataclass: what it remembers is its state, which is plain JSON.
 
     All processes ask it with the same metrics in the same order, so that they decide alike. It must depend on nothing else.
     """
-
-    survives_rewind: ClassVar[bool] = False
-    """Whether its state stays when the run goes back. Otherwise, it is again that of the checkpoint."""
-    follows_schedule: ClassVar[bool] = False
-    """Whether it goes on in a phase in which the learning-rate schedule goes on (`carry_optimizer`), instead of anew."""
 
     @property
     @abc.abstractmethod
@@ -199,11 +226,6 @@ class Controller(abc.ABC):
         Metrics of a training step must be computed on the devices: what a process measures by its own clock differs.
         """
 
-    def check(self, objective: Measured, key: str, phase: str) -> None:
-        """Raises `ConfigError` if the objective of its phase does not measure what it needs. Args: key, phase: where it is
-        written and the name of the phase, for messages."""
-        return
-
     @abc.abstractmethod
     def controls(self) -> Mapping[str, float]:
         """The controls that it sets (`core/guards.py`), and their values at the start of a phase."""
@@ -216,41 +238,22 @@ class Controller(abc.ABC):
     def after(self, step: DoneStep, metrics: Mapping[str, float], state: Json) -> tuple[Json, Answer]:
         """The new state, and what to do.
 
-        Called after each training step, and after each evaluation, that has any of its metrics.
+        Called after each training step, and after each evaluation, that has any of its metrics; and after a branch of its
+        own (`step.branched`), whose winner has set the controls already. Its cost is spent, so this comes before the metrics
+        of the winner's steps, from which the run may go back.
 
         Args:
-            metrics: those of its metrics that were measured.
+            metrics: those of its metrics that were measured; none after a branch.
             state: not to be changed in place.
 
         Raises:
             StopRunError: the run should not go on.
         """
 
-    def resumed(self, state: Json) -> tuple[Json, Mapping[str, float]] | None:
-        """Returns what it remembers, and the controls in effect, when a run resumes with other keys. Decisions not in
-        effect yet are dropped. None if nothing changes.
-
-        Raises:
-            ConfigError: it cannot resume with these keys.
-        """
-        return None
-
-    def rewound(self, state: Json, step: int) -> Json:
-        """Returns what it remembers after the run has gone back to `step`, because of this controller or of another one.
-        Called only if its state survives that. Its decisions that were not in effect yet are dropped."""
-        return state
-
     @property
-    def may_branch(self) -> bool:
-        """Tells whether it may decide to `Branch`, for which the phase needs validation data."""
-        return False
-
-    def branched(self, step: DoneStep, result: Branched, state: Json) -> tuple[Json, Answer]:
-        """The new state, and what to do, after a branch of this controller. The controls are those of the winner already.
-
-        Its cost is spent, so this comes before `after` is called for the winner's steps, from which the run may go back.
-        """
-        raise AssertionError(f"{self.name} does not branch")
+    def persistence(self) -> Persistence:
+        """What becomes of its state where the run does not simply go on."""
+        return Persistence()
 
 
 @dataclass(frozen=True)
@@ -260,15 +263,8 @@ class ControllerConfig(Registry, draccus.ChoiceRegistry, abc.ABC):
     keys_effect: ClassVar[Effect] = follows("the controller decides by the new value from here")
 
     @abc.abstractmethod
-    def build(self, optimizer: OptimizerFacts) -> Controller:
-        """The controller of a phase.
-
-        Args:
-            optimizer: of the phase.
-
-        Raises:
-            ConfigError: the keys do not fit together.
-        """
+    def build(self, phase: PhaseFacts) -> Controller:
+        """The controller of a phase. Raises `ConfigError` if the keys do not fit together, or not the phase."""
 
     def without_effect(self, spans: Sequence[range]) -> Sequence[str]:
         """The keys, with their values, that have no effect in phases of these steps. A run that is shortened for a try has

@@ -12,10 +12,23 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import ClassVar, Literal
 
-from jaxlm.controllers.base import Controller, Decision, DoneStep, Hold, Json, Keep, Next, Rewind, StopRunError
+from jaxlm.controllers.base import (
+    Controller,
+    Decision,
+    DoneStep,
+    Hold,
+    Json,
+    Keep,
+    Next,
+    Persistence,
+    Rewind,
+    StopRunError,
+    unchanged,
+)
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.field_types import NonNegativeFloat, PositiveInt
 from jaxlm.core.guards import EVAL_PREFIX, SKIPPED, RewindRule
+from jaxlm.core.rules import Rules, only, some_of
 
 BEST = "best"
 """The purpose for which the checkpoint of the best evaluation is kept."""
@@ -61,24 +74,16 @@ class UntilConfig:
     min_delta: NonNegativeFloat = 0.0
     mode: Literal["min", "max"] = "min"
 
-    def check(self, path: str) -> None:
-        """Raises `ConfigError` if this could never end the phase, or a key has no effect. Args: path: of this section."""
+    rules: ClassVar[Rules] = (
+        some_of("below", "above", "patience"),
+        only("below", when="mode", is_="min"),
+        only("above", when="mode", is_="max"),
+        only("min_delta", when="patience"),
+    )
+
+    def __post_init__(self):
         if not self.metric.startswith(EVAL_PREFIX):
-            raise ConfigError(
-                f"{path}.metric: '{self.metric}' given, a metric of an evaluation expected, such as eval/loss"
-            )
-        if self.below is None and self.above is None and self.patience is None:
-            raise ConfigError(f"{path}: no condition given. Set below, above or patience")
-        for name, value, mode in (("below", self.below, "min"), ("above", self.above, "max")):
-            if value is None:
-                continue
-            if self.mode != mode:
-                raise ConfigError(
-                    f"{path}.{name}: {value} given with mode: {self.mode}. Set mode: {mode}, or use"
-                    f" {'above' if name == 'below' else 'below'}"
-                )
-        if self.patience is None and self.min_delta:
-            raise ConfigError(f"{path}.min_delta: {self.min_delta} given, which has no effect without patience")
+            raise ConfigError(f"metric: '{self.metric}' given, a metric of an evaluation expected, such as eval/loss")
 
     def is_better(self, value: float, than: float) -> bool:
         """Tells whether a value of the metric is better than another; NaN never is."""
@@ -112,7 +117,7 @@ class EarlyStopping(Controller):
     until: UntilConfig
 
     name: ClassVar[str] = "early_stopping"
-    survives_rewind: ClassVar[bool] = True
+    persistence: ClassVar[Persistence] = Persistence(rewound=unchanged)
 
     @property
     def metrics(self) -> Mapping[str, str]:
@@ -157,7 +162,7 @@ class BadStreak(Controller):
     limit: int | None
 
     name: ClassVar[str] = "bad_streak"
-    survives_rewind: ClassVar[bool] = True
+    persistence: ClassVar[Persistence] = Persistence(rewound=unchanged)
 
     @property
     def metrics(self) -> Mapping[str, str]:

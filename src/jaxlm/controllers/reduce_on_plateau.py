@@ -8,9 +8,17 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Literal
 
-from jaxlm.controllers.base import Controller, ControllerConfig, Decision, DoneStep, SetControls
+from jaxlm.controllers.base import (
+    Controller,
+    ControllerConfig,
+    Decision,
+    DoneStep,
+    Persistence,
+    PhaseFacts,
+    SetControls,
+)
 from jaxlm.core.field_types import STEPS_OF_PHASE, BelowOne, LearningRate, NonNegativeFloat, NonNegativeInt
-from jaxlm.core.guards import LR_SCALE, OptimizerFacts
+from jaxlm.core.guards import LR_SCALE
 from jaxlm.reading.choices import choice
 
 
@@ -44,8 +52,8 @@ class ReduceOnPlateauConfig(ControllerConfig):
     min_lr: LearningRate = 0.0
     eps: NonNegativeFloat = 1e-8
 
-    def build(self, optimizer: OptimizerFacts) -> "ReduceOnPlateau":
-        return ReduceOnPlateau(self, optimizer.learning_rate)
+    def build(self, phase: PhaseFacts) -> "ReduceOnPlateau":
+        return ReduceOnPlateau(self, phase.learning_rate)
 
     def is_better(self, value: float, best: float) -> bool:
         """Tells whether a value is an improvement; NaN never is."""
@@ -61,7 +69,7 @@ class ReduceOnPlateau(Controller):
     """
 
     name: ClassVar[str] = "reduce_on_plateau"
-    follows_schedule: ClassVar[bool] = True
+    persistence: ClassVar[Persistence] = Persistence(follows_schedule=True)
 
     config: ReduceOnPlateauConfig
     learning_rate: float

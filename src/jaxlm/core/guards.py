@@ -128,7 +128,7 @@ def scaled(learning_rate: Any, controls: Mapping[str, Any]) -> Any:
 
 @dataclass(frozen=True)
 class OptimizerFacts:
-    """Holds what a controller may know of the optimizer of its phase.
+    """Holds what the rest of a run, such as a controller, may know of the optimizer of a phase.
 
     Attributes:
         learning_rate: the peak of its schedule.
@@ -137,9 +137,13 @@ class OptimizerFacts:
         telemetry_window: number of recent steps of which it measures the metrics of `core/values/logged.py`; None if it
             does not.
         nowcast_window: updates over which it measures where the weights are going; None if it does not.
+        rewind_rule: the rule by which the run goes back because updates were skipped; None if it never does.
+        second_derivatives: whether it asks for second derivatives of the loss (`optim/curvature.py`).
     """
 
     learning_rate: float
     strategies: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
     telemetry_window: int | None = None
     nowcast_window: int | None = None
+    rewind_rule: RewindRule | None = None
+    second_derivatives: bool = False

@@ -21,6 +21,7 @@ from typing import Any
 
 GIVEN = object()
 """Stands for every value but the default."""
+_SECTION = "a section"
 
 
 @dataclass(frozen=True)
@@ -188,7 +189,8 @@ def _condition(key: str, values: Any) -> str:
 
 
 def _beside(section: Any, key: str) -> str:
-    return f"given together with {key}: {_value(section, key)}"
+    value = _value(section, key)
+    return f"given together with {key}" + (f": {value}" if value != _SECTION else "")
 
 
 def _value(section: Any, key: str) -> str:
@@ -202,7 +204,7 @@ def _written(value: Any) -> str:
     kind = value if isinstance(value, type) else type(value)
     if dataclasses.is_dataclass(kind):
         named = getattr(kind, "get_choice_name", None)
-        return "a section" if named is None else f"{{type: {named(kind)}}}"
+        return _SECTION if named is None else f"{{type: {named(kind)}}}"
     return f"{value!s:.60}"
 
 

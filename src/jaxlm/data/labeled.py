@@ -24,7 +24,7 @@ class LabeledConfig(DataConfig):
     `model.seq_len` is cut off.
     """
 
-    reads: ClassVar[str] = "labels"
+    expects: ClassVar[str] = "labels"
 
     format: FormatConfig = field(default_factory=LabeledFormat)
 

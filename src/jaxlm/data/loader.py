@@ -21,7 +21,9 @@ from jaxlm.data.base import Batches, Log
 from jaxlm.data.batch import BatchSpec, Columns
 from jaxlm.data.batch_schedule import BatchSchedule, BatchStage
 from jaxlm.data.examples import Examples
+from jaxlm.data.masking import MaskingConfig
 from jaxlm.data.mixture import Mixture
+from jaxlm.data.tokenizer.tokenizer import Tokenizer
 from jaxlm.models.inference.responses import XlaOptions
 
 T = TypeVar("T")
@@ -249,6 +251,29 @@ BatchMaker = Callable[[BatchReader, BatchContext], Batches]
 def example_batches(reader: BatchReader, context: BatchContext) -> Batches:
     """The batches of data that does not depend on the model."""
     return ExampleBatches(reader, context.first_step)
+
+
+@dataclass(frozen=True)
+class Batching:
+    """Says how the examples of a kind of data become training batches.
+
+    Attributes:
+        maker: tokenizer -> the function that makes the batches.
+        has_examples_per_step: whether each step trains on as many new examples as its batch has, so that epochs determine
+            the steps.
+        masking: which tokens of the examples are hidden; None hides none.
+        never_repeats: the key with which the text is not read alike in every epoch, and what to change, so that what is
+            stored about an example fits again; None if examples repeat.
+    """
+
+    maker: Callable[[Tokenizer], BatchMaker] = lambda tokenizer: example_batches
+    has_examples_per_step: bool = True
+    masking: MaskingConfig | None = None
+    never_repeats: str | None = None
+
+    def finish(self, examples: Examples, source: str, split: str, tokenizer: Tokenizer) -> Examples:
+        """The examples of a split as batches read them. Args: source: its name."""
+        return examples if self.masking is None else self.masking.hide(examples, source, split, tokenizer)
 
 
 def _nth_batch(reader: BatchReader, consumed: int, first_step: int, number: int) -> Any:

@@ -8,14 +8,16 @@ Nie et al. 2025, "Large Language Diffusion Models" (arXiv:2502.09992), section 2
 as a hash of a counter (Steele et al. 2014), and the radical inverse of van der Corput 1935 with a random digital shift.
 """
 
+import zlib
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, fields
-from typing import Any, Literal
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal
 
 import numpy as np
 
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.field_types import Fraction, NumReplicas, NumTimeSteps, PositiveFraction, PositiveInt, Seed
+from jaxlm.core.rules import Rules, excludes, ordered
 from jaxlm.core.values.mask_schedule import (
     NEARLY_NONE,
     WITHOUT_BOUND,
@@ -24,6 +26,7 @@ from jaxlm.core.values.mask_schedule import (
     ScheduleType,
     SteppedSchedule,
 )
+from jaxlm.data.base import TRAIN
 from jaxlm.data.batch import Columns
 from jaxlm.data.examples import Examples, WrappedExamples
 from jaxlm.data.shuffle import mix
@@ -82,7 +85,6 @@ _SUGGESTED = "<|mask|>"
 _VERSION = 2  # of the masks of equal keys. Before 2, each source had a shift of the times of its own
 _CHOSEN, _REPLACED, _WORDS = range(3)  # what random numbers are for
 _ROUNDING = 1e-9  # of a number of tokens: a fraction such as 0.15 of 100 must not be 14
-_STEPS = ("mask_schedule_type", "min_mask_fraction", "max_mask_fraction", "num_time_steps")
 
 
 @dataclass(frozen=True)
@@ -117,6 +119,18 @@ class MaskingConfig:
         seed: random seed of the masks.
     """
 
+    rules: ClassVar[Rules] = (
+        excludes(
+            "mask_schedule_type",
+            "min_mask_fraction",
+            "max_mask_fraction",
+            "num_time_steps",
+            when="time_step_mask_fractions",
+            why="which already says the fraction of each time step",
+        ),
+        ordered("min_mask_fraction", "max_mask_fraction"),
+    )
+
     mask_token: str | None = None
     mode: Literal["bernoulli", "fixed_count"] = "bernoulli"
     mask_schedule_type: ScheduleType = "linear"
@@ -133,20 +147,8 @@ class MaskingConfig:
     seed: Seed = 0
 
     def __post_init__(self):
-        if self.time_step_mask_fractions is not None:
-            if not self.time_step_mask_fractions:
-                raise ConfigError("data.masking.time_step_mask_fractions: [] given, at least one fraction expected")
-            for field in fields(self):
-                if field.name in _STEPS and getattr(self, field.name) != field.default:
-                    raise ConfigError(
-                        f"data.masking.{field.name}: given together with time_step_mask_fractions, which already says the"
-                        " fraction of each time step. Remove one of them"
-                    )
-        elif self.min_mask_fraction > self.max_mask_fraction:
-            raise ConfigError(
-                f"data.masking.min_mask_fraction: {self.min_mask_fraction} given, above max_mask_fraction:"
-                f" {self.max_mask_fraction}. Swap them"
-            )
+        if self.time_step_mask_fractions == []:
+            raise ConfigError("data.masking.time_step_mask_fractions: [] given, at least one fraction expected")
         self._check_times()
         if self.random_fraction + self.unchanged_fraction > 1:
             raise ConfigError(
@@ -266,6 +268,21 @@ class MaskingConfig:
         rates = self.schedule.rates(times)
         assert rates is not None, "the schedule is continuous"
         return rates if self.times is None else rates * (self.times[1] - self.times[0])
+
+    def check_batch_size(self, size: int) -> None:
+        """Raises `ConfigError` if batches of this many sequences cannot have one in each range of times."""
+        if self.strata > size:
+            raise ConfigError(
+                f"data.masking.strata: {self.strata} given, but a batch has only {size} sequences. Set it to a divisor of"
+                f" {size}"
+            )
+
+    def hide(self, examples: Examples, source: str, split: str, tokenizer: Tokenizer) -> "MaskedExamples":
+        """The examples of a split with hidden tokens. Args: source: its name."""
+        is_special, mask_id = tokenizer.is_special(), self.mask_id(tokenizer)
+        is_special[mask_id] = True  # the tokenizer may not know what this token is for
+        masker = Masker(self, mask_id, is_special, zlib.crc32(f"{split} {source}".encode()))
+        return MaskedExamples(examples, masker, self.mask_replicas if split == TRAIN else self.validation_replicas)
 
     def mask_id(self, tokenizer: Tokenizer) -> int:
         """The id of the mask token. Raises `ConfigError` if the tokenizer has none."""

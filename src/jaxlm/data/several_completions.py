@@ -13,7 +13,7 @@ from jaxlm.core.errors import ConfigError
 from jaxlm.core.values.batch_types import MISMATCHED, GroupBatch, PairBatch, UnpairedBatch
 from jaxlm.data.batch import BatchSpec, Column, Columns, random_tokens, shifted_columns, token_columns
 from jaxlm.data.cache.token_cache import TokenCache
-from jaxlm.data.config import DataConfig
+from jaxlm.data.config import DataConfig, check_mixture
 from jaxlm.data.examples import ContiguousExamples, WrappedExamples, documents_as_text
 from jaxlm.data.formats.base import TRUNCATION_TEXT, FormatConfig, Truncation
 from jaxlm.data.formats.completions import CompletionsFormat, GroupsFormat, PairsFormat, UnpairedFormat
@@ -182,7 +182,7 @@ class PairsConfig(DataConfig):
     says what becomes of longer ones.
     """
 
-    reads: ClassVar[str] = "pairs"
+    expects: ClassVar[str] = "pairs"
 
     format: FormatConfig = field(default_factory=PairsFormat)
 
@@ -200,7 +200,7 @@ class PairsConfig(DataConfig):
         )
 
     def identity(self) -> dict[str, Any]:
-        return super().identity() | truncations(self.sources())
+        return super().identity() | truncations(self.corpus.sources)
 
     def random_columns(self, num_examples: int, seq_len: int, vocab_size: int, seed: int) -> Columns:
         return random_tokens((num_examples, 2, seq_len), vocab_size, seed)
@@ -215,7 +215,7 @@ class UnpairedConfig(DataConfig):
     truncated at the end.
     """
 
-    reads: ClassVar[str] = "unpaired"
+    expects: ClassVar[str] = "unpaired"
 
     format: FormatConfig = field(default_factory=UnpairedFormat)
 
@@ -306,7 +306,7 @@ class GroupsConfig(DataConfig):
     prompt with a response; longer ones are truncated at the end.
     """
 
-    reads: ClassVar[str] = "groups"
+    expects: ClassVar[str] = "groups"
 
     format: FormatConfig = field(default_factory=GroupsFormat)
 
@@ -325,11 +325,14 @@ class GroupsConfig(DataConfig):
         rewards = np.random.default_rng(seed).integers(0, 2, shape).astype(np.float32)
         return {"rewards": rewards, **random_tokens((*shape, seq_len), vocab_size, seed)}
 
+    def check_keys(self) -> None:
+        self._group_size()
+
     def _group_size(self) -> int:
-        formats = [source.config.format for source in self.sources()]
+        formats = [source.config.format for source in self.corpus.sources]
         sizes = {config.num_completions for config in formats if isinstance(config, CompletionsFormat)}
         if not sizes:
-            self.check_mixture()  # raises for other formats
+            check_mixture(self)  # raises for other formats
         if len(sizes) != 1:
             raise ConfigError(
                 f"data.configs: groups of {' and '.join(map(str, sorted(sizes)))} responses given, but all sources must have"

@@ -1,10 +1,9 @@
 """Packed token sequences: documents for language modeling, with a loss mask for instruction tuning."""
 
 import functools
-import zlib
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 from haliax import Axis
@@ -12,15 +11,17 @@ from haliax import Axis
 from jaxlm.core.axes import POSITION
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.field_types import NonNegativeInt, PositiveInt
+from jaxlm.core.rules import Rules, excludes, only
 from jaxlm.core.values.batch_types import MaskedBatch, TokenBatch
-from jaxlm.data.base import TRAIN, given
+from jaxlm.data.base import given
 from jaxlm.data.batch import BatchSpec, Column, Columns, random_tokens, token_columns
 from jaxlm.data.best_fit import BestFitConfig, BestFitSequences, open_rows
 from jaxlm.data.cache.token_cache import TokenCache
 from jaxlm.data.config import DataConfig
 from jaxlm.data.examples import Examples
 from jaxlm.data.formats.base import FormatConfig
-from jaxlm.data.masking import MaskedExamples, Masker, MaskingConfig, stratified
+from jaxlm.data.loader import Batching
+from jaxlm.data.masking import Masker, MaskingConfig, stratified
 from jaxlm.data.packing import PackedSequences, Windows, pack_documents
 from jaxlm.data.sources.named import truncations
 from jaxlm.data.tokenizer.tokenizer import Tokenizer, open_tokenizer
@@ -47,6 +48,12 @@ class TokensConfig(DataConfig):
             fraction of each sequence. Null hides none.
     """
 
+    rules: ClassVar[Rules] = (
+        only("train_overlap", when="stride"),
+        excludes("stride", "packing", why="whose rows do not overlap"),
+        only("packing", when="enforce_bos", is_=(True, None), why="with which its rows begin"),
+    )
+
     ignore_token_id: Content[NonNegativeInt | None] = None
     packing: Content[BestFitConfig | None] = None
     stride: Content[PositiveInt | None] = None
@@ -69,20 +76,14 @@ class TokensConfig(DataConfig):
         return BatchSpec(make, {**columns, "maskable": columns["loss_mask"], **of_rows})
 
     @property
-    def never_repeats(self) -> str | None:
+    def batching(self) -> Batching:
+        changes = None
         if self.masking is not None:
-            fresh = "data.masking hides other tokens in every epoch. Set data.masking.mask_replicas"
-            return fresh if self.masking.mask_replicas is None else None
-        wraps = self.packing is not None and self._resolved(self.packing).wrap
-        return "data.packing makes other rows in every pass. Set data.packing.wrap: false" if wraps else None
-
-    @property
-    def packs_documents(self) -> bool:
-        return any(source.config.format.documents_per_sequence != 1 for source in self.sources())
-
-    @property
-    def noise(self) -> str | None:
-        return None if self.masking is None else self.masking.summary
+            if self.masking.mask_replicas is None:
+                changes = "data.masking hides other tokens in every epoch. Set data.masking.mask_replicas"
+        elif self.packing is not None and self._resolved(self.packing).wrap:
+            changes = "data.packing makes other rows in every pass. Set data.packing.wrap: false"
+        return Batching(masking=self.masking, never_repeats=changes)
 
     def arrange(self, cache: TokenCache, record_format: FormatConfig, seq_len: int) -> Examples:
         max_documents = record_format.documents_per_sequence
@@ -98,31 +99,6 @@ class TokensConfig(DataConfig):
         windows = None if self.stride is None else Windows(self.stride, self.train_overlap)
         return PackedSequences(cache, seq_len, ignored_id=ignored, windows=windows)
 
-    def mask_ranges(self, count: int) -> list[float]:
-        return super().mask_ranges(count) if self.masking is None else self.masking.ranges(count)
-
-    def check_batch_size(self, size: int) -> None:
-        if self.masking is not None and self.masking.strata > size:
-            raise ConfigError(
-                f"data.masking.strata: {self.masking.strata} given, but a batch has only {size} sequences. Set it to a"
-                f" divisor of {size}"
-            )
-
-    def finished(self, examples: Examples, source: str, split: str, tokenizer: Tokenizer) -> Examples:
-        if self.masking is None:
-            return examples
-        number = zlib.crc32(f"{split} {source}".encode())
-        is_special, mask_id = tokenizer.is_special(), self.masking.mask_id(tokenizer)
-        is_special[mask_id] = True  # the tokenizer may not know what this token is for
-        masker = Masker(self.masking, mask_id, is_special, number)
-        is_train = split == TRAIN
-        return MaskedExamples(
-            examples, masker, self.masking.mask_replicas if is_train else self.masking.validation_replicas
-        )
-
-    def saved_tokenizer(self, tokenizer: Tokenizer) -> Tokenizer:
-        return tokenizer if self.masking is None else tokenizer.with_mask_token(self.masking.mask_id(tokenizer))
-
     def check_opens(self, tokenizer: Callable[[], Tokenizer], *, dry: bool) -> None:
         if self.masking is not None:
             self.masking.mask_id(tokenizer())
@@ -132,11 +108,21 @@ class TokensConfig(DataConfig):
         in_order = packing.fill == "crop" and not self.shuffle and self.num_validation_sequences is None
         return replace(packing, wrap=in_order if packing.wrap is None else packing.wrap)
 
-    def check(self) -> None:
+    def check_keys(self) -> None:
         if self.packing is not None:
             self._check_packing(self.packing)
         self._check_stride()
+
+    def check(self) -> None:
         super().check()
+        corpus = self.corpus
+        tokenizer = None if self.packing is None else corpus.known_tokenizer()
+        for source in () if self.packing is None else corpus.sources:
+            if source.begin(tokenizer) is not True:
+                raise ConfigError(
+                    f"data.enforce_bos: null given, and the tokenizer puts no BOS before the records of {source.key}"
+                    ".format, but data.packing: {type: best_fit} makes rows that begin with it. Set it to true"
+                )
         if self.ignore_token_id is not None:
             # A tokenizer that is trained here may get fewer tokens, which `arrange` checks.
             is_trained = bpe_config(self.tokenizer) is not None
@@ -149,17 +135,7 @@ class TokensConfig(DataConfig):
                 self._check_ignored(size)
 
     def _check_stride(self) -> None:
-        if self.stride is None:
-            if not self.train_overlap:
-                raise ConfigError(
-                    "data.train_overlap: false has no effect without data.stride. Remove it, or set a stride"
-                )
-            return
-        if self.packing is not None:
-            raise ConfigError(
-                "data.stride: given together with data.packing, whose rows do not overlap. Remove one of them"
-            )
-        for source in self.sources():
+        for source in () if self.stride is None else self.corpus.sources:
             if source.config.format.documents_per_sequence is not None:
                 kind = choice_name(type(source.config.format))
                 raise ConfigError(
@@ -179,22 +155,12 @@ class TokensConfig(DataConfig):
                 f"data.packing.wrap: true given together with {key}: {encode(setting)}. Rows that never end have whole"
                 " documents or their beginnings, in the order of the documents, and none can be held out. Remove one of them"
             )
-        if self.enforce_bos is False:
-            raise ConfigError(
-                "data.enforce_bos: false given, but data.packing: {type: best_fit} makes rows that begin with BOS. Set it to"
-                " true"
-            )
-        for source in self.sources():
+        for source in self.corpus.sources:
             if source.config.format.bos_policy == "ids":
                 kind = choice_name(type(source.config.format))
                 raise ConfigError(
                     f"{source.key}.format.type: {kind} given, whose documents need not begin with BOS, but data.packing:"
                     " {type: best_fit} makes rows that do. Remove data.packing"
-                )
-            if source.begin(self.known_tokenizer()) is not True:
-                raise ConfigError(
-                    f"data.enforce_bos: null given, and the tokenizer puts no BOS before the records of {source.key}"
-                    ".format, but data.packing: {type: best_fit} makes rows that begin with it. Set it to true"
                 )
             most = source.config.format.documents_per_sequence
             if most == 1:
@@ -219,7 +185,7 @@ class TokensConfig(DataConfig):
         windows = {} if self.stride is None else {"stride": self.stride, "train_overlap": self.train_overlap}
         keys = given(ignore_token_id=self.ignore_token_id, packing=packing)
         masking = {} if self.masking is None else {"masking": self.masking.identity()}
-        return super().identity() | keys | truncations(self.sources()) | windows | masking
+        return super().identity() | keys | truncations(self.corpus.sources) | windows | masking
 
     def random_columns(self, num_examples: int, seq_len: int, vocab_size: int, seed: int) -> Columns:
         columns = random_tokens((num_examples, seq_len), vocab_size, seed)

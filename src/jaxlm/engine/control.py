@@ -101,7 +101,8 @@ class Control:
         staying = {name: it for name, it in history.controllers.items() if name in names or "keeps" in it}
         self._saver.history = replace(history, controllers=staying)
         for controller in self._phase.controllers:
-            if controller.name in staying and (now := controller.resumed(self._memory(controller).state)) is not None:
+            resumed = controller.persistence.resumed
+            if controller.name in staying and (now := resumed(self._memory(controller).state)) is not None:
                 memory = replace(self._memory(controller), state=now[0], controls=now[1], pending=())
                 self._remember(controller, memory)
         return self._with_controls(state) if self._phase.controls else state
@@ -153,8 +154,8 @@ class Control:
         memory = self._memory(controller)
         controls = {**memory.controls, **branch.candidates[result.winner], **branch.ending}
         others = tuple(decision for decision in memory.pending if "branch" not in decision)
-        done = self._done(step)
-        remembered, answer = controller.branched(done, result, memory.state)
+        done = replace(self._done(step), branched=result)
+        remembered, answer = controller.after(done, {}, memory.state)
         before = replace(memory, state=remembered, controls=controls, pending=others)
         decision = self._noted(controller, step, answer)
         assert decision is None or isinstance(decision, SetControls), f"{controller.name}: {decision} after a branch"
@@ -200,13 +201,12 @@ class Control:
             step: of the checkpoint.
         """
         now = self._saver.history.controllers
-        survivors = {
-            controller.name: controller for controller in self._phase.controllers if controller.survives_rewind
-        }
+        rewound = {controller.name: controller.persistence.rewound for controller in self._phase.controllers}
+        survivors = {name: change for name, change in rewound.items() if change is not None}
         staying = {name: dict(now[name]) for name in survivors.keys() & now.keys()}
         for name, memory in staying.items():
             memory.pop("pending", None)
-            memory["state"] = survivors[name].rewound(memory["state"], step)
+            memory["state"] = survivors[name](memory["state"], step)
         return {name: memory for name, memory in then.items() if name not in survivors} | staying
 
     def _ask(self, done: DoneStep, metrics: Mapping[str, float], *, of_evaluations: bool) -> Rewind | Next | None:

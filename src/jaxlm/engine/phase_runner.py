@@ -169,7 +169,7 @@ def _in_phase(phase: Phase | None, history: History) -> History:
     """The history at the start of a phase. Args: phase: None after the last one; history: at the end of the one before."""
     names: set[str] = set()
     if phase is not None and phase.schedule_start is not None:
-        names = {controller.name for controller in phase.controllers if controller.follows_schedule}
+        names = {controller.name for controller in phase.controllers if controller.persistence.follows_schedule}
     staying = {name: memory for name, memory in history.controllers.items() if name in names}
     return replace(history.in_next_phase(), controllers=staying)
 

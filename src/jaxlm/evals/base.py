@@ -1,10 +1,11 @@
 """The evaluation interface: an evaluation takes a model and returns metrics, which may have limits that end a run."""
 
 import abc
+import functools
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import Any
 
 import draccus
 import jax
@@ -16,8 +17,9 @@ from jaxlm.core.precision import Precision
 from jaxlm.core.sharding import Layout
 from jaxlm.core.values.logged import ScoredRows
 from jaxlm.core.values.sums import DummyPrefix, Largest, Sum, TokenScores
-from jaxlm.models.base import LanguageModel, ModelConfig
+from jaxlm.models.base import LanguageModel
 from jaxlm.reading.choices import Registry
+from jaxlm.reading.decode import choice_name
 
 
 class GateError(Exception):
@@ -81,7 +83,7 @@ Measure = Callable[[LanguageModel, Any], tuple[Mapping[str, Sum], Mapping[str, S
 ChatPrompt = Callable[[Mapping[str, Any], str, str], tuple[str, list[int]]]
 """Gets a record, the key of its messages, and its place, for errors. Returns the text of the prompt and its tokens."""
 LogCompletions = Callable[[str, ScoredRows, Mapping[str, np.ndarray]], None]
-"""Gets the `completions_name` of an evaluation, its completions, and what `Rewards.score` returned for them."""
+"""Gets the `EvalMetrics.title` of an evaluation, its completions, and what `Rewards.score` returned for them."""
 LoadReference = Callable[[str], LanguageModel]
 """Returns the model of this name in the section `refs`, in its own dtype."""
 _MAX_IN_FLIGHT = 4  # see engine/metrics.py for why the queue must be short
@@ -127,7 +129,7 @@ class EvalContext:
         enforce_bos: whether the training data begins every document with BOS; None for what the tokenizer itself does.
         progress: called while an evaluation makes progress, so that a long one is not taken for one that hangs.
         measure: measures the phase's objective, with its references and its state; None if nothing is trained.
-        reference: loads one of the evaluation's `references`, if the phase's step does not have it. Keep it no longer than
+        reference: loads one of `EvalScope.references`, if the phase's step does not have it. Keep it no longer than
             needed. All processes call it.
     """
 
@@ -148,10 +150,56 @@ class EvalContext:
     measure: Measure | None = None
     reference: LoadReference = _no_reference
 
+    @functools.cached_property
+    def cast(self) -> Callable[[LanguageModel], LanguageModel]:
+        """Casts a model to the dtype of the computation."""
+        return jax.jit(self.precision.cast_to_compute)
+
     def go_on(self, _tokens: Sequence[int]) -> bool:
         """Ends no row that is generated: only says after each piece that there is progress."""
         self.progress()
         return False
+
+
+@dataclass(frozen=True)
+class EvalMetrics:
+    """What is known of the metrics of an evaluation before it has run.
+
+    Attributes:
+        names: names that they end with, after the names of sources or averages and a slash. None: they are not known.
+        title: the name that they and its completions begin with, as no other evaluation's. None: they may.
+        limits: of the metrics.
+    """
+
+    names: tuple[str, ...] | None = None
+    title: str | None = None
+    limits: Limits = Limits()
+
+
+@dataclass(frozen=True)
+class EvalScope:
+    """What an evaluation runs on.
+
+    Attributes:
+        phases: names of the phases in which it runs; None: in all.
+        references: names of the models in the section `refs` that it reads (`EvalContext.reference`).
+        validation: whether it measures nothing without validation data.
+        supervised: whether it reads the `supervised()` of validation batches, as `EvalContext.score` does.
+        objective: whether it calls `EvalContext.measure`.
+        next_tokens: whether it reads predictions of next tokens, which a model whose tokens attend to later ones does not
+            make.
+    """
+
+    phases: Sequence[str] | None = None
+    references: tuple[str, ...] = ()
+    validation: bool = False
+    supervised: bool = False
+    objective: bool = False
+    next_tokens: bool = False
+
+    def includes(self, phase: str) -> bool:
+        """Tells whether it runs in the phase of this name."""
+        return self.phases is None or phase in self.phases
 
 
 @dataclass(frozen=True)
@@ -163,65 +211,24 @@ class EvalConfig(Registry, draccus.ChoiceRegistry, abc.ABC):
             the end of each phase, also if it ends early.
     """
 
-    reads_supervised: ClassVar[bool] = False
-    """Whether it reads the `supervised()` of validation batches, as `EvalContext.score` does."""
-
-    reads_validation: ClassVar[bool] = False
-    """Whether it measures nothing without validation data."""
-
-    reads_objective: ClassVar[bool] = False
-    """Whether it calls `EvalContext.measure`."""
-
-    predicts_next_tokens: ClassVar[bool] = False
-    """Whether it reads predictions of next tokens, which a model whose tokens attend to later ones does not make."""
-
     every: PositiveInt | None = field(default=1, kw_only=True)
 
     @property
-    def metric_names(self) -> tuple[str, ...] | None:
-        """Names that its metrics end with, after the names of sources or averages and a slash. None: they are not known
-        before it has run."""
-        return None
+    def metrics(self) -> EvalMetrics:
+        """What is known of its metrics before it has run."""
+        return EvalMetrics()
 
     @property
-    def completions_name(self) -> str | None:
-        """The name that its completions have in files and tables, as no other evaluation's. None: it logs none."""
-        return None
+    def scope(self) -> EvalScope:
+        """What it runs on."""
+        return EvalScope()
 
-    @property
-    def unique_name(self) -> str | None:
-        """The name that its metrics begin with, as no other evaluation's. None: they may."""
-        return self.completions_name
+    def check_model(self, model: LanguageModel, references: Mapping[str, LanguageModel] | None) -> None:
+        """Raises `ConfigError` if it cannot measure a model of a phase beside its references, all of them shapes.
 
-    @property
-    def references(self) -> tuple[str, ...]:
-        """Names of the models in the section `refs` that it reads (`EvalContext.reference`)."""
-        return ()
-
-    @property
-    def phase_names(self) -> Sequence[str] | None:
-        """Names of the phases in which it runs; None: in all."""
-        return None
-
-    def runs_in(self, phase: str) -> bool:
-        """Tells whether it runs in the phase of this name."""
-        return self.phase_names is None or phase in self.phase_names
-
-    @property
-    def limits(self) -> Limits:
-        """Limits of its metrics."""
-        return Limits()
-
-    def check_models(self, model: LanguageModel, references: Mapping[str, LanguageModel]) -> None:
-        """Raises `ConfigError` if it cannot measure a model of a phase beside its references, all of them shapes."""
-        return
-
-    def check_model(self, model: ModelConfig) -> None:
-        """Raises `ConfigError` if it cannot measure this model."""
-        return
-
-    def check_parts(self, model: LanguageModel) -> None:
-        """Raises `ConfigError` if it needs parts that the model of a phase, as shapes, does not have."""
+        Args:
+            references: None when the run is planned, as nothing of them has been read.
+        """
         return
 
     def check(self) -> None:
@@ -265,3 +272,72 @@ def read_results(results: Iterable[Any]) -> Iterator[Any]:
 def read_sums(results: Iterable[Any], shape: int | tuple[int, ...]) -> np.ndarray:
     """float64, the sum of what programs return. Args: results: as of `read_results`."""
     return sum((np.asarray(one, np.float64) for one in read_results(results)), np.zeros(shape))
+
+
+@dataclass(frozen=True)
+class EvalPhase:
+    """A phase as evaluations find it, before its data is opened.
+
+    Attributes:
+        model: its model, as shapes.
+        batch: a batch of its data without arrays.
+        has_validation: whether there is validation data.
+        is_annotated: whether its objective reads answers of references that are stored for the training data alone.
+    """
+
+    name: str
+    model: LanguageModel
+    batch: Any
+    has_validation: bool
+    is_annotated: bool
+
+    def check(self, evaluation: EvalConfig) -> None:
+        """Raises `ConfigError` if an evaluation cannot run in it."""
+        scope, which = evaluation.scope, f"phase '{self.name}': the evaluation '{choice_name(type(evaluation))}'"
+        if scope.next_tokens and not self.model.is_causal:
+            raise ConfigError(
+                f"{which} reads predictions of next tokens, but with model.use_bidirectional_attention: true the model sees"
+                " these tokens. Remove it, or name other phases"
+            )
+        if scope.supervised and self.has_validation and not hasattr(self.batch, "supervised"):
+            raise ConfigError(
+                f"{which} reads `supervised()` of a batch, which {type(self.batch).__name__} does not define. Set evals:"
+                " [{type: objective}], or, for a batch of your own, define it (it returns the `TokenBatch` to score)"
+            )
+        if scope.validation and evaluation.metrics.limits.by_metric and not self.has_validation:
+            raise ConfigError(
+                f"{which} has limits, but there is no validation data to measure it on. Set data.validation_urls, or"
+                " data.num_validation_sequences to hold some of the training data out"
+            )
+        if scope.objective and self.is_annotated:
+            raise ConfigError(
+                f"{which} asks the references about the validation data, but objective.cache: true stores their answers for"
+                " the training data alone and does not load them. Remove the evaluation, or cache"
+            )
+        evaluation.check_model(self.model, None)
+
+
+def check_evaluations(evals: Sequence[EvalConfig], phases: Sequence[EvalPhase]) -> None:
+    """Raises `ConfigError` if an evaluation names a phase that does not exist, or cannot run in one of its phases, or if the
+    metrics or completions of two would have the same name."""
+    known = ", ".join(phase.name for phase in phases)
+    for number, evaluation in enumerate(evals):
+        named = evaluation.scope.phases
+        if named is not None and not named:
+            raise ConfigError(
+                f"evals.{number}.phases: [] given, so it would never run. Name a phase ({known}), set it to null for all, or"
+                " remove the evaluation"
+            )
+        if missing := [name for name in named or () if name not in {phase.name for phase in phases}]:
+            raise ConfigError(
+                f"evals.{number}.phases: '{missing[0]}' given, but there is no such phase. The phases are: {known}"
+            )
+        for phase in phases:
+            if evaluation.scope.includes(phase.name):
+                phase.check(evaluation)
+    titles = [title for evaluation in evals if (title := evaluation.metrics.title) is not None]
+    if equal := [title for title in titles if titles.count(title) > 1]:
+        raise ConfigError(
+            f"evals: {len(equal)} evaluations given with the name '{equal[0]}', under which their metrics and completions are"
+            " logged. Set `name` in each of them"
+        )

@@ -16,10 +16,11 @@ from jaxlm.core.axes import BATCH, POSITION
 from jaxlm.core.errors import ConfigError, listed
 from jaxlm.core.field_types import Fraction, NonNegativeFloat, PositiveInt
 from jaxlm.core.hashing import note
+from jaxlm.core.rules import Rules, excludes, only, some_of
 from jaxlm.core.runtime import from_main
 from jaxlm.core.safe_io import read_json_lines
 from jaxlm.core.values.permutation import in_text_order
-from jaxlm.evals.base import Eval, EvalConfig, EvalContext, Limit
+from jaxlm.evals.base import Eval, EvalConfig, EvalContext, EvalScope, Limit
 from jaxlm.evals.gate import GateConfig, at_least, at_most
 from jaxlm.evals.samples import prompt_ids
 from jaxlm.evals.scoring import score
@@ -56,11 +57,11 @@ class Case:
     kind: Literal["int_greedy", "text_greedy", "choice_logprob"] = _INT
     choices: list[str] | None = None
 
+    rules: ClassVar[Rules] = (only("choices", when="kind", is_=_CHOICE),)
+
     def check(self) -> None:
         """Raises `ConfigError` if the keys do not fit together."""
         key, answer = f"{_CASES}: case '{self.id}'", self.answer
-        if self.kind != _CHOICE and self.choices is not None:
-            raise ConfigError(f"{key}: choices given with kind: {self.kind}. Remove them, or set kind: {_CHOICE}")
         if self.kind == _CHOICE and (not self.choices or answer not in self.choices or not all(self.choices)):
             raise ConfigError(
                 f"{key}: answer: {answer!r} and choices: {self.choices} given with kind: {_CHOICE}, choices that are not"
@@ -97,8 +98,6 @@ class CasesEvalConfig(GateConfig):
         max_accuracy_drop: largest `accuracy_drop`; null allows any.
     """
 
-    predicts_next_tokens: ClassVar[bool] = True
-
     cases: list[Case] = field(default_factory=list)
     file: str | None = None
     reference: str | None = "teacher"
@@ -106,9 +105,14 @@ class CasesEvalConfig(GateConfig):
     min_student_accuracy: Fraction | None = None
     max_accuracy_drop: Fraction | None = None
 
+    rules: ClassVar[Rules] = (
+        some_of("cases", "file"),
+        excludes("max_accuracy_drop", when="reference", is_=None, why="with which there is nothing to drop from"),
+    )
+
     @property
-    def references(self) -> tuple[str, ...]:
-        return () if self.reference is None else (self.reference,)
+    def own_scope(self) -> EvalScope:
+        return EvalScope(references=() if self.reference is None else (self.reference,), next_tokens=True)
 
     @property
     def own_metrics(self) -> tuple[str, ...]:
@@ -122,15 +126,6 @@ class CasesEvalConfig(GateConfig):
         }
 
     def check(self) -> None:
-        if not self.cases and self.file is None:
-            raise ConfigError(
-                f"{_CASES}: neither cases nor file given. Give at least one case, as {{id: ..., prompt: ..., answer: ...}}"
-            )
-        if self.reference is None and self.max_accuracy_drop is not None:
-            raise ConfigError(
-                f"{_CASES}: max_accuracy_drop: {self.max_accuracy_drop} given with reference: null, with which there is"
-                " nothing to drop from. Remove it, or set reference"
-            )
         for case in self.cases:
             case.check()
 
@@ -176,10 +171,9 @@ class CasesEval(Eval):
 
     def __init__(self, config: CasesEvalConfig, cases: Sequence[Case], ctx: EvalContext):
         self._config, self._cases, self._ctx = config, cases, ctx
-        self._cast = jax.jit(ctx.precision.cast_to_compute)
 
     def run(self, model: LanguageModel) -> dict[str, float]:
-        own = self._answered(self._cast(model))
+        own = self._answered(self._ctx.cast(model))
         metrics = {"accuracy": sum(own.values()) / len(own)}
         if self._config.reference is not None:
             theirs = self._answered(self._ctx.reference(self._config.reference))
@@ -257,10 +251,6 @@ class ContinuationsEvalConfig(GateConfig):
         max_delta_nll: largest `delta_nll`; null allows any.
     """
 
-    reads_supervised: ClassVar[bool] = True
-    reads_validation: ClassVar[bool] = True
-    predicts_next_tokens: ClassVar[bool] = True
-
     reference: str = "teacher"
     prompts: PositiveInt = 32
     prompt_tokens: PositiveInt = 32
@@ -269,8 +259,8 @@ class ContinuationsEvalConfig(GateConfig):
     max_delta_nll: NonNegativeFloat | None = None
 
     @property
-    def references(self) -> tuple[str, ...]:
-        return (self.reference,)
+    def own_scope(self) -> EvalScope:
+        return EvalScope(references=(self.reference,), validation=True, supervised=True, next_tokens=True)
 
     @property
     def own_metrics(self) -> tuple[str, ...]:
@@ -300,7 +290,6 @@ class ContinuationsEval(Eval):
 
     def __init__(self, config: ContinuationsEvalConfig, ctx: EvalContext):
         self._config, self._ctx = config, ctx
-        self._cast = jax.jit(ctx.precision.cast_to_compute)
         self._columns = jax.jit(token_columns, out_shardings=ctx.layout.replicated())
         # The token that ends a text is a part of it: where a text ends, the reference judges too.
         stop_ids = ctx.tokenizer.stop_ids
@@ -311,7 +300,7 @@ class ContinuationsEval(Eval):
         prompts = list(itertools.islice(self._prompts(), self._config.prompts))
         if not prompts:
             return {}
-        own = self._written(self._cast(model), prompts)
+        own = self._written(self._ctx.cast(model), prompts)
         reference = self._ctx.reference(self._config.reference)
         theirs = self._written(reference, prompts)
         nll, reference_nll = (self._nll(reference, prompts, texts) for texts in (own, theirs))

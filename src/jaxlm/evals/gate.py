@@ -1,12 +1,12 @@
 """Evaluations with limits, which compare a model with a reference."""
 
 import abc
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 from jaxlm.core.field_types import PositiveInt
-from jaxlm.evals.base import EvalConfig, EvalContext, Limit, Limits
+from jaxlm.evals.base import EvalConfig, EvalContext, EvalMetrics, EvalScope, Limit, Limits
 from jaxlm.reading.decode import choice_name
 
 
@@ -32,21 +32,20 @@ class GateConfig(EvalConfig, abc.ABC):
         return choice_name(type(self)) if self.name is None else self.name
 
     @property
-    def unique_name(self) -> str:
-        return self.title
+    def metrics(self) -> EvalMetrics:
+        own = self.own_metrics
+        names = None if own is None else tuple(f"{self.title}/{name}" for name in own)
+        limits = {f"{self.title}/{name}": limit for name, limit in self.own_limits.items() if limit is not None}
+        return EvalMetrics(names, self.title, Limits(limits, self.fail_fast))
 
     @property
-    def metric_names(self) -> tuple[str, ...] | None:
-        return None if self.own_metrics is None else tuple(f"{self.title}/{name}" for name in self.own_metrics)
+    def scope(self) -> EvalScope:
+        return replace(self.own_scope, phases=self.phases)
 
     @property
-    def phase_names(self) -> Sequence[str] | None:
-        return self.phases
-
-    @property
-    def limits(self) -> Limits:
-        given = {f"{self.title}/{name}": limit for name, limit in self.own_limits.items() if limit is not None}
-        return Limits(given, self.fail_fast)
+    @abc.abstractmethod
+    def own_scope(self) -> EvalScope:
+        """What it runs on, in the phases in which it does."""
 
     @property
     @abc.abstractmethod
@@ -69,15 +68,12 @@ class PairGateConfig(GateConfig, abc.ABC):
             `trainer.max_eval_batches`.
     """
 
-    reads_supervised: ClassVar[bool] = True
-    reads_validation: ClassVar[bool] = True
-
     reference: str = "teacher"
     batches: PositiveInt = 5
 
     @property
-    def references(self) -> tuple[str, ...]:
-        return (self.reference,)
+    def own_scope(self) -> EvalScope:
+        return EvalScope(references=(self.reference,), validation=True, supervised=True)
 
     def first_batches(self, ctx: EvalContext) -> Iterator[Any]:
         """The batches to compare on."""

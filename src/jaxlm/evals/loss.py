@@ -13,7 +13,7 @@ import numpy as np
 from jaxlm.core.precision import Precision
 from jaxlm.core.values.permutation import in_row_order
 from jaxlm.core.values.sums import DummyPrefix
-from jaxlm.evals.base import Eval, EvalConfig, EvalContext, Score, read_sums
+from jaxlm.evals.base import Eval, EvalConfig, EvalContext, EvalMetrics, EvalScope, Score, read_sums
 from jaxlm.models.base import Inputs, LanguageModel
 from jaxlm.models.loss import ChunkLogits, token_numbers
 from jaxlm.reading.choices import choice
@@ -29,12 +29,8 @@ class LossEvalConfig(EvalConfig):
     for tokenizers that are neither byte-level nor SentencePiece.
     """
 
-    reads_supervised: ClassVar[bool] = True
-    reads_validation: ClassVar[bool] = True
-
-    @property
-    def metric_names(self) -> tuple[str, ...]:
-        return ("loss", "bpb", "macro_loss", "macro_bpb", "best_bpb")
+    metrics: ClassVar[EvalMetrics] = EvalMetrics(("loss", "bpb", "macro_loss", "macro_bpb", "best_bpb"))
+    scope: ClassVar[EvalScope] = EvalScope(validation=True, supervised=True)
 
     def open(self, ctx: EvalContext) -> Eval:
         return LossEval(ctx)
@@ -197,12 +193,8 @@ class EntropyEvalConfig(EvalConfig):
     `entropy`, and with several sources `<source>/entropy`. Of pairs, it reads the chosen completions.
     """
 
-    reads_supervised: ClassVar[bool] = True
-    reads_validation: ClassVar[bool] = True
-
-    @property
-    def metric_names(self) -> tuple[str, ...]:
-        return ("entropy",)
+    metrics: ClassVar[EvalMetrics] = EvalMetrics(("entropy",))
+    scope: ClassVar[EvalScope] = EvalScope(validation=True, supervised=True)
 
     def open(self, ctx: EvalContext) -> Eval:
         return EntropyEval(ctx)
@@ -212,14 +204,13 @@ class EntropyEval(Eval):
     """The metrics of `EntropyEvalConfig`."""
 
     def __init__(self, ctx: EvalContext):
-        self._sets = ctx.validation
-        self._cast = jax.jit(ctx.precision.cast_to_compute)
+        self._ctx = ctx
         self._totals = jax.jit(_batch_totals)
 
     def run(self, model: LanguageModel) -> dict[str, float]:
-        model = self._cast(model)
+        model, sets = self._ctx.cast(model), self._ctx.validation
         # Of the entropies, and the number of targets.
-        sums = {one.name: read_sums((self._totals(model, batch) for batch in one.batches()), 2) for one in self._sets}
+        sums = {one.name: read_sums((self._totals(model, batch) for batch in one.batches()), 2) for one in sets}
         total, weight = sum(sums.values(), np.zeros(2))
         if not weight:
             return {}

@@ -10,7 +10,7 @@ greedy decoding writes, from one forward pass.
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import Any
 
 import jax
 import numpy as np
@@ -18,7 +18,7 @@ import numpy as np
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.field_types import Fraction, NumDigits, PositiveInt, Seed
 from jaxlm.core.values.pass_key import NEEDLE, PLACE, QUESTION
-from jaxlm.evals.base import Eval, EvalConfig, EvalContext, Limit
+from jaxlm.evals.base import Eval, EvalConfig, EvalContext, EvalScope, Limit
 from jaxlm.evals.cases import num_shared, token_columns
 from jaxlm.evals.gate import GateConfig, at_least
 from jaxlm.evals.scoring import score
@@ -48,10 +48,6 @@ class NeedleEvalConfig(GateConfig):
         min_accuracy: smallest `needle/accuracy`; null allows any.
     """
 
-    reads_supervised: ClassVar[bool] = True
-    reads_validation: ClassVar[bool] = True
-    predicts_next_tokens: ClassVar[bool] = True
-
     lengths: list[PositiveInt] | None = None
     depths: list[Fraction] = field(default_factory=lambda: [0.0, 0.25, 0.5, 0.75, 1.0])
     num_samples: PositiveInt = 4
@@ -61,6 +57,10 @@ class NeedleEvalConfig(GateConfig):
     seed: Seed = 0
     batch_size: PositiveInt = 1
     min_accuracy: Fraction | None = None
+
+    @property
+    def own_scope(self) -> EvalScope:
+        return EvalScope(validation=True, supervised=True, next_tokens=True)
 
     @property
     def own_metrics(self) -> tuple[str, ...] | None:
@@ -84,7 +84,7 @@ class NeedleEvalConfig(GateConfig):
                 " in the needle, and only there"
             )
 
-    def check_parts(self, model: LanguageModel) -> None:
+    def check_model(self, model: LanguageModel, references: Mapping[str, LanguageModel] | None) -> None:
         self.check()
         longest = max(self.lengths_for(model.Pos.size))
         if longest > model.Pos.size and not model.traits.reads_beyond:
@@ -147,13 +147,12 @@ class NeedleEval(Eval):
     def __init__(self, config: NeedleEvalConfig, ctx: EvalContext, before: list[int]):
         self._config, self._ctx, self._before = config, ctx, before
         self._lengths = config.lengths_for(ctx.seq_len)
-        self._cast = jax.jit(ctx.precision.cast_to_compute)
         self._columns = jax.jit(token_columns, out_shardings=ctx.layout.replicated())
         self._text: np.ndarray | None = None
 
     def run(self, model: LanguageModel) -> dict[str, float]:
         """The metrics. Raises `ConfigError` if the validation text is shorter than the longest haystack."""
-        config, model = self._config, self._cast(model)
+        config, model = self._config, self._ctx.cast(model)
         by_length: dict[int, float] = {}
         metrics: dict[str, float] = {}
         for length in self._lengths:

@@ -4,11 +4,9 @@ import math
 from collections import defaultdict
 from typing import ClassVar
 
-import jax
-
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.values.sums import Largest
-from jaxlm.evals.base import Eval, EvalConfig, EvalContext, read_results
+from jaxlm.evals.base import Eval, EvalConfig, EvalContext, EvalScope, read_results
 from jaxlm.models.base import LanguageModel
 from jaxlm.reading.choices import choice
 
@@ -22,8 +20,7 @@ class ObjectiveEvalConfig(EvalConfig):
     and `divergence` of `distill`; only its metric `loss` is left to the evaluation of that name.
     """
 
-    reads_validation: ClassVar[bool] = True
-    reads_objective: ClassVar[bool] = True
+    scope: ClassVar[EvalScope] = EvalScope(validation=True, objective=True)
 
     def open(self, ctx: EvalContext) -> Eval:
         if ctx.measure is None:
@@ -36,16 +33,14 @@ class ObjectiveEval(Eval):
 
     def __init__(self, ctx: EvalContext):
         assert ctx.measure is not None
-        self._measure = ctx.measure
-        self._validation = ctx.validation
-        self._cast = jax.jit(ctx.precision.cast_to_compute)
+        self._ctx, self._measure = ctx, ctx.measure
 
     def run(self, model: LanguageModel) -> dict[str, float]:
         """The metrics; empty without validation data."""
-        model = self._cast(model)
+        model = self._ctx.cast(model)
         totals: dict[tuple[int, str], float] = defaultdict(float)
         weights: dict[tuple[int, str], float] = defaultdict(float)
-        batches = (batch for source in self._validation for batch in source.batches())
+        batches = (batch for source in self._ctx.validation for batch in source.batches())
         for measured in read_results(self._measure(model, batch) for batch in batches):
             for number, group in enumerate(measured):
                 for name, part in group.items():

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jaxlm.core.axes import POSITION
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.values.batch_types import PairBatch
-from jaxlm.evals.base import Eval, EvalConfig, EvalContext, read_sums
+from jaxlm.evals.base import Eval, EvalConfig, EvalContext, EvalMetrics, EvalScope, read_sums
 from jaxlm.models.base import LanguageModel
 from jaxlm.reading.choices import choice
 
@@ -27,12 +27,10 @@ class PreferenceEvalConfig(EvalConfig):
     tokens of a completion.
     """
 
-    reads_validation: ClassVar[bool] = True
-    predicts_next_tokens: ClassVar[bool] = True
-
-    @property
-    def metric_names(self) -> tuple[str, ...]:
-        return ("preference/accuracy", "preference/margin", "logps/chosen", "logps/rejected")
+    metrics: ClassVar[EvalMetrics] = EvalMetrics(
+        ("preference/accuracy", "preference/margin", "logps/chosen", "logps/rejected")
+    )
+    scope: ClassVar[EvalScope] = EvalScope(validation=True, next_tokens=True)
 
     def open(self, ctx: EvalContext) -> Eval:
         return PreferenceEval(ctx)
@@ -43,11 +41,10 @@ class PreferenceEval(Eval):
 
     def __init__(self, ctx: EvalContext):
         self._ctx = ctx
-        self._cast = jax.jit(ctx.precision.cast_to_compute)
         self._totals = jax.jit(self._batch_totals)
 
     def run(self, model: LanguageModel) -> dict[str, float]:
-        model = self._cast(model)
+        model = self._ctx.cast(model)
         num_pairs, *totals = read_sums((self._totals(model, batch) for batch in self._batches()), 4).tolist()
         if not num_pairs:
             return {}

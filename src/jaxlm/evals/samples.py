@@ -2,24 +2,21 @@
 
 import contextlib
 import textwrap
-from collections.abc import Callable, Iterator
-from dataclasses import field
-from typing import Any
-
-import jax
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
 
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.field_types import (
     Fraction,
     NonNegativeFloat,
-    NonNegativeInt,
     PositiveFloat,
     PositiveFraction,
     PositiveInt,
     Seed,
 )
-from jaxlm.evals.base import Eval, EvalConfig, EvalContext
-from jaxlm.models.base import LanguageModel, ModelConfig
+from jaxlm.evals.base import Eval, EvalConfig, EvalContext, EvalMetrics
+from jaxlm.models.base import LanguageModel
 from jaxlm.models.inference.denoise import DenoisingConfig, denoised
 from jaxlm.models.inference.generate import CacheDtype, GenerationConfig, generate_tokens, how_to_fit
 from jaxlm.models.inference.sampling import check_temperature
@@ -28,13 +25,11 @@ from jaxlm.models.inference.unstacked import Generator
 from jaxlm.reading.choices import choice
 
 
-@choice(EvalConfig, "samples")
-class SamplesEvalConfig(EvalConfig):
-    """Generates completions of a few prompts, prints them, and logs them to `samples.jsonl` and the trackers.
+@dataclass(frozen=True)
+class SamplingKeys:
+    """How evaluations generate tokens.
 
     Attributes:
-        prompts: prompts to complete.
-        max_new_tokens: maximum number of new tokens per prompt; generation stops earlier at the end-of-sequence token.
         temperature: sampling temperature; 0 decodes greedily.
         top_k: sample only from the `top_k` most likely tokens; null samples from all.
         top_p: sample only from the most likely tokens whose probabilities add up to `top_p`; null samples from all.
@@ -43,44 +38,55 @@ class SamplesEvalConfig(EvalConfig):
         repetition_penalty: makes tokens that the text has so far less likely: it divides their logits, or multiplies negative
             ones; 1 changes nothing.
         seed: random seed; the same model and seed generate the same text.
-        tool: answers the model's calls, as in `jaxlm chat`, such as `{type: calculator}`; null answers none. The tokenizer
-            must have the tokens of calls. Outputs count as new tokens.
         cache_dtype: dtype of keys and values in the cache: float32, bfloat16 or int8, which needs the least memory. Null uses
             that of the activations.
-        denoising: how a masked-diffusion model fills in the new tokens, such as `{num_steps: 16, block_length: 32}`; null for
-            one token in each pass.
     """
 
-    prompts: list[str] = field(default_factory=lambda: [""])
-    max_new_tokens: NonNegativeInt = 64
-    temperature: NonNegativeFloat = 0.8
+    temperature: NonNegativeFloat = 0.0
     top_k: PositiveInt | None = None
     top_p: PositiveFraction | None = None
     min_p: Fraction | None = None
     repetition_penalty: PositiveFloat = 1.0
     seed: Seed = 0
-    tool: Tool | None = None
     cache_dtype: CacheDtype | None = None
-    denoising: DenoisingConfig | None = None
 
     def __post_init__(self):
         check_temperature(self.temperature)
 
-    @property
-    def metric_names(self) -> tuple[str, ...]:
-        return ()
+
+@choice(EvalConfig, "samples")
+class SamplesEvalConfig(SamplingKeys, EvalConfig):
+    """Generates completions of a few prompts, prints them, and logs them to `samples.jsonl` and the trackers.
+
+    Attributes:
+        prompts: prompts to complete.
+        max_new_tokens: maximum number of new tokens per prompt; generation stops earlier at the end-of-sequence token.
+        tool: answers the model's calls, as in `jaxlm chat`, such as `{type: calculator}`; null answers none. The tokenizer
+            must have the tokens of calls. Outputs count as new tokens.
+        denoising: how a masked-diffusion model fills in the new tokens, such as `{num_steps: 16, block_length: 32}`; null for
+            one token in each pass.
+    """
+
+    metrics: ClassVar[EvalMetrics] = EvalMetrics(())
+
+    prompts: list[str] = field(default_factory=lambda: [""])
+    max_new_tokens: PositiveInt = 64
+    temperature: NonNegativeFloat = 0.8
+    tool: Tool | None = None
+    denoising: DenoisingConfig | None = None
 
     def check(self) -> None:
-        if not self.prompts or self.max_new_tokens < 1:
-            raise ConfigError("evals: type samples needs at least one prompt, and max_new_tokens of at least 1")
+        if not self.prompts:
+            raise ConfigError(
+                "evals: type samples: prompts: an empty list given. Give a prompt, such as '', or remove it"
+            )
 
     def check_opens(self, tokenizer: Callable[[], Any], seq_len: int, *, dry: bool) -> None:
         self._calls(tokenizer())
         # Whether the data puts BOS in front is known when the evaluation opens.
         self._check_length(min(self._longest(tokenizer(), bos) for bos in (True, False, None)), seq_len)
 
-    def check_model(self, model: ModelConfig) -> None:
-        self.check()  # first: there are passes only over new tokens
+    def check_model(self, model: LanguageModel, references: Mapping[str, LanguageModel] | None) -> None:
         if model.is_causal and self.denoising is not None:
             raise ConfigError(
                 "evals: type samples: denoising given, but the model generates token by token, because its tokens attend only"
@@ -97,8 +103,6 @@ class SamplesEvalConfig(EvalConfig):
         if not model.is_causal and denoising.schedule == "equal":
             with _of_denoising():
                 denoising.passes(self.max_new_tokens)
-
-    def check_parts(self, model: LanguageModel) -> None:
         if self.denoising is not None:
             with _of_denoising():
                 self.denoising.check_parts(model.traits.denoisers)
@@ -129,13 +133,12 @@ class SamplesEval(Eval):
         self._config = config
         self._calls = calls
         self._ctx = ctx
-        self._cast = jax.jit(ctx.precision.cast_to_compute)
 
     def run(self, model: LanguageModel) -> dict[str, float]:
         config, tokenizer = self._config, self._ctx.tokenizer
         prompts = [prompt_ids(tokenizer, prompt, bos=self._ctx.enforce_bos) for prompt in config.prompts]
         generation = GenerationConfig.of(config, stop_ids=tokenizer.stop_ids)
-        model = self._cast(model)
+        model = self._ctx.cast(model)
         if model.is_causal:
             continuations = generate_tokens(Generator.of(model), prompts, generation, self._ctx.go_on, self._calls)
         else:

@@ -14,9 +14,9 @@ import jax
 import jax.numpy as jnp
 from annotated_types import Interval
 
-from jaxlm.core.errors import ConfigError
 from jaxlm.core.field_types import PositiveFloat, PositiveInt
 from jaxlm.core.guards import GRADIENT_NORM, OBJECTIVE, RewindRule, StepGuard, StepStats, Verdict, is_finite
+from jaxlm.core.rules import Rules, only, ordered
 
 STD_PER_MAD = 1.4826  # standard deviation of a normal distribution divided by its median absolute deviation
 
@@ -148,12 +148,10 @@ class SkipBadSteps(StepGuard):
     rewind_after: PositiveInt | None = None
     max_rewinds: Annotated[int, Interval(ge=1, le=1000)] = 3
 
-    def __post_init__(self):
-        if self.rewind_after is not None and self.rewind_after > self.max_in_a_row:
-            raise ConfigError(
-                f"optimizer.skip_bad_steps.rewind_after: {self.rewind_after} given, null or 1 to {self.max_in_a_row}"
-                " expected: after max_in_a_row skipped steps the next outlier is applied. Lower it, or raise max_in_a_row"
-            )
+    rules: ClassVar[Rules] = (
+        ordered("rewind_after", "max_in_a_row", why="after which an outlier is applied, not skipped"),
+        only("max_rewinds", when="rewind_after"),
+    )
 
     @property
     def rewind_rule(self) -> RewindRule | None:
@@ -201,11 +199,6 @@ class SkipBadSteps(StepGuard):
 def bad_step_guards(setting: bool | WindowLength | SkipBadSteps) -> tuple[SkipBadSteps, ...]:
     """The guards for a `skip_bad_steps` setting: none, one with defaults, one with a window length, or the given one."""
     if isinstance(setting, SkipBadSteps):
-        if setting.rewind_after is None and setting.max_rewinds != SkipBadSteps.max_rewinds:
-            raise ConfigError(
-                f"optimizer.skip_bad_steps.max_rewinds: {setting.max_rewinds} given, which has no effect without"
-                " rewind_after. Set rewind_after, or remove max_rewinds"
-            )
         return (setting,)
     if isinstance(setting, bool):
         return (SkipBadSteps(),) if setting else ()

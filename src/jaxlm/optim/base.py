@@ -18,7 +18,8 @@ from jaxlm.core.field_types import (
     PositiveScheduleLength,
     ScheduleLength,
 )
-from jaxlm.core.guards import OptimizerFacts, RewindRule, StepGuard, scaled
+from jaxlm.core.guards import OptimizerFacts, StepGuard, scaled
+from jaxlm.core.rules import Rules, excludes
 from jaxlm.optim.bad_steps import SkipBadSteps, WindowLength, bad_step_guards
 from jaxlm.optim.clipping import AdaGc
 from jaxlm.optim.schedules import LrShape, Schedule, ScheduleSpec, make_schedule
@@ -116,11 +117,10 @@ class OptimizerConfig(Registry, draccus.ChoiceRegistry, abc.ABC):
     groups: "list[OptimizerConfig]" = field(default_factory=list, metadata=INHERITS)
     match: str | None = None
 
+    rules: ClassVar[Rules] = (excludes("cycles", "cycle_length"),)
+
     separates_matrices: ClassVar[bool] = False
     """Whether the optimizer has a separate update rule for matrices (see `jaxlm.optim.matrices`)."""
-
-    takes_second_derivatives: ClassVar[bool] = False
-    """Whether it asks for second derivatives of the loss (`jaxlm.optim.curvature`)."""
 
     @classmethod
     def default_choice_name(cls) -> str | None:
@@ -143,15 +143,11 @@ class OptimizerConfig(Registry, draccus.ChoiceRegistry, abc.ABC):
         return (*bad_step_guards(self.skip_bad_steps), *telemetry_guards(self.telemetry))
 
     @property
-    def rewind_rule(self) -> RewindRule | None:
-        """The rule by which the run goes back because updates were skipped; None if it never does."""
-        return next((guard.rewind_rule for guard in bad_step_guards(self.skip_bad_steps)), None)
-
-    @property
     def facts(self) -> OptimizerFacts:
-        """The facts that controllers may know."""
+        """What the rest of a run may know."""
         window = next((guard.window for guard in telemetry_guards(self.telemetry)), None)
-        return OptimizerFacts(self.learning_rate, telemetry_window=window)
+        rule = next((guard.rewind_rule for guard in bad_step_guards(self.skip_bad_steps)), None)
+        return OptimizerFacts(self.learning_rate, telemetry_window=window, rewind_rule=rule)
 
     def schedule(self, num_steps: int) -> Schedule:
         """The learning rate of an update, as a function of the number of updates applied before it in the phase."""

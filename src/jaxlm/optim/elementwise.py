@@ -18,15 +18,15 @@ Source:
 """
 
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
 
-from jaxlm.core.errors import ConfigError
 from jaxlm.core.field_types import BelowOne, LearningRate, NonNegativeFloat, PositiveFloat
 from jaxlm.core.guards import scaled
+from jaxlm.core.rules import Rules, excludes
 from jaxlm.optim.base import (
     OptimizerConfig,
     ParameterGroup,
@@ -69,9 +69,7 @@ class AdamConfig(OptimizerConfig):
     adamc_weight_decay: bool = False
     cautious: bool = False
 
-    def __post_init__(self):
-        if self.update_rms_clipping is not None and self.clip_update_norm is not None:
-            raise ConfigError("optimizer: update_rms_clipping and clip_update_norm are both set. Remove one")
+    rules: ClassVar[Rules] = (excludes("update_rms_clipping", "clip_update_norm"),)
 
     def build(self, groups: Sequence[ParameterGroup], num_steps: int) -> optax.GradientTransformationExtraArgs:
         clip_update = [] if self.update_rms_clipping is None else [clip_by_rms(self.update_rms_clipping)]

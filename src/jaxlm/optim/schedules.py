@@ -320,8 +320,6 @@ def make_schedule(spec: ScheduleSpec, num_steps: int) -> Schedule:
     Warmup is limited to the length of its cycle, and decay to the steps after the warmup, so segments never overlap.
     """
     decay = lr_shape_of(spec.kind)
-    if not 0 <= spec.min_ratio <= 1:
-        raise ConfigError(f"optimizer.min_lr_ratio: {spec.min_ratio} given, a number from 0 to 1 expected")
     if spec.min_ratio == 0 and not decay.reaches_zero:
         raise ConfigError(
             f"optimizer.lr_schedule: {lr_shape_name(decay)} never reaches 0. Set optimizer.min_lr_ratio above 0"
@@ -401,8 +399,6 @@ def cycle_boundaries(
         cycle_length: length of each cycle in steps or as a fraction of all steps, or a list of lengths of the first
             cycles. Steps that do not fill another cycle are added to the last one.
     """
-    if cycles is not None and cycle_length is not None:
-        raise ConfigError("optimizer: cycles and cycle_length are both set. Remove one")
     if cycles is not None:
         inner, name = _by_cycles(cycles, num_steps), f"cycles: {cycles}"
     elif cycle_length is not None:

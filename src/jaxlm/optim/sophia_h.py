@@ -6,8 +6,9 @@ Source: Liu et al. 2023, Sophia: A Scalable Stochastic Second-order Optimizer fo
 the momentum is bias-corrected, and directions are signs.
 """
 
+import dataclasses
 from collections.abc import Sequence
-from typing import Any, ClassVar
+from typing import Any
 
 import equinox as eqx
 import jax
@@ -15,6 +16,7 @@ import jax.numpy as jnp
 import optax
 
 from jaxlm.core.field_types import BelowOne, PositiveFloat, PositiveInt, Seed
+from jaxlm.core.guards import OptimizerFacts
 from jaxlm.optim.base import OptimizerConfig, ParameterGroup, chained, clip_by_norm
 from jaxlm.optim.curvature import Curvature
 from jaxlm.reading.choices import choice
@@ -54,8 +56,6 @@ class SophiaHConfig(OptimizerConfig):
         max_grad_norm: maximum global gradient norm; larger gradients are scaled down to it. Null disables clipping.
     """
 
-    takes_second_derivatives: ClassVar[bool] = True
-
     beta1: BelowOne = 0.96
     beta2: BelowOne = 0.99
     gamma: PositiveFloat = 0.01
@@ -64,6 +64,10 @@ class SophiaHConfig(OptimizerConfig):
     update_interval: PositiveInt = 10
     rng_seed: Seed = 0
     max_grad_norm: PositiveFloat | None = 1.0
+
+    @property
+    def facts(self) -> OptimizerFacts:
+        return dataclasses.replace(super().facts, second_derivatives=True)
 
     def build(self, groups: Sequence[ParameterGroup], num_steps: int) -> optax.GradientTransformationExtraArgs:
         update: Any = self._direction  # optax's type does not allow additional named arguments

@@ -31,9 +31,9 @@ from annotated_types import Interval
 
 from jaxlm.core import tree
 from jaxlm.core.axes import LAYERS
-from jaxlm.core.errors import ConfigError
 from jaxlm.core.field_types import PositiveFloat, PositiveInt
 from jaxlm.core.guards import StepGuard, StepStats, Verdict
+from jaxlm.core.rules import Rules, ordered
 from jaxlm.core.values import logged
 from jaxlm.optim.bad_steps import STD_PER_MAD, RollingWindow, RunningMean
 
@@ -233,17 +233,10 @@ class Telemetry(StepGuard):
     mean_steps: PositiveInt = 20
     reference_steps: PositiveInt = 200
 
-    def __post_init__(self):
-        if self.min_steps > self.window:
-            raise ConfigError(
-                f"min_steps: {self.min_steps} given, at most {self.window} expected, the steps of"
-                " window. Lower it, or raise window"
-            )
-        if self.mean_steps >= self.reference_steps:
-            raise ConfigError(
-                f"mean_steps: {self.mean_steps} given, less than the {self.reference_steps} of"
-                " reference_steps expected: a controller compares the two means. Lower it, or raise reference_steps"
-            )
+    rules: ClassVar[Rules] = (
+        ordered("min_steps", "window"),
+        ordered("mean_steps", "reference_steps", strictly=True, why="and a controller compares the two means"),
+    )
 
     def init_slot(self) -> TelemetryState:
         trend, recent = Trend.empty(self.window), RollingWindow.empty(self.window)

@@ -3,10 +3,11 @@
 import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 from jaxlm.core.errors import ConfigError, counted, divisors
 from jaxlm.core.field_types import PositiveInt
+from jaxlm.core.rules import Rules, excludes
 from jaxlm.data.batch_schedule import BatchSchedule, BatchSize, BatchStage
 from jaxlm.engine.phases import Phase
 from jaxlm.reading.decode import choice_name
@@ -40,10 +41,14 @@ class BatchConfig:
     max_per_device_parallelism: Rounding[PositiveInt | None] = None
     allow_nondivisible_batch_size: Rounding[bool] = False
     per_device_eval_parallelism: Evaluations[PositiveInt | Literal[-1]] = -1
+    rules: ClassVar[Rules] = (
+        excludes("max_per_device_parallelism", when="per_device_parallelism", why="which sets the size"),
+        excludes("max_per_device_parallelism", when="per_device_train_parallelism", why="which sets the size"),
+    )
 
     @property
     def parallelism(self) -> int:
-        """Sequences per device in one training microbatch, from either of the two keys."""
+        """Sequences per device in one training microbatch, from either of the two keys; -1 for all."""
         values = {self.per_device_parallelism, self.per_device_train_parallelism} - {-1}
         if len(values) > 1:
             raise ConfigError(
@@ -113,11 +118,6 @@ def plan_batches(
     """
     own = {number: plan_batches(keys, num_shards) for number, keys in (of_phases or {}).items()}
     per_device = trainer.parallelism
-    if per_device != -1 and trainer.max_per_device_parallelism is not None:
-        raise ConfigError(
-            f"trainer.max_per_device_parallelism: {trainer.max_per_device_parallelism} given, but per_device_parallelism:"
-            f" {per_device} sets the size. Remove one of them"
-        )
     if per_device != -1 and per_device < 1:
         raise ConfigError(f"trainer.per_device_parallelism: {per_device} given, must be -1 or at least 1")
     sizes = batch_sizes(trainer)
@@ -221,11 +221,12 @@ def _check_divides(trainer: BatchConfig, size: BatchSize, num_shards: int, per_d
 def check_microbatches(phase: Phase, earliest_start: int, batches: BatchSchedule, num_shards: int) -> None:
     """Raises `ConfigError` if the phase's objective compares examples that are in different microbatches, or microbatches do
     not divide into equal shares for its blocks. Args: earliest_start: see `earliest_starts`."""
-    stages, num_blocks = batches.between(earliest_start, phase.end), phase.objective.num_denoisers or 1
+    facts, stages = phase.objective.facts, batches.between(earliest_start, phase.end)
+    num_blocks = facts.num_shares
     planned = batches.between(phase.start, phase.end)
     early = lambda stage: "" if stage in planned else ", which it reads if an earlier phase ends early,"  # noqa: E731
     split = [stage for stage in stages if stage.num_microbatches > 1]
-    if split and phase.objective.compares_examples:
+    if split and facts.compares_examples:
         raise ConfigError(
             f"phase '{phase.name}': objective: with these keys, the loss compares all examples of a batch with each other,"
             f" but a batch of {split[0].size}{early(split[0])} is split into {split[0].num_microbatches} microbatches of"

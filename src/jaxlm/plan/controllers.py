@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from jaxlm.controllers.base import Controller
+from jaxlm.controllers.base import Controller, PhaseFacts
 from jaxlm.controllers.early_stopping import BadStreak, EarlyStopping, Finished, UntilConfig
 from jaxlm.core import guards
 from jaxlm.core.errors import ConfigError
@@ -22,7 +22,7 @@ def earliest_starts(config: RunConfig, phases: Sequence[Phase]) -> list[int]:
         until = config.phases[phase.index].until if config.phases else None
         if (until := until or config.trainer.until) is not None:
             end = min(end, _first_end(until, start, config.trainer.steps_per_eval))
-        starts.append(end if phase.objective.pacing is None else start + 1)
+        starts.append(end if phase.objective.facts.pacing is None else start + 1)
     return starts[:-1]
 
 
@@ -40,12 +40,18 @@ def phase_controllers(config: RunConfig, phase: PhaseConfig, index: int) -> tupl
     """The controllers of a phase. Raises `ConfigError` if one is invalid, or they do not go together."""
     trainer, optimizer, data = config.trainer, phase.optimizer or config.optimizer, [phase.data or config.data]
     objective = phase.objective or config.objective
+    known = objective.facts
+    facts = PhaseFacts(
+        **vars(optimizer.facts),
+        has_validation=data[0].has_validation,
+        is_annotated=known.annotation_key is not None,
+        reports_teacher_loss=known.reports_teacher_loss,
+    )
     until, path = (trainer.until, "trainer.until") if phase.until is None else (phase.until, f"phases.{index}.until")
-    made: list[Controller] = [BadStreak(optimizer.rewind_rule, trainer.crash_after_skipped)]
-    if objective.pacing is not None:
-        made.append(Finished(objective.pacing.finished_metric))
+    made: list[Controller] = [BadStreak(optimizer.facts.rewind_rule, trainer.crash_after_skipped)]
+    if known.pacing is not None:
+        made.append(Finished(known.pacing.finished_metric))
     if until is not None:
-        until.check(path)
         check_metric(until.metric, f"{path}.metric", config, data, phase.name)
         made.append(EarlyStopping(until))
     written, path = (
@@ -55,10 +61,9 @@ def phase_controllers(config: RunConfig, phase: PhaseConfig, index: int) -> tupl
     )
     for number, section in enumerate(written):
         try:
-            controller = section.build(optimizer.facts)
+            controller = section.build(facts)
         except ConfigError as error:
             raise ConfigError(f"{path}.{number} (phase '{phase.name}'): {error}") from error
-        controller.check(objective, f"{path}.{number}", phase.name)
         for key, metric in controller.metrics.items():
             check_metric(metric, f"{path}.{number}.{key.rpartition('.')[2]}", config, data, phase.name)
         for earlier in made:
@@ -131,8 +136,8 @@ def check_metric(
         return
     if not config.evals:
         raise ConfigError(f"{key}: '{metric}' given, but evals is empty. Add an evaluation")
-    evals = [evaluation for evaluation in config.evals if phase is None or evaluation.runs_in(phase)]
-    names = {id(evaluation): evaluation.metric_names for evaluation in evals}
+    evals = [evaluation for evaluation in config.evals if phase is None or evaluation.scope.includes(phase)]
+    names = {id(evaluation): evaluation.metrics.names for evaluation in evals}
     ends = lambda name: f"/{metric}".endswith(f"/{name}")  # noqa: E731
     measuring = [e for e in evals if (metric_names := names[id(e)]) is None or any(map(ends, metric_names))]
     if not measuring:
@@ -143,7 +148,7 @@ def check_metric(
             f"{key}: '{metric}' given, but no evaluation measures it{of_phase}. The section evals measures"
             f" {shown or 'nothing'}"
         )
-    if all(evaluation.reads_validation for evaluation in measuring) and not any(
+    if all(evaluation.scope.validation for evaluation in measuring) and not any(
         section.has_validation for section in data
     ):
         raise ConfigError(

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 from jaxlm.core import tree
 from jaxlm.core.axes import CONTEXT, POSITION, VOCAB, axis_names
@@ -22,6 +22,7 @@ from jaxlm.core.mesh import (
     mesh_shape,
 )
 from jaxlm.core.products.stored_weights import StoredWeight
+from jaxlm.core.rules import Rules, excludes
 from jaxlm.core.sharding import Layout, spec_of
 from jaxlm.models.base import LanguageModel
 from jaxlm.models.moe import check_expert_sharding
@@ -64,6 +65,13 @@ class ShardingConfig:
     compute_axis_resources: Rounding[dict[str, str | list[str]]] = field(default_factory=dict)
     mesh: Rounding[MeshConfig | None] = None
     context: Rounding[ContextConfig] = field(default_factory=ContextConfig)
+    rules: ClassVar[Rules] = (
+        excludes(
+            *("model_axis_size", "replica_ici_axis_size", "replica_dcn_axis_size", "context.size"),
+            when="mesh",
+            why="which sets the sizes of all axes",
+        ),
+    )
 
 
 _AxisEntries = Mapping[str, str | list[str]]
@@ -106,11 +114,10 @@ def _check_context(trainer: ShardingConfig, layout: Layout, *, is_shared: bool) 
     """Raises `ConfigError` for keys of `trainer.context` that other keys contradict, or leave without effect."""
     context, key = trainer.context, "trainer.context"
     mapped = layout.compute.get(POSITION)
-    if context.size is not None and (trainer.mesh is not None or mapped is not None):
-        problem, change = "trainer.mesh sets all mesh axes", "map position to one (trainer.mesh.compute_mapping)"
-        if mapped is not None:
-            problem, change = f"position is mapped to {mapped}", "remove that mapping"
-        raise ConfigError(f"{key}.size: {context.size} given, but {problem}. Remove the size, or {change}")
+    if context.size is not None and mapped is not None:
+        raise ConfigError(
+            f"{key}.size: {context.size} given, but position is mapped to {mapped}. Remove the size, or that mapping"
+        )
     for name in ("method", "balance", "heads_size"):
         if not is_shared and (value := getattr(context, name)) != getattr(ContextConfig(), name):
             raise ConfigError(
@@ -151,9 +158,6 @@ def _shape(trainer: ShardingConfig, devices: Sequence[Any], context: Mapping[str
             num_groups=groups,
             context=context,
         )
-    for name in ("model_axis_size", "replica_ici_axis_size", "replica_dcn_axis_size"):
-        if (size := getattr(trainer, name)) != 1:
-            raise ConfigError(f"trainer.{name}: {size} given, but trainer.mesh.axes sets the mesh sizes. Remove one")
     return trainer.mesh.shape(len(devices), count_groups(devices, group_by_process=trainer.mesh.spans_groups))
 
 

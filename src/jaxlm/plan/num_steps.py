@@ -8,7 +8,7 @@ from typing import Any
 from jaxlm.core.errors import ConfigError, counted
 from jaxlm.core.runtime import differences_between_processes, main_first
 from jaxlm.data.batch_schedule import BatchSchedule
-from jaxlm.data.config import DataConfig
+from jaxlm.data.config import DataConfig, check_mixture
 from jaxlm.data.data import Data
 from jaxlm.data.shuffle import EraShuffle
 from jaxlm.engine.phases import Phase
@@ -24,7 +24,7 @@ def check_num_steps(config: RunConfig) -> None:
     phases, sections = plan_phases(config)
     _check_is_used(config)
     for data in sections:
-        data.check_mixture()
+        check_mixture(data)
     if config.epoch < 0:
         raise ConfigError(f"epoch: {config.epoch} given, must be 0 (not used) or the number of passes over the data")
     if not config.epoch:
@@ -34,7 +34,7 @@ def check_num_steps(config: RunConfig) -> None:
             "epoch: has no effect, because every phase sets num_train_steps. Remove epoch, or num_train_steps of a phase"
         )
     for phase, data in zip(phases, sections, strict=True):
-        if len(data.train_source_names()) > 1:
+        if len(data.corpus.train_sources) > 1:
             raise ConfigError(
                 f"epoch: {config.epoch} given, but phase '{phase.name}' trains on several sources of different sizes. Remove"
                 " epoch and set data.stop_strategy (first_exhausted or all_exhausted)"
@@ -74,7 +74,7 @@ def with_num_steps_of_data(
     for phase, section in zip(phases, sections, strict=True):
         num_train_steps = config.phases[phase.index].num_train_steps if config.phases else None
         by_epoch = bool(config.epoch) and num_train_steps is None
-        if by_epoch and not section.has_examples_per_step:
+        if by_epoch and not section.batching.has_examples_per_step:
             raise ConfigError(
                 f"epoch: {config.epoch} given, but phase '{phase.name}' does not train on new examples in every step"
                 f" (data.type: {choice_name(type(section))}). Remove epoch, and set trainer.num_train_steps"
@@ -177,4 +177,4 @@ def describe_data(config: RunConfig, section: DataConfig) -> str:
         parts.append(counted(config.epoch, "epoch"))
     if section.stop_strategy != "restart":
         parts.append(f"until {section.stop_strategy.replace('_', ' ')}, or num_train_steps")
-    return "; ".join(filter(None, [*parts, section.describe_begin()]))
+    return "; ".join(filter(None, [*parts, section.corpus.describe_begin()]))

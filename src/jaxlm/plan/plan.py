@@ -18,7 +18,6 @@ from jaxlm.core.mesh import MeshShape
 from jaxlm.core.precision import Precision, parse_precision
 from jaxlm.core.sharding import Layout
 from jaxlm.core.stores import is_url, local_copy, open_store
-from jaxlm.core.values.batch_types import TokenBatch
 from jaxlm.data.config import DataConfig
 from jaxlm.data.sources.named import NamedSource
 from jaxlm.data.tokenizer.train_bpe import BpeConfig, bpe_config
@@ -27,14 +26,15 @@ from jaxlm.engine.checkpoint.restore import resolve_folder
 from jaxlm.engine.checkpoint.store import CheckpointFolder
 from jaxlm.engine.entry import StateBuilder
 from jaxlm.engine.phases import Phase
+from jaxlm.evals.base import EvalPhase, check_evaluations
 from jaxlm.interop.hf.classifier import classifier_name, is_reward_model
 from jaxlm.interop.hf.family import config_to_json, family_of_config
 from jaxlm.interop.hf.folder import parse_dtype
 from jaxlm.interop.hf.hub import check_upload_name
 from jaxlm.interop.pretrained import hf_name
-from jaxlm.models.base import ModelConfig, vocab_axis
+from jaxlm.models.base import LanguageModel, ModelConfig, vocab_axis
 from jaxlm.models.diffusion import check_is_whole
-from jaxlm.objectives.base import ObjectiveConfig
+from jaxlm.objectives.base import ObjectiveConfig, check_data, check_model
 from jaxlm.optim.base import OptimizerConfig
 from jaxlm.optim.groups import group_schedules
 from jaxlm.plan.batches import BatchPlan, check_microbatches, plan_batches, small_batches, unreached_stages
@@ -45,6 +45,7 @@ from jaxlm.plan.mesh import check_phase, plan_mesh
 from jaxlm.plan.refs.base import Ref
 from jaxlm.plan.run_config import PhaseConfig, RunConfig
 from jaxlm.reading.decode import choice_name, encode
+from jaxlm.surgery.base import check_calibration
 
 
 @dataclass(frozen=True)
@@ -110,7 +111,7 @@ class Plan:
         seq_len = phase.model.seq_len
         columns = self.data[phase.index].batch_spec(seq_len).columns.values()
         sizes = {axis.name: axis.size for column in columns for axis in column.axes}
-        return seq_len * sizes.get(phase.objective.sequences_axis or "", 1)
+        return seq_len * sizes.get(phase.objective.facts.sequences_axis or "", 1)
 
     @property
     def log_folder(self) -> Path:
@@ -194,40 +195,25 @@ def make_plan(config: RunConfig, run_id: str, vocab_size: int, devices: Sequence
         batches=batches,
         refs=plan_references(config, phases),
     )
-    _check_evaluations(config, phases)
     for phase, section, start in zip(phases, data, earliest_starts(config, phases), strict=True):
-        _check_batch(phase, section, config)
+        _check_batch(phase, section)
         check_microbatches(phase, start, batches.of(phase), layout.num_shards(BATCH))
-        for stage in batches.of(phase).between(start, phase.end):
-            section.check_batch_size(stage.size)
+        if (masking := section.batching.masking) is not None:
+            for stage in batches.of(phase).between(start, phase.end):
+                masking.check_batch_size(stage.size)
     # Raises for surgeries that do not apply and patterns that match nothing.
     states = [plan.state_builder.abstract_state(phase) for phase in phases]
+    check_evaluations(config.evals, [_evaluated(p, d, s.model) for p, d, s in zip(phases, data, states, strict=True)])
     precision.check([state_builder.abstract_initial_model, *(state.model for state in states)])
     for phase, state in zip(phases, states, strict=True):
-        phase.objective.check_columns(data[phase.index].batch_spec(phase.model.seq_len).columns, state.model)
-        if (trunk := phase.objective.trunk) is not None:
-            trunk.check_trainable(state.model, phase.split(state.model)[0])
-        _check_trend(phase)
-        for evaluation in (one for one in config.evals if one.runs_in(phase.name)):
-            evaluation.check_parts(state.model)
+        spec = data[phase.index].batch_spec(phase.model.seq_len)
+        phase.objective.check(spec.make(**spec.columns), state.model, phase.split(state.model)[0])
         if config.hf_save_path is not None:
             check_is_whole(state.model.traits.denoisers)
             if is_reward_model(state.model):
                 classifier_name(family_of_config(phase.model).architecture)  # raises if transformers has no such class
         check_phase(layout, state.model, phase.name)
     return plan
-
-
-def _check_trend(phase: Phase) -> None:
-    """Raises `ConfigError` if the optimizer measures where weights are going that the objective holds back."""
-    if phase.optimizer.facts.nowcast_window is None:
-        return
-    if phase.objective.pacing is not None:
-        raise ConfigError(
-            f"phase '{phase.name}': optimizer.nowcast: given, but objective.type: {choice_name(type(phase.objective))} slows"
-            " down or stops single layers, whose weights the trend would not follow. Remove nowcast from the optimizer and"
-            " from the controllers of this phase"
-        )
 
 
 def _schedule_notes(phases: Sequence[Phase]) -> list[str]:
@@ -241,108 +227,36 @@ def _schedule_notes(phases: Sequence[Phase]) -> list[str]:
     return list(notes)
 
 
-def _check_evaluations(config: RunConfig, phases: Sequence[Phase]) -> None:
-    """Raises `ConfigError` if metrics or completions of two evaluations would have the same name, or if one names a phase
-    that does not exist."""
-    known = [phase.name for phase in phases]
-    for number, evaluation in enumerate(config.evals):
-        for name in evaluation.phase_names or ():
-            if name not in known:
-                raise ConfigError(
-                    f"evals.{number}.phases: '{name}' given, but there is no such phase. The phases are: {', '.join(known)}"
-                )
-        if evaluation.phase_names is not None and not evaluation.phase_names:
-            raise ConfigError(
-                f"evals.{number}.phases: [] given, so it would never run. Name a phase ({', '.join(known)}), set it to null"
-                " for all, or remove the evaluation"
-            )
-        for phase in (phase for phase in phases if evaluation.runs_in(phase.name)):
-            if evaluation.predicts_next_tokens and not phase.model.is_causal:
-                raise ConfigError(
-                    f"evals.{number}: type {choice_name(type(evaluation))} reads predictions of next tokens, but with"
-                    " model.use_bidirectional_attention: true the model sees these tokens. Remove it, or name other phases"
-                )
-            evaluation.check_model(phase.model)
-    names = [name for evaluation in config.evals if (name := evaluation.unique_name) is not None]
-    if equal := [name for name in names if names.count(name) > 1]:
-        raise ConfigError(
-            f"evals: {len(equal)} evaluations given with the name '{equal[0]}', under which their metrics and completions are"
-            " logged. Set `name` in each of them"
-        )
+def _evaluated(phase: Phase, data: DataConfig, model: LanguageModel) -> EvalPhase:
+    """The phase as evaluations find it. Args: model: as shapes."""
+    annotated = phase.objective.facts.annotation_key is not None and not phase.objective.facts.asks_itself
+    return EvalPhase(phase.name, model, _empty_batch(phase, data), data.has_validation, annotated)
 
 
-def _check_batch(phase: Phase, data: DataConfig, config: RunConfig) -> None:
-    """Raises `ConfigError` if the phase's objective, or an evaluation, does not read the batches of its data."""
+def _empty_batch(phase: Phase, data: DataConfig) -> Any:
     spec = data.batch_spec(phase.model.seq_len)
-    batch = spec.make(**dict.fromkeys(spec.columns))
-    evals = [evaluation for evaluation in config.evals if evaluation.runs_in(phase.name)]
-    scoring = [choice_name(type(evaluation)) for evaluation in evals if evaluation.reads_supervised]
-    if scoring and not hasattr(batch, "supervised") and data.has_validation:
-        raise ConfigError(
-            f"phase '{phase.name}': data.type: {choice_name(type(data))}: the evaluation '{scoring[0]}' reads"
-            f" `supervised()` of a batch, which {type(batch).__name__} does not define. Set evals: [{{type: objective}}], or,"
-            " for a batch of your own, define it (it returns the `TokenBatch` to score)"
-        )
-    gates = [evaluation for evaluation in evals if evaluation.reads_validation and evaluation.limits.by_metric]
-    limited = [choice_name(type(gate)) for gate in gates]
-    if limited and not data.has_validation:
-        raise ConfigError(
-            f"phase '{phase.name}': the evaluation '{limited[0]}' has limits, but there is no validation data to measure it"
-            " on. Set data.validation_urls, or data.num_validation_sequences to hold some of the training data out"
-        )
-    if any(surgery.num_calibration_batches for surgery in phase.surgeries) and not hasattr(batch, "supervised"):
-        raise ConfigError(
-            f"phase '{phase.name}': surgery: it measures the model on the phase's data, but data.type:"
-            f" {choice_name(type(data))} makes {type(batch).__name__}, which does not say what the model reads"
-            " (`supervised()`). Calibrate in an earlier phase with data.type: tokens, or remove what measures (init: eva)"
-        )
-    trunk = phase.objective.trunk
-    asks = phase.objective.annotation_key is not None and trunk is None
-    if asks and any(evaluation.reads_objective for evaluation in evals):
-        raise ConfigError(
-            f"phase '{phase.name}': evals: type objective asks the references about the validation data, but objective.cache:"
-            " true stores their answers for the training data alone and does not load them. Remove the evaluation, or cache"
-        )
-    if branching := [controller.name for controller in phase.controllers if controller.may_branch]:
-        if not data.has_validation:
-            raise ConfigError(
-                f"phase '{phase.name}': the controller {branching[0]} compares candidates on held-out data, but there is"
-                " none. Set data.validation_urls, or data.num_validation_sequences to hold some of the training data out, or"
-                " max_candidates: 1 without nowcast, which compares nothing"
-            )
-        if phase.objective.annotation_key is not None:
-            raise ConfigError(
-                f"phase '{phase.name}': the controller {branching[0]} reads batches again for each candidate, but the"
-                " objective reads what is stored about the training data as it comes to it. Set objective.cache (or"
-                " preset.cache, for a frozen trunk) to false, or max_candidates: 1 to switch without trying"
-            )
-    for objective in (phase.objective, *([] if trunk is None else [trunk.objective])):
-        if not isinstance(batch, objective.batch_types):
-            hides = data.noise is not None and TokenBatch in objective.batch_types
-            other = "Remove data.masking, or predict what it hides: objective.type: mlm or diffusion"
-            raise ConfigError(
-                f"phase '{phase.name}': objective.type: {choice_name(type(objective))} cannot train on data.type:"
-                f" {choice_name(type(data))}: it reads {' or '.join(t.__name__ for t in objective.batch_types)}, and the"
-                f" data makes {type(batch).__name__}. {other if hides else objective.other_batches}"
-            )
-    if phase.objective.annotation_key is not None and data.never_repeats is not None:
-        raise ConfigError(
-            f"phase '{phase.name}': objective.type: {choice_name(type(phase.objective))} stores what a model computes of each"
-            f" sequence, but {data.never_repeats}, or"
-            f" {'set objective.cache: false' if asks else 'use the objective inside of it alone'}"
-        )
-    phase.objective.check_model(phase.model)
-    phase.objective.check_batch(batch)
+    return spec.make(**dict.fromkeys(spec.columns))
+
+
+def _check_batch(phase: Phase, data: DataConfig) -> None:
+    """Raises `ConfigError` if the phase's surgeries or its objective do not read the batches of its data."""
+    batch = _empty_batch(phase, data)
+    try:
+        check_calibration(phase.surgeries, batch, choice_name(type(data)))
+        check_data(phase.objective, data, batch)
+    except ConfigError as error:
+        raise ConfigError(f"phase '{phase.name}': {error}") from error
+    check_model(phase.objective, phase.model)
 
 
 def plan_references(config: RunConfig, phases: Sequence[Phase]) -> dict[str, Ref]:
     """The references, unread. Raises `ConfigError` if an objective needs one that is not there, or none needs one that is.
     Tables need all."""
-    needed = {name: ("objective", phase) for phase in phases for name in phase.objective.references}
+    needed = {name: ("objective", phase) for phase in phases for name in phase.objective.facts.references}
     needed |= {name: ("surgery", phase) for phase in phases for name in phase.surgery_references}
     users = {name: f"{section} of phase '{phase.name}'" for name, (section, phase) in needed.items()}
     for evaluation in config.evals:
-        users |= {name: f"evaluation '{choice_name(type(evaluation))}'" for name in evaluation.references}
+        users |= {name: f"evaluation '{choice_name(type(evaluation))}'" for name in evaluation.scope.references}
     for name, user in users.items():
         if name not in config.refs:
             problem = f"only has: {', '.join(config.refs)}" if config.refs else "is empty"
@@ -434,7 +348,8 @@ def plan_phases(config: RunConfig) -> tuple[tuple[Phase, ...], tuple[DataConfig,
             if (changed := surgery.changed(model)) != model:
                 changed.check()
             model = changed
-        scheduled = None if objective.pacing is None else objective.pacing.scheduled_steps(steps, model)
+        pacing = objective.facts.pacing
+        scheduled = None if pacing is None else pacing.scheduled_steps(steps, model)
         phases.append(
             Phase(
                 index=index,
@@ -475,7 +390,9 @@ def all_sources(phases: Sequence[Phase], sections: Sequence[DataConfig]) -> list
     """The sources of all phases, each once, with the length of the phase's sequences."""
     pairs = zip(phases, sections, strict=True)
     return list(
-        {source.folder: (source, phase.model.seq_len) for phase, data in pairs for source in data.sources()}.values()
+        {
+            source.folder: (source, phase.model.seq_len) for phase, data in pairs for source in data.corpus.sources
+        }.values()
     )
 
 
@@ -501,7 +418,7 @@ def _check_carries(
                 " converted: use the same state, or remove the key"
             )
     for one in (objective, earlier[-1].objective):
-        if one.pacing is not None and one.pacing.restarts_optimizer:
+        if (pacing := one.facts.pacing) is not None and pacing.restarts_optimizer:
             raise ConfigError(
                 f"{key}: true given, but objective {choice_name(type(one))} starts the optimizer and its schedule anew within"
                 " the phase. Remove the key"

@@ -63,7 +63,7 @@ def attention_choices(plan: Plan) -> list[AttentionChoice]:
         tasks |= dict.fromkeys((task, phase.model.attn_backend) for task in of_phase)
         # Whole rows have a backend that can be differentiated twice, on every platform.
         optimizers = (phase.optimizer, *phase.optimizer.groups)
-        if plan.layout.context.divides_rows and any(one.takes_second_derivatives for one in optimizers):
+        if plan.layout.context.divides_rows and any(one.facts.second_derivatives for one in optimizers):
             tasks |= dict.fromkeys((dataclasses.replace(task, twice_differentiable=True),) for task in of_phase)
     return [choose_attention(*task) for task in tasks]
 
@@ -78,12 +78,12 @@ def fp8_products(plan: Plan) -> dict[str, str]:
 
 
 def _fp8_products(phase: Phase, model: LanguageModel) -> str | None:
-    trunk = phase.objective.trunk
-    objective = phase.objective if trunk is None else trunk.objective
-    if model.traits.head_fp8 is None or objective.head_in_fp8:
+    facts = phase.objective.facts
+    if model.traits.head_fp8 is None or facts.head_in_fp8:
         return describe_products(model)
     others = describe_products(with_traits(model, head_fp8=None)) or "all in the compute dtype"
-    return f"{others}, among them the head: objective {choice_name(type(objective))} does not multiply it in fp8"
+    name = choice_name(type(facts.inner or phase.objective))
+    return f"{others}, among them the head: objective {name} does not multiply it in fp8"
 
 
 def describe_parts(model: LanguageModel) -> str | None:
@@ -101,13 +101,13 @@ def phase_rows(plan: Plan, phase: Phase, model: LanguageModel, opt_state: Any) -
     """The table of a phase that begins or goes on: its steps, its layers from the input to the output, and its parameter
     groups; every parameter is in exactly one of these. The last row is the optimizer state."""
     trainable, frozen = map(tree.num_parameters, phase.split(model))
-    sizes, noise = [stack.Layers.size for stack in stacks_of(model)], plan.data[phase.index].noise
+    sizes, masking = [stack.Layers.size for stack in stacks_of(model)], plan.data[phase.index].batching.masking
     parts = f" ({' + '.join(map(str, sizes))})" if len(sizes) > 1 else ""
     where = "" if plan.layout.optimizer_memory is None else ", in the host's memory between steps"
     return [
         (STEPS_ROW, f"{phase.start} to {phase.end}"),
         *([(LAYERS_ROW, f"{sum(sizes)}{parts}")] if sizes else []),
-        *([(HIDDEN_ROW, noise)] if noise is not None else []),
+        *([] if masking is None else [(HIDDEN_ROW, masking.summary)]),
         (TRAINS_ROW, f"{trainable:,} of {trainable + frozen:,} parameters"),
         *((group.name, _group_row(phase.optimizer, group)) for group in phase.groups(model)),
         ("frozen", f"{frozen:,}"),

@@ -220,7 +220,7 @@ def _training(plan: Plan, step: int) -> Iterator[tuple[str, str]]:
 
 
 def _sources(data: DataConfig) -> Iterator[str]:
-    for source in data.sources():
+    for source in data.corpus.sources:
         urls = source.config.train_urls
         others = f" and {len(urls) - _MAX_URLS} more" if len(urls) > _MAX_URLS else ""
         text = source.config.id or ", ".join(urls[:_MAX_URLS]) + others
@@ -229,7 +229,7 @@ def _sources(data: DataConfig) -> Iterator[str]:
 
 
 def _datasets(sections: tuple[DataConfig, ...]) -> Iterator[str]:
-    for config in (source.config for section in sections for source in section.sources()):
+    for config in (source.config for section in sections for source in section.corpus.sources):
         locations = [config.id] if config.id else [url for url in config.train_urls if url.startswith(_HUB_URL)]
         names = (repository_of(url.removeprefix(_HUB_URL).partition("?")[0]) for url in locations)
         yield from (name for name in names if name is not None)

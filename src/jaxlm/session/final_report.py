@@ -49,7 +49,7 @@ def final_report(plan: Plan, console: Console, *, has_template: bool) -> None:
         best, last = run.latest(BEST_BPB), run.latest(EVAL_BPB)
         better = "" if best in (None, last) else f" (best {best:.4f})"
         rows += [("validation loss", newest(run[EVAL_LOSS])), ("bits per byte", newest(run[EVAL_BPB]) + better)]
-        rows += compressors(plan.data[-1].validation_documents())
+        rows += compressors(plan.data[-1].corpus.validation_documents())
     if EVAL_CORE in run.series:
         rows.append(("CORE", newest(run[EVAL_CORE])))
     rows += [
@@ -58,7 +58,9 @@ def final_report(plan: Plan, console: Console, *, has_template: bool) -> None:
         *write_plots(plan, run),
         ("report page", report_page(run, plan.log_folder)),
         *outputs(plan),
-        how_to_use(plan, chats=has_template and any(chats(source.config.format) for source in plan.data[-1].sources())),
+        how_to_use(
+            plan, chats=has_template and any(chats(source.config.format) for source in plan.data[-1].corpus.sources)
+        ),
     ]
     if plan.phases[-1].scheduled_steps is None:  # otherwise the run has ended early, because it should
         rows += how_to_train_longer(plan)
@@ -90,9 +92,9 @@ def how_to_train_longer(plan: Plan) -> list[tuple[str, str]]:
 def how_to_use(plan: Plan, *, chats: bool) -> tuple[str, str]:
     """Writes a row with a command that does what the model was trained for. Args: chats: it was trained on conversations."""
     location = plan.checkpoints.location
-    if chats and plan.phases[-1].objective.trains_writing:
+    if chats and plan.phases[-1].objective.facts.trains_writing:
         return "to chat", f"jaxlm chat --checkpoint {location}"
-    if plan.phases[-1].objective.trains_writing:
+    if plan.phases[-1].objective.facts.trains_writing:
         return "to sample", f'jaxlm sample --checkpoint {location} --prompt "..."'
     folder = f"{plan.run_id}-hf"
     convert = f"jaxlm convert to-hf --checkpoint {location} --output_dir {folder}"

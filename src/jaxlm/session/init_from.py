@@ -22,6 +22,7 @@ from jaxlm.core.runtime import from_main, main_first, main_only
 from jaxlm.core.sharding import Layout
 from jaxlm.core.stores import is_url
 from jaxlm.core.tree import is_named
+from jaxlm.data.base import Log
 from jaxlm.data.tokenizer.tokenizer import Tokenizer, load_tokenizer
 from jaxlm.engine.checkpoint.manifest import CheckpointName, Cursor, DamagedError, History
 from jaxlm.engine.checkpoint.restore import (
@@ -54,9 +55,7 @@ from jaxlm.plan.plan import Plan
 from jaxlm.plan.run_config import RunConfig
 from jaxlm.plan.trainer_config import StartConfig
 from jaxlm.reading.decode import choice_name
-from jaxlm.surgery.base import merge_surgeries
-
-Log = Callable[[str], None]
+from jaxlm.surgery.base import changes_on_read, merge_surgeries
 
 
 @dataclass(frozen=True)
@@ -196,14 +195,9 @@ def _layers(parameter: NamedArray) -> Iterator[NamedArray]:
 
 def _changes_on_read(plan: Plan) -> tuple[dict[str, Change], int]:
     """Returns what the first phase's first surgeries make of parameters as they are read, and how many surgeries."""
-    model, changes, number = plan.state_builder.abstract_initial_model, {}, 0
-    for surgery in plan.phases[0].surgeries:
-        if (of_surgery := surgery.on_read(model)) is None:
-            break
-        changes |= {path: _ChangeOnRead(path, change, plan.layout) for path, change in of_surgery.items()}
-        model = jax.eval_shape(functools.partial(surgery.apply, key=jax.random.key(0)), model)
-        number += 1
-    return changes, number
+    by_surgery = list(changes_on_read(plan.phases[0].surgeries, plan.state_builder.abstract_initial_model))
+    changes = {path: change for of_surgery in by_surgery for path, change in of_surgery.items()}
+    return {path: _ChangeOnRead(path, change, plan.layout) for path, change in changes.items()}, len(by_surgery)
 
 
 @dataclass(frozen=True)
@@ -259,21 +253,7 @@ def import_notes(plan: Plan) -> list[str]:
 
 def check_init_from(plan: Plan) -> None:
     """Checks the configured starting point without changing it. Checkpoints at URLs may be downloaded."""
-    trainer = plan.config.trainer
-    if trainer.initialize_from is not None and trainer.initialize_from_state is not None:
-        raise ConfigError(
-            "trainer.initialize_from and initialize_from_state: both given, but the first loads only the model and the second"
-            " the whole state. Remove one of them"
-        )
-    if trainer.initialize_from is not None and plan.config.initialize_from_hf:
-        raise ConfigError(
-            "trainer.initialize_from and initialize_from_hf: both given, but both set the initial weights. Remove one of them"
-        )
-    if trainer.load_checkpoint is False and trainer.load_checkpoint_path is not None:
-        raise ConfigError(
-            "trainer.load_checkpoint: false given, but load_checkpoint_path is also set. Remove one of them"
-        )
-    own_checkpoints = main_first(plan.checkpoints.checkpoints)
+    trainer, own_checkpoints = plan.config.trainer, main_first(plan.checkpoints.checkpoints)
     if trainer.load_checkpoint is False and own_checkpoints:
         raise ConfigError(
             f"trainer.load_checkpoint: false given, but the run '{plan.run_id}' already has checkpoints"

@@ -3,7 +3,7 @@
 import argparse
 import functools
 import sys
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -30,6 +30,7 @@ from jaxlm.objectives.base import ObjectiveConfig
 from jaxlm.optim.averaging import AS_TRAINED
 from jaxlm.plan.load_config import decode_run, read_saved
 from jaxlm.plan.plan import Plan, make_plan
+from jaxlm.reading.decode import flattened
 from jaxlm.reading.overrides import OPTION, option_tree, override, parse_arguments
 from jaxlm.reading.yaml import ConfigSource
 from jaxlm.session.source import saved_source
@@ -113,8 +114,9 @@ def parse_with_keys(
 
 def check_effective(options: Mapping[str, Any], *, also: Collection[str] = (), spelling: Spelling = OPTIONS) -> None:
     """Raises `ConfigError` for an option that has no effect on a trained model. Args: also: additional keys that do."""
-    for key in _leaves(option_tree(dict(options), spelling.key)):
-        if not key.startswith("model.") and key not in (*_EFFECTIVE, *also):
+    tree = option_tree(dict(options), spelling.key)
+    for key, _ in flattened(tree) if tree else ():
+        if not _is_of(key, ("model", *_EFFECTIVE, *also)):
             raise ConfigError(
                 f"{spelling.key}{key} has no effect on a trained model. Remove it. These keys have an effect:"
                 f" model.*, {', '.join((*_EFFECTIVE, *also))}"
@@ -123,17 +125,11 @@ def check_effective(options: Mapping[str, Any], *, also: Collection[str] = (), s
 
 def placing_keys(options: Mapping[str, Any]) -> dict[str, Any]:
     """The options that say how any model is sharded and computed, for `open_model`."""
-    return {
-        key: value for key, value in options.items() if any(f"{key}.".startswith(f"{name}.") for name in _EFFECTIVE)
-    }
+    return {key: value for key, value in options.items() if _is_of(key, _EFFECTIVE)}
 
 
-def _leaves(tree: Mapping[str, Any], path: str = "") -> Iterator[str]:
-    for key, value in tree.items():
-        if isinstance(value, Mapping) and f"{path}{key}" not in _EFFECTIVE:
-            yield from _leaves(value, f"{path}{key}.")
-        else:
-            yield f"{path}{key}"
+def _is_of(key: str, sections: Collection[str]) -> bool:
+    return any(f"{key}.".startswith(f"{section}.") for section in sections)
 
 
 def find_checkpoint(location: Path | str, spelling: Spelling = OPTIONS) -> VerifiedCheckpoint:
@@ -174,7 +170,7 @@ class LoadedModel:
         data: the data section of the checkpoint's phase; that of a Hugging Face model names only its tokenizer.
         step: the checkpoint's step; None for a Hugging Face model.
         load: loads the model in its parameters' dtype; call it inside `plan.layout.use()`.
-        adds_bos: whether the model was trained with BOS before every text, as `DataConfig.prompt_bos`.
+        adds_bos: whether the model was trained with BOS before every text, as `Corpus.prompt_bos`.
         eval_batch: sequences per evaluation batch of the checkpoint's phase.
         is_hugging_face: whether prompts are tokenized as transformers does: what looks like a special token is one.
         merged: the adapters that its merged form contains.
@@ -330,7 +326,7 @@ def _open_checkpoint(
         data,
         checkpoint.cursor.step,
         load=lambda: _load_weights(checkpoint, plan, phase, weights, spelling),
-        adds_bos=data.prompt_bos,
+        adds_bos=data.corpus.prompt_bos,
         eval_batch=plan.batches.eval_of(phase),
         merged=(MergedAdapter.of_checkpoint(checkpoint.location),) if adds_adapters(surgeries) else (),
         source=lambda: saved_source(checkpoint.checkpoint),

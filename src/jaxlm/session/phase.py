@@ -16,8 +16,8 @@ from jaxlm.core.publish import location_of
 from jaxlm.core.runtime import from_main, main_first
 from jaxlm.core.values.logged import Activity
 from jaxlm.core.values.sums import Sum
-from jaxlm.data.base import Batches
-from jaxlm.data.data import Data, ValidationData
+from jaxlm.data.base import Batches, Log
+from jaxlm.data.data import Data
 from jaxlm.data.examples import check_signals
 from jaxlm.data.formats.chat import for_template, given_messages, template_variables
 from jaxlm.data.loader import RunServices
@@ -29,10 +29,10 @@ from jaxlm.engine.checkpoint.restore import VerifiedCheckpoint
 from jaxlm.engine.control import Control
 from jaxlm.engine.hooks import Hooks
 from jaxlm.engine.metrics import AsyncMetrics, CrashListener, Workload
-from jaxlm.engine.open_phase import Probe, no_probe
+from jaxlm.engine.open_phase import Probe
 from jaxlm.engine.phases import Phase
 from jaxlm.engine.state import RunState
-from jaxlm.evals.base import EvalConfig, EvalContext, ValidationSet
+from jaxlm.evals.base import EvalConfig, EvalContext
 from jaxlm.evals.objective import ObjectiveEval
 from jaxlm.interop.hf.folder import parse_dtype
 from jaxlm.models.base import LanguageModel
@@ -43,12 +43,13 @@ from jaxlm.observe.hooks import AtEarlyEnd, EvalHook, Generated, ProgressListene
 from jaxlm.observe.profiler import ProfileHook
 from jaxlm.plan.num_steps import epoch_of, small_sources
 from jaxlm.plan.plan import Plan, upload_repository
-from jaxlm.session.annotate import Log, with_annotations
+from jaxlm.session.annotate import with_annotations
 from jaxlm.session.compilation.options import step_options
 from jaxlm.session.compilation.step import StepPrograms
 from jaxlm.session.export import ExportHook
 from jaxlm.session.references import flops_per_token, load_reference
 from jaxlm.session.run import Run
+from jaxlm.session.verification import validation_sets
 from jaxlm.surgery.base import export_form
 
 
@@ -104,7 +105,7 @@ def open_data(plan: Plan, tokenizer: Tokenizer, phase: Phase, log: Log) -> Data:
     """Opens the phase's token caches, and builds them first if they do not exist."""
     section = plan.data[phase.index]
     opened = main_first(lambda: section.open(tokenizer, phase.model.seq_len, log=log))
-    if phase.objective.sequences_axis is not None:
+    if phase.objective.facts.sequences_axis is not None:
         check_signals(opened.train)
     for line in (*small_sources(opened, plan.batches.of(phase).at(phase.start).size), *opened.slow_sources()):
         log(f"warning: {line}")
@@ -204,12 +205,14 @@ def check_gates_again(run: Run, phase: Phase, state: RunState) -> None:
     Raises:
         GateError: a limit is violated.
     """
-    gates = [one for one in _evaluations_of(run, phase) if one.limits.fail_fast and one.limits.by_metric]
+    gates = [
+        one for one in _evaluations_of(run, phase) if one.metrics.limits.fail_fast and one.metrics.limits.by_metric
+    ]
     if not gates:
         return
     data = open_data(run.plan, run.tokenizer, phase, run.console.log)
     context, meter, generated = _context(run, phase, data, {})
-    scheduled = [ScheduledEval(gate.open(context), None, gate.limits) for gate in gates]
+    scheduled = [ScheduledEval(gate.open(context), None, gate.metrics.limits) for gate in gates]
     evaluations = EvalHook(scheduled, 1, phase, (), run.console, generated, before=meter.attach)
     with run.clock.during(evaluations.activity):
         evaluations.run(phase.end, state)
@@ -220,7 +223,10 @@ def open_evaluations(run: Run, phase: Phase, data: Data, refs: Mapping[str, Lang
     """The run's evaluations on the phase's validation data. Args: refs: the references of the phase's step."""
     context, meter, generated = _context(run, phase, data, refs)
     return EvalHook(
-        [ScheduledEval(config.open(context), config.every, config.limits) for config in _evaluations_of(run, phase)],
+        [
+            ScheduledEval(config.open(context), config.every, config.metrics.limits)
+            for config in _evaluations_of(run, phase)
+        ],
         run.plan.config.trainer.steps_per_eval,
         phase,
         run.records.trackers,
@@ -238,11 +244,16 @@ def open_probe(run: Run, phase: Phase, data: Data, refs: Mapping[str, LanguageMo
     Args:
         refs: the references of its step.
     """
-    if not any(controller.may_branch for controller in phase.controllers):
-        return no_probe
-    context, meter, _ = _context(run, phase, data, refs)
+    opened = functools.cache(lambda: _context(run, phase, data, refs)[:2])  # only controllers that branch need it
 
     def probe(state: RunState, num_batches: int) -> float:
+        context, meter = opened()
+        if not context.validation or phase.objective.facts.annotation_key is not None:
+            raise ConfigError(
+                f"phase '{phase.name}': a controller branches, which compares candidates on validation data, and reads"
+                " batches again, so that nothing may be stored about them (objective.cache). Set data.validation_urls, remove"
+                " the cache, or give the phase other controllers"
+            )
         of_each = max(1, num_batches // len(context.validation))
         first = lambda source: lambda: itertools.islice(source.batches(), of_each)  # noqa: E731
         sources = tuple(replace(source, batches=first(source)) for source in context.validation)
@@ -255,32 +266,23 @@ def open_probe(run: Run, phase: Phase, data: Data, refs: Mapping[str, LanguageMo
 
 
 def _evaluations_of(run: Run, phase: Phase) -> list[EvalConfig]:
-    return [evaluation for evaluation in run.plan.config.evals if evaluation.runs_in(phase.name)]
+    return [evaluation for evaluation in run.plan.config.evals if evaluation.scope.includes(phase.name)]
 
 
 def _context(
     run: Run, phase: Phase, data: Data, refs: Mapping[str, LanguageModel]
 ) -> tuple[EvalContext, "ObjectiveMeter", Generated]:
     """Returns what evaluations may use, what measures the objective in it, and where they put the model's texts."""
-    plan, trainer, saved_tokenizer = run.plan, run.plan.config.trainer, run.saved_tokenizer
+    plan, saved_tokenizer = run.plan, run.saved_tokenizer
 
-    def validation_set(data_set: ValidationData) -> ValidationSet:
-        def batches() -> Iterator[Any]:
-            size, most = plan.batches.eval_of(phase), trainer.max_eval_batches
-            for batch in data_set.batches(batch_size=size, max_batches=most, layout=plan.layout):
-                run.clock.progress()
-                yield batch
-
-        return ValidationSet(data_set.source.name, tuple(data_set.source.config.tags), batches)
-
-    generated = Generated()
-    meter = ObjectiveMeter(phase.objective, refs)
+    generated, meter = Generated(), ObjectiveMeter(phase.objective, refs)
+    batching = {"batch_size": plan.batches.eval_of(phase), "max_batches": plan.config.trainer.max_eval_batches}
     context = EvalContext(
         layout=plan.layout,
         precision=plan.precision,
         tokenizer=saved_tokenizer,
         token_bytes=_token_bytes(run.tokenizer, phase, run.console.log),
-        validation=tuple(map(validation_set, data.validation)),
+        validation=validation_sets(data.validation, progress=run.clock.progress, layout=plan.layout, **batching),
         log=run.console.log,
         seq_len=phase.model.seq_len,
         score=score_batch,
@@ -288,7 +290,7 @@ def _context(
         log_sample=generated.add_sample,
         log_completions=generated.add_completions,
         chat_prompt=functools.partial(_chat_prompt, saved_tokenizer, run.tokenizer),
-        enforce_bos=plan.data[phase.index].prompt_bos,
+        enforce_bos=plan.data[phase.index].corpus.prompt_bos,
         progress=run.clock.progress,
         measure=meter,
         reference=lambda name: refs[name] if name in refs else load_reference(plan, name, run.console.log),
@@ -368,7 +370,6 @@ class ObjectiveMeter:
         self, model: LanguageModel, refs: dict[str, LanguageModel], slot: Any, batch: Any
     ) -> tuple[dict[str, Sum], Metrics]:
         objective = self._objective
-        batch = objective.with_batch_statistics(batch)
-        batch = objective.annotate({**refs, **objective.references_in_slot(slot, model)}, batch)
+        batch = objective.annotate(refs, objective.prepare_batch(batch, None), slot, model)
         terms, metrics, _ = objective.terms(model, batch, slot, key=None)
         return terms, metrics

@@ -1,7 +1,7 @@
 """The references of a run: checks, shapes, loading, and what they say about a batch."""
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
 
@@ -11,6 +11,7 @@ import jax
 from jaxlm.core import tree
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.sharding import Layout
+from jaxlm.data.base import Log
 from jaxlm.data.tokenizer.tokenizer import Tokenizer
 from jaxlm.engine.accumulate import microbatch_axis
 from jaxlm.engine.phases import Phase
@@ -18,14 +19,12 @@ from jaxlm.engine.state import sharded_shapes
 from jaxlm.models.base import LanguageModel, ModelConfig
 from jaxlm.models.flops import FlopsPerToken
 from jaxlm.models.moe import num_multiplied
-from jaxlm.models.stack_paths import without_layers_below
 from jaxlm.models.step_flops import ModelInStep
 from jaxlm.objectives.base import ITSELF
 from jaxlm.plan.context.config import check_context
 from jaxlm.plan.plan import Plan
 from jaxlm.plan.refs.base import Ref
 
-Log = Callable[[str], None]
 T = TypeVar("T", bound=Any)
 
 
@@ -36,8 +35,8 @@ def check_references(plan: Plan, tokenizer: Tokenizer, log: Log) -> None:
     Raises:
         ConfigError: a reference does not, or there is no model at its path.
     """
-    Vocab, names = plan.state_builder.Vocab, {name for phase in plan.phases for name in phase.objective.references}
-    names |= {name for evaluation in plan.config.evals for name in evaluation.references}
+    Vocab, names = plan.state_builder.Vocab, {name for one in plan.phases for name in one.objective.facts.references}
+    names |= {name for evaluation in plan.config.evals for name in evaluation.scope.references}
     for name, ref in plan.active_refs.items():
         seq_len = max(phase.model.seq_len for phase in plan.phases) if name in names else 0
         check_reference(f"refs.{name}", ref, ref.abstract(Vocab), tokenizer, plan.layout, seq_len, log)
@@ -46,11 +45,12 @@ def check_references(plan: Plan, tokenizer: Tokenizer, log: Log) -> None:
             refs = {name: plan.refs[name].abstract(Vocab) for name in phase.surgery_references}
             plan.state_builder.check_references(phase, refs)
     for evaluation in plan.config.evals:
-        if not evaluation.references or plan.retired_refs.keys() & set(evaluation.references):
+        scope = evaluation.scope
+        if not scope.references or plan.retired_refs.keys() & set(scope.references):
             continue
-        refs = {name: plan.refs[name].abstract(Vocab) for name in evaluation.references}
-        for phase in (phase for phase in plan.phases if evaluation.runs_in(phase.name)):
-            evaluation.check_models(plan.state_builder.abstract_state(phase).model, refs)
+        refs = {name: plan.refs[name].abstract(Vocab) for name in scope.references}
+        for phase in (phase for phase in plan.phases if scope.includes(phase.name)):
+            evaluation.check_model(plan.state_builder.abstract_state(phase).model, refs)
 
 
 def check_reference(
@@ -114,7 +114,8 @@ def references_identity(plan: Plan) -> dict[str, dict[str, str]]:
 
 def asked_in(plan: Plan, phase: Phase) -> tuple[str, ...]:
     """The references that the phase's step queries; none if their answers come from the disk."""
-    return phase.objective.references if phase.objective.annotation_key is None else ()
+    facts = phase.objective.facts
+    return facts.references if facts.annotation_key is None else ()
 
 
 def flops_per_token(plan: Plan, phase: Phase) -> FlopsPerToken:
@@ -123,21 +124,17 @@ def flops_per_token(plan: Plan, phase: Phase) -> FlopsPerToken:
     References that the run no longer reads do not count: their files may be gone. Nor do layers whose output is stored.
     """
     Vocab, model = plan.state_builder.Vocab, plan.state_builder.abstract_state(phase).model
-    trunk, frozen, config = phase.objective.trunk, phase.split(model)[1], phase.model
-    first = 0 if trunk is None else trunk.first_layer(model)
-    if first:
-        config, frozen = config.with_layers(range(first, config.Layers.size)), without_layers_below(frozen, first)
+    facts, config = phase.objective.facts, phase.model
 
     def in_step(config: ModelConfig, model: LanguageModel, frozen: Any = None) -> ModelInStep:
-        counted = functools.partial(num_multiplied, model=model)
-        return ModelInStep(config.flops_per_token(Vocab.size), model, counted, frozen)
+        return ModelInStep(config, Vocab.size, model, functools.partial(num_multiplied, model=model), frozen)
 
-    references = [in_step(config, model)] * phase.objective.holds_reference
+    references = [in_step(config, model)] * facts.holds_reference
     for name in asked_in(plan, phase):
         if name in plan.active_refs:
             of_teacher = replace(plan.refs[name].model_config(), seq_len=phase.model.seq_len)
             references.append(in_step(of_teacher, plan.refs[name].abstract(Vocab)))
-    return phase.objective.flops_per_token(in_step(config, model, frozen), references)
+    return facts.flops(in_step(config, model, phase.split(model)[1]), references)
 
 
 def abstract_references(plan: Plan, phase: Phase) -> dict[str, LanguageModel]:
@@ -157,8 +154,8 @@ def load_reference(plan: Plan, name: str, log: Log) -> LanguageModel:
 
 def abstract_annotations(plan: Plan, phase: Phase, batch: Any) -> Any:
     """Shapes, dtypes and shardings of what the references say about a batch {microbatch, batch, ...} of shapes."""
-    refs = {name: _abstract(plan, name) for name in phase.objective.references}
-    if phase.objective.trunk is not None:
+    refs = {name: _abstract(plan, name) for name in phase.objective.facts.references}
+    if phase.objective.facts.asks_itself:
         model = jax.eval_shape(plan.precision.cast_to_compute, plan.state_builder.abstract_state(phase).model)
         refs[ITSELF] = sharded_shapes(model, plan.layout)
     annotations = jax.eval_shape(lambda refs, batch: annotations_of(phase, refs, batch), refs, batch)
@@ -172,13 +169,13 @@ def abstract_annotations(plan: Plan, phase: Phase, batch: Any) -> Any:
 
 def annotated(plan: Plan, phase: Phase, batches: Sequence[T], log: Log) -> Sequence[T]:
     """The batches as the phase's step reads them: with annotations, if it does not query the references itself."""
-    if phase.objective.annotation_key is None:
+    if phase.objective.facts.annotation_key is None:
         return batches
     abstract = abstract_annotations(plan, phase, batches[0])
-    if phase.objective.trunk is not None:  # there is no trained model to ask, and its numbers cost no time
+    if phase.objective.facts.asks_itself:  # there is no trained model to ask, and its numbers cost no time
         zeros = jax.tree.map(lambda leaf: jax.numpy.zeros(leaf.shape, leaf.dtype, device=leaf.sharding), abstract)
         return [replace(batch, annotations=zeros) for batch in batches]
-    refs = {name: load_reference(plan, name, log) for name in phase.objective.references}
+    refs = {name: load_reference(plan, name, log) for name in phase.objective.facts.references}
     places = jax.tree.map(lambda leaf: leaf.sharding, abstract)
     program = jax.jit(lambda refs, batch: annotations_of(phase, refs, batch), out_shardings=places)
     return [replace(batch, annotations=program(refs, batch)) for batch in batches]

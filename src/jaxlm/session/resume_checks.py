@@ -139,7 +139,9 @@ def rendering(plan: Plan, tokenizer: Tokenizer) -> dict[str, Any]:
     """Phase -> source -> what records become tokens with, beside the tokenizer's vocabulary, such as its chat template."""
     return {
         phase.name: {
-            source.name: dict(source.encoder(tokenizer).cache_key()) for source in data.sources() if source.has(TRAIN)
+            source.name: dict(source.encoder(tokenizer).cache_key())
+            for source in data.corpus.sources
+            if source.has(TRAIN)
         }
         for phase, data in zip(plan.phases, plan.data, strict=True)
     }
@@ -156,7 +158,7 @@ def check_same_tokenizer(plan: Plan, saved: SavedRun, tokenizer: Tokenizer) -> S
         of_version_1 = {name: {k: v for k, v in key.items() if k != CONVERSATIONS} for name, key in keys.items()}
         first = of_version_1 if not saved.rendering and phase.name in (saved.data or {}) else keys
         before = saved.rendering.get(phase.name, first)
-        for source in data.sources():
+        for source in data.corpus.sources:
             if source.name in keys:
                 keys[source.name] = source.rendering(TRAIN, tokenizer, before.get(source.name))
         lines += _differences(f"data of {phase.name}", before, keys)
@@ -420,8 +422,8 @@ def _past(plan: Plan, cursor: Cursor | None) -> list[str]:
     if cursor is None:
         return []
     ahead = plan.phases[cursor.phase :]
-    evals = [one for one in plan.config.evals if any(one.runs_in(phase.name) for phase in ahead)]
-    needed = {name for evaluation in evals for name in evaluation.references}
-    needed |= {name for phase in ahead for name in phase.objective.references}
+    evals = [one for one in plan.config.evals if any(one.scope.includes(phase.name) for phase in ahead)]
+    needed = {name for evaluation in evals for name in evaluation.scope.references}
+    needed |= {name for phase in ahead for name in phase.objective.facts.references}
     needed |= {name for phase in ahead[1:] for name in phase.surgery_references}
     return [name for name in plan.refs if name not in needed]

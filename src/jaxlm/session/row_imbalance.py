@@ -42,7 +42,7 @@ def row_imbalance(plan: Plan) -> RowImbalance | None:
     sampled during training.
     """
     num_shards, data = plan.layout.num_row_shards, plan.data[0]
-    if num_shards == 1 or not data.train_source_names():
+    if num_shards == 1 or not data.corpus.train_sources:
         return None
     if is_url(data.cache_dir):
         return RowImbalance(problem=f"the token caches are not on this machine, but at {data.cache_dir}")
@@ -62,7 +62,7 @@ def row_imbalance(plan: Plan) -> RowImbalance | None:
 def _first_rows(plan: Plan) -> list[np.ndarray]:
     """The segment ids of the first rows of each source, int [seq_len] each; none if examples have no such column."""
     data, seq_len = plan.data[0], plan.phases[0].model.seq_len
-    train = data.open(data.load_tokenizer(lambda _: None), seq_len, lambda _: None, summarize=False).train
+    train = data.open(data.corpus.load_tokenizer(lambda _: None), seq_len, lambda _: None, summarize=False).train
     most = max(1, min(_MAX_ROWS, _MAX_TOKENS // seq_len) // len(train))
     sources = (examples.read(np.arange(min(most, len(examples)))) for examples in train.values())
     columns = (values for source in sources for name, values in source.items() if name.endswith("segment_ids"))

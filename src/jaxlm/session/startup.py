@@ -163,7 +163,7 @@ def check_opens(plan: Plan, tokenizer: Tokenizer, cursor: Cursor | None) -> None
     for data in {id(data): data for data in (plan.data[phase.index] for phase in ahead)}.values():
         data.check_opens(lambda: tokenizer, dry=False)
     for evaluation in plan.config.evals:
-        if not any(evaluation.runs_in(phase.name) for phase in ahead):
+        if not any(evaluation.scope.includes(phase.name) for phase in ahead):
             continue
         evaluation.check_opens(lambda: tokenizer, plan.phases[0].model.seq_len, dry=False)
 

@@ -40,8 +40,8 @@ def test_a_source_with_only_a_cache_is_not_left_out():
     with pytest.raises(
         ConfigError, match=r"data\.configs\.b: a source without text, .* caches of other programs are not"
     ):
-        read({"data": {"components": sources}})[0].data.check_not_empty()
-    read({"data": {"components": {**sources, "b": {"validation_urls": ["v"]}}}})[0].data.check_not_empty()
+        read({"data": {"components": sources}})[0].data.corpus.check_not_empty()
+    read({"data": {"components": {**sources, "b": {"validation_urls": ["v"]}}}})[0].data.corpus.check_not_empty()
 
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {

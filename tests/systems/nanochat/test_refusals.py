@@ -25,7 +25,7 @@ def test_layers_that_do_not_follow_one_another_are_not_compared():
     shapes = lambda config: jax.eval_shape(lambda: config.build(vocab_axis(VOCAB), key=jax.random.key(0)))  # noqa: E731
     nano = shapes(NanoConfig(seq_len=16, hidden_dim=32, num_layers=2, num_heads=4))
     with pytest.raises(ConfigError, match="a model of type Nano has no layers that jaxlm can run one by one"):
-        CompareEvalConfig().check_models(nano, {"teacher": shapes(MODEL)})
+        CompareEvalConfig().check_model(nano, {"teacher": shapes(MODEL)})
 
 
 def test_layers_are_not_dropped():

@@ -10,9 +10,19 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxlm.controllers.base import Branch, Branched, Controller, DoneStep, Next, Noted, Rewind, SetControls
+from jaxlm.controllers.base import (
+    Branch,
+    Controller,
+    DoneStep,
+    Next,
+    Noted,
+    Persistence,
+    PhaseFacts,
+    Rewind,
+    SetControls,
+    unchanged,
+)
 from jaxlm.core import tree
-from jaxlm.core.guards import OptimizerFacts
 from jaxlm.core.sharding import Layout
 from jaxlm.core.values.logged import Activity, StepInfo
 from jaxlm.engine.checkpoint.manifest import History
@@ -43,7 +53,6 @@ class Branches(Controller):
     then: Any = None
 
     name = "branches"  # type: ignore[assignment]
-    may_branch = True  # type: ignore[assignment]
 
     @property
     def metrics(self) -> Mapping[str, str]:
@@ -56,12 +65,13 @@ class Branches(Controller):
         return None
 
     def after(self, step: DoneStep, metrics: Mapping[str, float], state: Any) -> tuple[Any, Any]:
-        if step.number != 1:
-            return state, None
-        return "asked", Branch("test", self.candidates, self.num_steps, 3, self.ending)
-
-    def branched(self, step: DoneStep, result: Branched, state: Any) -> tuple[Any, Any]:
-        assert state == "asked"
+        if (result := step.branched) is None:
+            return (
+                ("asked", Branch("test", self.candidates, self.num_steps, 3, self.ending))
+                if step.number == 1
+                else (state, None)
+            )
+        assert (state, metrics) == ("asked", {})
         return [step.number, result.winner, result.num_steps], Noted(
             self.then, [{"event": "branch", "of": result.purpose}]
         )
@@ -319,7 +329,7 @@ def test_a_phase_that_ends_in_a_branch_ends_with_it(because):
 class GoesBack(Branches):
     """Goes back because of a step of the branch."""
 
-    survives_rewind = True  # type: ignore[misc]
+    persistence = Persistence(rewound=unchanged)  # type: ignore[assignment]
 
     def after(self, step: DoneStep, metrics: Mapping[str, float], state: Any) -> tuple[Any, Any]:
         if step.number == 6:
@@ -346,7 +356,7 @@ def test_a_portfolio_of_one_with_an_orchestrator_is_the_optimizer_alone():
         telemetry=True,
         strategies={"only": AdamW(max_grad_norm=1.0)},
     )
-    facts = OptimizerFacts(1e-2, one.facts.strategies, telemetry_window=128)
+    facts = PhaseFacts(1e-2, one.facts.strategies, telemetry_window=128, has_validation=True)
     asked = OrchestratorConfig(interval=2, min_steps_between_switches=0, safety=None).build(facts)
     states = []
     for controllers in ((), (asked,)):
@@ -367,7 +377,7 @@ def test_weights_that_walk_at_random_are_not_extrapolated_and_the_tries_leave_no
     optimizer = PortfolioConfig(
         learning_rate=1e-2, warmup=0, lr_schedule="constant", telemetry=True, nowcast=Nowcast(window=4)
     )
-    facts = OptimizerFacts(1e-2, optimizer.facts.strategies, telemetry_window=128, nowcast_window=4)
+    facts = PhaseFacts(1e-2, optimizer.facts.strategies, telemetry_window=128, nowcast_window=4, has_validation=True)
     usual = OrchestratorConfig(interval=1000, branch_budget=1.0, probe_batches=1, safety=None)
     rng = np.random.default_rng(0)
     noise = [{**arrays(0), "targets": rng.integers(0, 64, (16, 16)).astype(np.int32)} for _ in range(61)]

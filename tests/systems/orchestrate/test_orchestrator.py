@@ -8,9 +8,8 @@ from typing import Any
 
 import pytest
 
-from jaxlm.controllers.base import Branch, Branched, Decision, DoneStep, Keep, Noted, Rewind, SetControls
+from jaxlm.controllers.base import Branch, Branched, Decision, DoneStep, Keep, Noted, PhaseFacts, Rewind, SetControls
 from jaxlm.core.errors import ConfigError
-from jaxlm.core.guards import OptimizerFacts
 from jaxlm.core.values import logged
 from jaxlm.systems.orchestrate.orchestrator import (
     NowcastTrials,
@@ -26,7 +25,7 @@ STRATEGIES = {
     "fast": {"strategy": 1.0, "lr_scale": 3.0},
     "spike_resistant": {"strategy": 2.0, "lr_scale": 0.3},
 }
-FACTS = OptimizerFacts(1e-3, STRATEGIES, telemetry_window=128, nowcast_window=20)
+FACTS = PhaseFacts(1e-3, STRATEGIES, telemetry_window=128, nowcast_window=20, has_validation=True)
 QUIET = {
     logged.LOSS: 3.0,
     logged.LOSS_REFERENCE: 3.0,
@@ -37,6 +36,12 @@ QUIET = {
 }
 DELAY = 4
 STEPS = 10_000
+
+
+def rewound(controller: Orchestrator, state: Any, step: int) -> Any:
+    change = controller.persistence.rewound
+    assert change is not None
+    return change(state, step)
 
 
 @dataclass
@@ -89,13 +94,13 @@ class Driven:
             self.step += answer.num_steps
             self.taken += answer.num_steps * len(losses)
             result = Branched(answer.purpose, 3.0, losses, winner, answer.num_steps)
-            self._told(*self.controller.branched(self._done(1), result, self._read()))
+            self._told(*self.controller.after(replace(self._done(1), branched=result), {}, self._read()))
             if self.trips:
                 bad = QUIET | {"telemetry/grad_norm_ratio": 1000.0}
                 self._told(*self.controller.after(self._done(DELAY), bad, self._read()))
         if isinstance(answer, Rewind):
             self.step, self.gone_back = self.state["trusted"], True
-            self.state = self.controller.rewound(self._read(), self.step)
+            self.state = rewound(self.controller, self._read(), self.step)
 
     def _done(self, delay: int) -> DoneStep:
         progress = self.step / self.num_steps
@@ -338,8 +343,8 @@ def test_to_monitor_is_to_note_what_would_happen():
 
 def with_keys(run: Driven, table: Mapping[str, Mapping[str, float]] = STRATEGIES, **keys: Any) -> Any:
     """What the orchestrator of a run that resumes with other keys remembers and sets."""
-    other = OrchestratorConfig(**{"safety": None, **keys}).build(OptimizerFacts(1e-3, table, 128))
-    return other.resumed(run._read())
+    other = OrchestratorConfig(**{"safety": None, **keys}).build(PhaseFacts(1e-3, table, 128, has_validation=True))
+    return other.persistence.resumed(run._read())
 
 
 def test_a_run_resumes_with_other_keys():
@@ -375,7 +380,7 @@ def test_another_controller_may_make_the_run_go_back_at_any_time():
     state, answer = run.controller.after(DoneStep(100, False, False, 0.0, 104), QUIET, run._read())
     assert isinstance(answer, Branch)
     assert state["trying"] == "periodic"
-    run.state, run.step = run.controller.rewound(json.loads(json.dumps(state)), 40), 40
+    run.state, run.step = rewound(run.controller, json.loads(json.dumps(state)), 40), 40
     run.run(150)
     assert branches(run) == [140]
     assert run.keeps[-1][0] >= 40 > run.keeps[0][0]  # its checkpoints are those of another attempt
@@ -397,8 +402,8 @@ def test_losses_that_are_not_finite_are_written_as_null():
 @pytest.mark.parametrize(
     ("facts", "keys", "message"),
     [
-        (OptimizerFacts(1e-3), {}, r"only one way to update. Set optimizer: \{type: portfolio\}"),
-        (OptimizerFacts(1e-3, STRATEGIES), {}, r"Set optimizer\.telemetry: true"),
+        (PhaseFacts(1e-3), {}, r"only one way to update. Set optimizer: \{type: portfolio\}"),
+        (PhaseFacts(1e-3, STRATEGIES), {}, r"Set optimizer\.telemetry: true"),
         (
             FACTS,
             {"safety": Safety(strategy="calm")},
@@ -421,7 +426,7 @@ def test_losses_that_are_not_finite_are_written_as_null():
             r"safety: max_loss_increase, .* are null, .* Set one of them, or safety: null",
         ),
         (FACTS, {"max_spikes": 129}, r"max_spikes: 129 given, at most 128 expected: .*optimizer\.telemetry\.window"),
-        (OptimizerFacts(1e-3, STRATEGIES, 128), {"nowcast": NowcastTrials()}, r"Set optimizer\.nowcast too"),
+        (PhaseFacts(1e-3, STRATEGIES, 128), {"nowcast": NowcastTrials()}, r"Set optimizer\.nowcast too"),
         (
             replace(FACTS, nowcast_window=300),
             {"nowcast": NowcastTrials(every=300)},
@@ -429,6 +434,8 @@ def test_losses_that_are_not_finite_are_written_as_null():
         ),
         (FACTS, {"nowcast": NowcastTrials(every=10)}, r"nowcast\.every: 10, at least 20 expected"),
         (FACTS, {"nowcast": NowcastTrials(start=10)}, r"nowcast\.start: 10, at least 20 expected"),
+        (replace(FACTS, has_validation=False), {}, "compares candidates on held-out data, but there is none"),
+        (replace(FACTS, is_annotated=True), {}, "reads batches again for each candidate, but the objective reads what"),
     ],
 )
 def test_keys_that_do_not_fit_the_optimizer_are_refused(facts, keys, message):

@@ -56,7 +56,7 @@ class Setup:
         masking = {"mask_replicas": 2}
         source = {"model": model, "data": {**data, "masking": masking}, "phases": [upper], "trainer": trainer}
         config = decode_run(ConfigSource(source), None)
-        self.tokenizer = config.data.load_tokenizer(lambda _: None)
+        self.tokenizer = config.data.corpus.load_tokenizer(lambda _: None)
         self.plan = dataclasses.replace(make_plan(config, "x", self.tokenizer.vocab_size), layout=one_device())
         (self.phase,) = self.plan.phases
         rng, shapes = np.random.default_rng(0), self.plan.state_builder.abstract_state(self.phase).model
@@ -234,10 +234,11 @@ def test_a_request_to_stop_ends_it_after_a_block(setup, tmp_path, monkeypatch):
 class OfTeacher(CachedTrunk):
     """What a reference computes instead of the model that trains."""
 
-    trunk = None
-    references = ("teacher",)
+    @property
+    def facts(self):
+        return dataclasses.replace(super().facts, asks_itself=False, references=("teacher",))
 
-    def annotate(self, refs, batch):
+    def annotate(self, refs, batch, slot=None, model=None):
         return super().annotate({ITSELF: refs["teacher"]}, batch)
 
 

@@ -38,8 +38,14 @@ def config_of(file, records=RECORDS, **fields):
     ("fields", "message"),
     [
         ({"temperature": 1e-30}, r"temperature: 1e-30 given, 0 \(greedy\) or 1e-20 to 1e\+20 expected"),
-        ({"num_samples": 2}, "num_samples: 2 given with temperature: 0"),
-        ({"num_samples": 3, "batch_size": 2, "temperature": 1.0}, "num_samples: 3 given, at most batch_size: 2"),
+        (
+            {"num_samples": 2},
+            r"num_samples: 2 given together with temperature: 0\.0, with which all answers are the same",
+        ),
+        (
+            {"num_samples": 3, "batch_size": 2, "temperature": 1.0},
+            "batch_size: 2 given, but num_samples is 3",
+        ),
         ({"rewards": [COUNTS, COUNTS]}, "2 rewards have the name 'length'"),
         ({"rewards": [{"type": "format", "pattern": "("}]}, "not a valid regular expression"),
         ({"prompts_file": "no/such.jsonl"}, "there is no file no/such.jsonl"),
@@ -79,7 +85,7 @@ def test_prompts_that_are_not_utf8_are_refused_with_their_place(tmp_path):
 
 def test_the_names_of_the_metrics_are_known(tmp_path):
     names = ["reward", "rewards/length", "completions/mean_length", "completions/clipped_ratio"]
-    assert config_of(tmp_path / "p.jsonl", name="x").metric_names == tuple(f"x/{name}" for name in names)
+    assert config_of(tmp_path / "p.jsonl", name="x").metrics.names == tuple(f"x/{name}" for name in names)
 
 
 @pytest.fixture(scope="module")
@@ -88,7 +94,7 @@ def case(tmp_path_factory):
     folder = tmp_path_factory.mktemp("rollouts")
     (folder / "a.txt").write_text("abcd " * 200)
     data = TokensConfig(train_urls=[f"{folder}/a.txt"], cache_dir=f"{folder}/c", vocab_size=260)
-    tokenizer = data.load_tokenizer(log=lambda _: None)
+    tokenizer = data.corpus.load_tokenizer(log=lambda _: None)
     plan = outcome_of(tree()).plan
     model = plan.state_builder.model.build(vocab_axis(tokenizer.vocab_size), key=jax.random.key(0))
     model = jax.tree.map(lambda x: x * 20, model)
@@ -128,7 +134,7 @@ def run(case, folder, **fields):
     config = config_of(folder / "p.jsonl", **fields)
     metrics = config.open(context).run(model)
     ((name, rows, scores),) = logged
-    assert name == config.completions_name
+    assert name == config.metrics.title
     return metrics, rows, scores
 
 

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from jaxlm.core.errors import ConfigError
+from jaxlm.core.field_types import check_fields
 from jaxlm.data.batch_schedule import BatchSchedule, BatchSize
 from jaxlm.data.config import DataConfig
 from jaxlm.data.formats.prompts import PromptsFormat
@@ -126,8 +127,9 @@ def opened(tokenizer, tmp_path, seen):
             }
             | keys
         )
+        check_fields(config, "data")
         config.check()
-        data = config.open(config.load_tokenizer(lambda _: None), seq_len, log)
+        data = config.open(config.corpus.load_tokenizer(lambda _: None), seq_len, log)
         schedule = BatchSchedule.of([BatchSize(*size) for size in sizes])
         services = RunServices(log=log, log_rollout=log_rollout)
         return data, data.batches(schedule, layout_of(data=2), start=0, first_step=step, seed=3, services=services)
@@ -428,7 +430,7 @@ def test_messages_are_rendered_up_to_the_answer(opened, tokenizer):
 @pytest.mark.parametrize(
     ("keys", "message"),
     [
-        ({"max_turns": 3}, r"data\.max_turns: 3 given, which has no effect without data\.environment"),
+        ({"max_turns": 3}, r"data\.max_turns: 3 given without environment"),
         (
             {"environment": AnswersConfig(), "rewards": [FunctionRewardConfig(function="a:b", name="environment")]},
             r"data\.rewards: the name 'environment' is that of the environment's reward",
@@ -442,7 +444,10 @@ def test_messages_are_rendered_up_to_the_answer(opened, tokenizer):
             {"updates_per_rollout": 3, "minibatches_per_rollout": 2},
             r"data\.updates_per_rollout: 3 given, a multiple of",
         ),
-        ({"id": "org/name"}, r"given \(validation_split: 'validation' is the default; null means none\), but"),
+        (
+            {"id": "org/name", "train_urls": []},
+            r"given \(validation_split: 'validation' is the default; null means none\), but",
+        ),
         ({"num_validation_sequences": 2}, r"data: validation data given, but data\.type: rollouts has none"),
         (
             {"stop_strategy": "first_exhausted", "dynamic_sampling": 1},

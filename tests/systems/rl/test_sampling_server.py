@@ -404,7 +404,10 @@ def test_an_answer_that_does_not_end_is_refused(server, monkeypatch):
 @pytest.mark.parametrize(
     ("keys", "message"),
     [
-        ({"protocol": "sglang"}, r"data\.sampler\.logprobs: raw given, but SGLang's are processed"),
+        (
+            {"protocol": "sglang"},
+            "protocol: sglang given without logprobs, whose log-probabilities are processed",
+        ),
         ({"weights_folder": "gs://bucket/x"}, r"data\.sampler\.weights_folder: 'gs://bucket/x' given, a folder"),
         ({"weights_folder": ""}, r"data\.sampler\.weights_folder: '' given, a folder"),
         ({"server": {"url": "localhost:8000"}}, r"data\.sampler\.server\.url: 'localhost:8000' given, an address"),

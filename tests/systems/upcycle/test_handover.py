@@ -4,9 +4,8 @@ import math
 
 import pytest
 
-from jaxlm.controllers.base import DoneStep, StopRunError
+from jaxlm.controllers.base import DoneStep, PhaseFacts, StopRunError
 from jaxlm.core.errors import ConfigError
-from jaxlm.core.guards import OptimizerFacts
 from jaxlm.objectives.distill import Distill
 from jaxlm.objectives.next_token import NextToken
 from jaxlm.plan.plan import plan_phases
@@ -18,7 +17,9 @@ FIRST = DoneStep(7, is_last=False, is_skipped=False, progress=0.5, effective=11)
 
 
 def after(config: HandoverConfig, loss: float, teacher: float, state: bool = False):
-    return config.build(OptimizerFacts(1e-3)).after(FIRST, {"train/loss": loss, "train/teacher_loss": teacher}, state)
+    return config.build(PhaseFacts(1e-3, reports_teacher_loss=True)).after(
+        FIRST, {"train/loss": loss, "train/teacher_loss": teacher}, state
+    )
 
 
 def test_the_loss_may_be_some_times_the_teachers():
@@ -61,8 +62,8 @@ def phases(objective, controllers):
 def test_an_objective_that_does_not_measure_the_teacher_is_refused():
     (phase,) = phases(Distill(teacher_loss=True), [HandoverConfig()])
     assert [controller.name for controller in phase.controllers] == ["bad_streak", "handover"]
-    for objective, name in ((Distill(), "distill"), (NextToken(), "next_token")):
-        with pytest.raises(ConfigError, match=f"trainer.controllers.0: handover .* 'one', {name}, does not measure"):
+    for objective in (Distill(), NextToken()):
+        with pytest.raises(ConfigError, match=r"trainer\.controllers\.0 \(phase 'one'\): handover .* does not measure"):
             phases(objective, [HandoverConfig()])
 
 

@@ -101,8 +101,8 @@ class Encoder(abc.ABC):
 class FormatConfig(Registry, draccus.ChoiceRegistry, abc.ABC):
     """Turns the records of a source into tokens. The fields named `..._field` and `..._key` hold the keys that it reads."""
 
-    makes: ClassVar[str] = "documents"
-    """What the records become: the data section must read the same."""
+    produces: ClassVar[str] = "documents"
+    """What the records become: the data section must expect the same."""
     bos_policy: ClassVar[Begin] = "text"
     """What documents begin with. `text`: with BOS, unless the data section says otherwise. `prompt`: if it does not say, as
     the tokenizer begins a text by itself, so that what a model answers looks the same in programs that only know the

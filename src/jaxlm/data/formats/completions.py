@@ -12,6 +12,7 @@ from annotated_types import Interval
 
 from jaxlm.core.errors import ConfigError, counted, listed
 from jaxlm.core.field_types import LARGEST_INT, is_float32, shown, what_float32_needs
+from jaxlm.core.rules import Rules, only
 from jaxlm.data.formats.base import (
     Begin,
     Encoder,
@@ -335,20 +336,14 @@ class PairsFormat(CompletionsFormat):
             end, `keep_end` its beginning, and `drop_overlength` leaves the pair out.
     """
 
-    makes: ClassVar[str] = "pairs"
+    rules: ClassVar[Rules] = (only("prompt_ends_with", when="prompt_field", is_=None),)
+    produces: ClassVar[str] = "pairs"
 
     prompt_field: str | None = _PROMPT
     chosen_field: str = "chosen"
     rejected_field: str = "rejected"
     prompt_ends_with: str | None = None
     truncation: Truncation = field(default="keep_start", kw_only=True)
-
-    def __post_init__(self):
-        if self.prompt_ends_with is not None and (self.prompt_field is not None or not self.prompt_ends_with):
-            raise ConfigError(
-                f"data.format.prompt_ends_with: {self.prompt_ends_with!r} given, but it needs a text, and has an effect only"
-                " with prompt_field: null. Remove it, or set prompt_field to null"
-            )
 
     @property
     def overlong(self) -> Truncation:
@@ -385,7 +380,7 @@ class PairsFormat(CompletionsFormat):
 
     def _prompt_size(self, common: str) -> int:
         """The number of characters of the prompt in what both completions begin with; 0 without any."""
-        if self.prompt_ends_with is not None:
+        if self.prompt_ends_with:
             end = common.rfind(self.prompt_ends_with)
             return 0 if end < 0 else end + len(self.prompt_ends_with)
         # TRL ends the prompt at the first character that differs, which may be inside of a token. What both completions
@@ -405,7 +400,7 @@ class UnpairedFormat(CompletionsFormat):
         label_field: key of the label: true (or 1) for a desirable completion, false (or 0) for another.
     """
 
-    makes: ClassVar[str] = "unpaired"
+    produces: ClassVar[str] = "unpaired"
 
     prompt_field: str = "prompt"
     completion_field: str = "completion"
@@ -441,7 +436,7 @@ class GroupsFormat(CompletionsFormat):
         rewards_field: key of the list of rewards.
     """
 
-    makes: ClassVar[str] = "groups"
+    produces: ClassVar[str] = "groups"
 
     group_size: Annotated[int, Interval(ge=2, le=LARGEST_INT)] = 4
     prompt_field: str = "prompt"

@@ -185,7 +185,7 @@ class LabeledFormat(IdsFormat):
         labels_key: key, or column, of the labels.
     """
 
-    makes: ClassVar[str] = "labels"
+    produces: ClassVar[str] = "labels"
 
     input_ids_key: str = "input_ids"
     labels_key: str = "labels"

@@ -67,7 +67,7 @@ def _unread(config: FormatConfig, template: ChatTemplate | None, record: Record,
     turns = {key: turns for key in config.keys if key != tools and (turns := _turns(values.get(key)))}
     if turns and template is not None:
         read |= {VARIABLES, *([tools] if TOOLS in template.reads.variables else [])}
-    yield from (key for key in values if key not in read and (config.makes != "prompts" or key in OF_TEMPLATE))
+    yield from (key for key in values if key not in read and (config.produces != "prompts" or key in OF_TEMPLATE))
     for key, turn in ((key, turn) for key, of_key in turns.items() for turn in of_key):
         said = [name for name in turn if name not in config.keys_of_turns and _says_something(turn[name])]
         for name in said:

@@ -28,7 +28,7 @@ class PromptsFormat(RecordsFormat):
             or to the end of the one that they end with.
     """
 
-    makes: ClassVar[str] = "prompts"
+    produces: ClassVar[str] = "prompts"
     bos_policy: ClassVar[Begin] = "prompt"
 
     prompt_field: str = "prompt"

@@ -17,6 +17,7 @@ import draccus
 
 from jaxlm.core.errors import ConfigError, counted
 from jaxlm.core.field_types import PositiveInt
+from jaxlm.core.rules import Rules, excludes, only
 from jaxlm.core.safe_io import atomic_file, remove_leftovers
 from jaxlm.data.base import TRAIN, VALIDATION, DataSource, Log
 from jaxlm.data.cache.cache_key import disk_full_errors
@@ -183,6 +184,11 @@ class SourceConfig:
     stream: Content[bool] = False
     source: Content[CorpusConfig | None] = None
 
+    rules: ClassVar[Rules] = (
+        excludes("train_urls", "id", "source", why="and a source has one of them"),
+        only("num_validation_files", when="train_urls"),
+        only("name", "split", "stream", "validation_split", when="id"),
+    )
     keys_effect: ClassVar[Effect] = OWN
     """Of a key that states none: one of a class outside jaxlm."""
 
@@ -211,9 +217,8 @@ class SourceConfig:
             cache: a folder whose files are not text.
 
         Raises:
-            ConfigError: nothing matches, or keys contradict each other or have no effect.
+            ConfigError: nothing matches.
         """
-        self._check_keys(key)
         held_out = self.num_validation_files
         if held_out is not None and (split == TRAIN or not self.validation_urls):
             listed = _list(self.train_urls, f"{key}.train_urls", mirror, cache)
@@ -238,22 +243,6 @@ class SourceConfig:
             advice="" if split == TRAIN else ", or null for no validation data",
         )
         return [ListedUrl(f"{key}.id", f"{self.id}/{dataset_split}", sources)]
-
-    def _check_keys(self, key: str) -> None:
-        keys = [name for name in ("train_urls", "id", "source") if getattr(self, name)]
-        if len(keys) > 1:
-            raise ConfigError(
-                f"{key}.{keys[1]}: given together with {key}.{keys[0]}. A source has exactly one of them; remove the other"
-            )
-        if self.num_validation_files is not None and not self.train_urls:
-            raise ConfigError(
-                f"{key}.num_validation_files: has no effect without {key}.train_urls. Remove it, or list the files there"
-            )
-        for name in ("name", "split", "stream", "validation_split"):
-            if self.id is None and getattr(self, name) != getattr(SourceConfig, name):
-                raise ConfigError(
-                    f"{key}.{name}: has no effect without {key}.id. Set {key}.id to a dataset, or remove it"
-                )
 
 
 def _list(urls: Sequence[str], key: str, mirror: Path, cache: Path) -> list[ListedUrl]:

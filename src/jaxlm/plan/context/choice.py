@@ -124,7 +124,7 @@ class Rows:
             kv_heads=0 if opaque else math.gcd(*(layer.kv_heads for layer in layers)),
             kv_features=max((layer.kv_features for layer in layers), default=0),
             work=AttentionWork(tuple(windows.items()) or ((None, 1),), all(model.is_causal for model in models)),
-            is_packed=any(section.packs_documents for section in data),
+            is_packed=any(section.corpus.packs_documents for section in data),
             fixed_order=next(iter([*opaque, *unordered]), None),
         )
 

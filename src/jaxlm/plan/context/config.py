@@ -3,11 +3,12 @@
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from jaxlm.core.axes import CONTEXT, CONTEXT_HEADS, HEADS
 from jaxlm.core.errors import ConfigError, divisors
 from jaxlm.core.field_types import PositiveInt
+from jaxlm.core.rules import Rules, only
 from jaxlm.core.sharding import ContextSharding, Layout
 from jaxlm.data.row_order import Balance
 from jaxlm.models.base import LanguageModel
@@ -49,6 +50,7 @@ class ContextConfig:
     method: Literal["auto", "gather", "ulysses", "ring", "usp"] = AUTO
     balance: Literal["auto", "none", "zigzag", "blocks"] = AUTO
     heads_size: PositiveInt | None = None
+    rules: ClassVar[Rules] = (only("heads_size", when="method", is_="usp"),)
 
 
 def plan_context(
@@ -105,13 +107,11 @@ def plan_context(
 def _method(config: ContextConfig, rows: Rows, devices: Devices, last_axis: int | None) -> tuple[Method, int, str]:
     """The method, the number of devices that exchange heads, and why. Args: last_axis: size of the last mesh axis that shares
     a row, if it cannot be changed."""
-    if config.heads_size is not None and (config.method != "usp" or last_axis is not None):
-        why = (
-            f"which only method: usp reads, and it is {config.method}"
-            if config.method != "usp"
-            else "but the last axis that trainer.mesh maps position to has this size"
+    if config.heads_size is not None and last_axis is not None:
+        raise ConfigError(
+            f"{_KEY}.heads_size: {config.heads_size} given, but the last axis that trainer.mesh maps position to has this"
+            " size. Remove it"
         )
-        raise ConfigError(f"{_KEY}.heads_size: {config.heads_size} given, {why}. Remove it")
     sizes = [int(size) for size in divisors(devices.size)] if last_axis is None else [last_axis]
     sizes = [size for size in sizes if 1 < size < devices.size]
     if config.method == AUTO:

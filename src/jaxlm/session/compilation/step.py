@@ -131,7 +131,7 @@ def trace_step(
     abstract = plan.state_builder.abstract_state(phase)
     step = make_train_step(phase, plan.layout, plan.precision, abstract, plan.config.trainer.watch)
     refs, batch = abstract_references(plan, phase), abstract_batch(plan, phase, stage)
-    if phase.objective.annotation_key is not None:
+    if phase.objective.facts.annotation_key is not None:
         batch = replace(batch, annotations=abstract_annotations(plan, phase, batch))
     with tracing(auto_remat=remat_policy, block_sizes=sizes or BlockSizes()):
         return step.trace(sharded_shapes(abstract, plan.layout), refs, batch, FlagSync.abstract(plan.layout))
@@ -167,7 +167,13 @@ def compile_step(
     for remat_policy in candidates:
         policy_note = f" (remat policy {remat_policy})" if automatic else ""
         last = remat_policy == candidates[-1]
-        step, compiler_error = _try_compile(plan, phase, stage, remat_policy, limit)
+        step, compiler_error = None, ""
+        try:
+            step = _compile(plan, phase, stage, remat_policy, limit)
+        except jax.errors.JaxRuntimeError as error:
+            if not str(error).startswith(_NO_MEMORY):
+                raise
+            compiler_error = str(error).splitlines()[0][:300]
         # All processes must choose the same program, even if their devices have different memory.
         # The compiler's own remat recomputes whole matrix products; `cheap` recomputes only norms and activations.
         accepted = all_processes(step is not None and step.fits and not (step.compiler_remat and remat_policy == NONE))
@@ -201,18 +207,6 @@ def check_state_fits(plan: Plan, phase: Phase, limit: int | None) -> None:
             " are available. Make the model smaller, use more devices, or an optimizer with a smaller state (optimizer.state:"
             f" 8bit).{shard}"
         )
-
-
-def _try_compile(
-    plan: Plan, phase: Phase, stage: BatchStage, remat_policy: str, limit: int | None
-) -> tuple[CompiledStep | None, str]:
-    """The compiled step, or None and the compiler's message if it runs out of memory."""
-    try:
-        return _compile(plan, phase, stage, remat_policy, limit), ""
-    except jax.errors.JaxRuntimeError as error:
-        if not str(error).startswith(_NO_MEMORY):
-            raise
-        return None, str(error).splitlines()[0][:300]
 
 
 def _compile(plan: Plan, phase: Phase, stage: BatchStage, remat_policy: str, limit: int | None) -> CompiledStep:
@@ -271,7 +265,7 @@ def _fewer_at_once(plan: Plan, phase: Phase, stage: BatchStage) -> str:
     for name in ("per_device_parallelism", "per_device_train_parallelism", "max_per_device_parallelism"):
         if getattr(trainer, name) not in (-1, None):
             return f"lower trainer.{name} ({getattr(trainer, name)})"
-    if phase.objective.compares_examples:
+    if phase.objective.facts.compares_examples:
         return f"lower trainer.train_batch_size ({stage.size})"
     return (
         f"set trainer.per_device_parallelism (a device computes its {at_once} sequences at once; the batch stays the same)"

@@ -11,12 +11,11 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import field
 from typing import Any, ClassVar, NamedTuple
 
-import jax
 import numpy as np
 
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.field_types import PositiveInt
-from jaxlm.evals.base import Eval, EvalConfig, EvalContext
+from jaxlm.evals.base import Eval, EvalConfig, EvalContext, EvalMetrics, EvalScope
 from jaxlm.evals.scoring import Scored, score
 from jaxlm.models.base import LanguageModel
 from jaxlm.reading.choices import choice
@@ -52,7 +51,7 @@ class CoreEvalConfig(EvalConfig):
         batch_size: number of sequences per batch.
     """
 
-    predicts_next_tokens: ClassVar[bool] = True
+    scope: ClassVar[EvalScope] = EvalScope(next_tokens=True)
 
     bundle: str
     tasks: list[str] = field(default_factory=list)
@@ -60,10 +59,10 @@ class CoreEvalConfig(EvalConfig):
     batch_size: PositiveInt = 16
 
     @property
-    def metric_names(self) -> tuple[str, ...]:
+    def metrics(self) -> EvalMetrics:
         measured = self.tasks or CORE_TASKS
         names = [f"{CORE}/{task}{what}" for task in measured for what in ("", "/accuracy")]
-        return (*([CORE] if set(measured) == set(CORE_TASKS) else []), *names)
+        return EvalMetrics((*([CORE] if set(measured) == set(CORE_TASKS) else []), *names))
 
     def check(self) -> None:
         task_entries(self.bundle, self.tasks or CORE_TASKS)
@@ -77,11 +76,10 @@ class CoreEval(Eval):
     """Measures CORE during training."""
 
     def __init__(self, core: "OpenCore", ctx: EvalContext):
-        self._core, self._progress = core, ctx.progress
-        self._cast = jax.jit(ctx.precision.cast_to_compute)
+        self._core, self._ctx = core, ctx
 
     def run(self, model: LanguageModel) -> dict[str, float]:
-        return core_metrics(self._core.run(self._cast(model), self._progress))
+        return core_metrics(self._core.run(self._ctx.cast(model), self._ctx.progress))
 
 
 class CoreResult(NamedTuple):

@@ -22,6 +22,8 @@ from jaxlm.controllers.base import (
     Json,
     Keep,
     Noted,
+    Persistence,
+    PhaseFacts,
     Rewind,
     SetControls,
     StopRunError,
@@ -35,7 +37,7 @@ from jaxlm.core.field_types import (
     PositiveFraction,
     PositiveInt,
 )
-from jaxlm.core.guards import NOWCAST, OptimizerFacts
+from jaxlm.core.guards import NOWCAST
 from jaxlm.core.values import logged
 from jaxlm.reading.choices import choice
 from jaxlm.systems.orchestrate.bandit import PURPOSES, Bandit, Memory, Safety, favoring, reward
@@ -142,13 +144,13 @@ class OrchestratorConfig(ControllerConfig):
     safety: Safety | None = field(default_factory=Safety)
     nowcast: NowcastTrials | None = None
 
-    def build(self, optimizer: OptimizerFacts) -> "Orchestrator":
-        if not optimizer.strategies:
+    def build(self, phase: PhaseFacts) -> "Orchestrator":
+        if not phase.strategies:
             raise ConfigError(
                 "type orchestrator switches between the strategies of an optimizer, but this one has only one way to update."
                 " Set optimizer: {type: portfolio}"
             )
-        if optimizer.telemetry_window is None:
+        if phase.telemetry_window is None:
             raise ConfigError(
                 "type orchestrator reads the metrics of optimizer.telemetry, which is not set. Set optimizer.telemetry: true"
             )
@@ -166,23 +168,36 @@ class OrchestratorConfig(ControllerConfig):
                 "safety: max_loss_increase, max_loss_delta, max_grad_increase and max_skipped are null, so that the run would"
                 " never go back. Set one of them, or safety: null"
             )
-        if self.max_spikes > optimizer.telemetry_window:
+        if self.max_spikes > phase.telemetry_window:
             raise ConfigError(
-                f"max_spikes: {self.max_spikes} given, at most {optimizer.telemetry_window} expected: the number of"
+                f"max_spikes: {self.max_spikes} given, at most {phase.telemetry_window} expected: the number of"
                 " recent steps whose spikes are counted (optimizer.telemetry.window). Lower it, or raise window"
             )
         for key in ("when_unstable", "on_plateau"):
             named |= {f"{key}.{number}": name for number, name in enumerate(getattr(self, key) or ())}
         named |= {} if self.safety is None else {"safety.strategy": self.safety.strategy}
         for key, name in named.items():
-            if name not in optimizer.strategies:
+            if name not in phase.strategies:
                 instead = ", or safety: null" if key == "safety.strategy" else ""
                 raise ConfigError(
-                    f"{key}: {name!r}, but optimizer.strategies has {', '.join(optimizer.strategies)}. Set one"
+                    f"{key}: {name!r}, but optimizer.strategies has {', '.join(phase.strategies)}. Set one"
                     f" of them{instead}"
                 )
-        self._check_nowcast(optimizer.nowcast_window)
-        return Orchestrator(self, optimizer.strategies)
+        self._check_nowcast(phase.nowcast_window)
+        made = Orchestrator(self, phase.strategies)
+        if made.may_branch and not phase.has_validation:
+            raise ConfigError(
+                "type orchestrator compares candidates on held-out data, but there is none. Set data.validation_urls, or"
+                " data.num_validation_sequences to hold some of the training data out, or max_candidates: 1 without nowcast,"
+                " which compares nothing"
+            )
+        if made.may_branch and phase.is_annotated:
+            raise ConfigError(
+                "type orchestrator reads batches again for each candidate, but the objective reads what is stored about the"
+                " training data as it comes to it. Set objective.cache (or preset.cache, for a frozen trunk) to false, or"
+                " max_candidates: 1 to switch without trying"
+            )
+        return made
 
     def without_effect(self, spans: Sequence[range]) -> list[str]:
         longest = max(map(len, spans))
@@ -240,7 +255,6 @@ class Orchestrator(Controller):
     """
 
     name: ClassVar[str] = "orchestrator"
-    survives_rewind: ClassVar[bool] = True
 
     config: OrchestratorConfig
     strategies: Mapping[str, Mapping[str, float]]
@@ -250,7 +264,12 @@ class Orchestrator(Controller):
         return {f"optimizer.{metric.replace('/', '.')}": metric for metric in _METRICS}
 
     @property
+    def persistence(self) -> Persistence:
+        return Persistence(self._rewound, self._resumed)
+
+    @property
     def may_branch(self) -> bool:
+        """Tells whether it may decide to `Branch`."""
         return self._is_active and (self._num_candidates > 1 or self.config.nowcast is not None)
 
     def controls(self) -> Mapping[str, float]:
@@ -262,7 +281,7 @@ class Orchestrator(Controller):
     def init(self) -> Json:
         return asdict(Memory(self._initial, self._signature, self._bandit.init()))
 
-    def resumed(self, state: Json) -> tuple[Json, Mapping[str, float]] | None:
+    def _resumed(self, state: Json) -> tuple[Json, Mapping[str, float]] | None:
         memory = Memory(**state)
         if memory.made_for == self._signature:
             return None
@@ -275,7 +294,7 @@ class Orchestrator(Controller):
         memory = replace(memory, strategy=strategy, made_for=self._signature, trying=None)
         return asdict(memory), {**self.controls(), **self.strategies[strategy]} if self._is_active else {}
 
-    def rewound(self, state: Json, step: int) -> Json:
+    def _rewound(self, state: Json, step: int) -> Json:
         memory = Memory(**state)
         interval = 0 if self.config.safety is None else self.config.safety.snapshot_interval
         snapshots = {purpose: at for purpose, at in memory.snapshots.items() if at == step}  # its pin has moved along
@@ -296,6 +315,8 @@ class Orchestrator(Controller):
     def after(self, step: DoneStep, metrics: Mapping[str, float], state: Json) -> tuple[Json, Answer]:
         """Raises: RollbacksError: the run has gone back too often in a row."""
         memory = Memory(**state)
+        if step.branched is not None:
+            return self._branched(step, step.branched, memory)
         if memory.begun is None:
             before = step.number - 1
             memory = replace(memory, begun=before, decided=before, planned_until=before)
@@ -303,8 +324,7 @@ class Orchestrator(Controller):
         memory, answer = self._after(step, metrics, memory)
         return asdict(memory), _with_notes(spikes, answer)
 
-    def branched(self, step: DoneStep, result: Branched, state: Json) -> tuple[Json, Answer]:
-        memory = Memory(**state)
+    def _branched(self, step: DoneStep, result: Branched, memory: Memory) -> tuple[Json, Answer]:
         reason, extra = memory.trying, self.config.extra_steps(len(result.losses), result.num_steps)
         memory = replace(memory, trying=None, branched_until=step.number, extra=memory.extra + extra)
         losses = {name: loss if math.isfinite(loss) else None for name, loss in result.losses.items()}

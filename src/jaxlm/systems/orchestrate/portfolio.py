@@ -19,9 +19,9 @@ from annotated_types import Interval
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.field_types import NonNegativeFloat
 from jaxlm.core.guards import LR_SCALE, NOWCAST, STRATEGY, OptimizerFacts
+from jaxlm.core.rules import Rules, excludes
 from jaxlm.optim.base import OptimizerConfig, ParameterGroup, scale_by_learning_rate
 from jaxlm.optim.clipping import AdaGc
-from jaxlm.optim.stored_state import Full
 from jaxlm.reading.choices import choice
 from jaxlm.systems.orchestrate.strategies import TABLES, Strategy
 from jaxlm.systems.orchestrate.superset import Superset
@@ -121,9 +121,16 @@ class PortfolioConfig(OptimizerConfig):
     nowcast: Nowcast | None = None
 
     separates_matrices: ClassVar[bool] = True
+    rules: ClassVar[Rules] = (
+        excludes("nowcast", when="state", why="as 8 bits keep nothing of the differences of close numbers in a trend"),
+    )
 
     def __post_init__(self):
-        self._check_alone()
+        if self.match is not None or self.groups:
+            raise ConfigError(
+                f"{'groups' if self.groups else 'match'}: given, but a strategy acts on all parameters together, and so do"
+                " its norm clipping and the control that selects it. Use another type than portfolio, or remove the key"
+            )
         if not self.table:
             raise ConfigError("strategies: empty. Add a strategy, or remove the key for those of the guide")
         if self.initial is not None and self.initial not in self.table:
@@ -144,18 +151,6 @@ class PortfolioConfig(OptimizerConfig):
             raise ConfigError(
                 f"adagc: given, but {', '.join(sections)} has adagc too, so that its gradients would be clipped twice. Remove"
                 " one"
-            )
-
-    def _check_alone(self) -> None:
-        if self.match is not None or self.groups:
-            raise ConfigError(
-                f"{'groups' if self.groups else 'match'}: given, but a strategy acts on all parameters together, and so do"
-                " its norm clipping and the control that selects it. Use another type than portfolio, or remove the key"
-            )
-        if self.nowcast is not None and self.state != Full():
-            raise ConfigError(
-                "nowcast: given, but the trend of the weights is a difference of close numbers, of which 8 bits keep nothing."
-                " Set optimizer.state: full, or remove it"
             )
 
     @property
@@ -183,9 +178,8 @@ class PortfolioConfig(OptimizerConfig):
         adagc = next((_adagc(row.adagc) for row in rows if row.adagc), None)
         directions = Superset.of(rows, names.index(self._first), self.weight_decay, adagc, groups).build()
         rate = scale_by_learning_rate(self.schedule(num_steps))
-        if self.nowcast is not None:
-            return optax.with_extra_args_support(optax.chain(directions, rate, self.nowcast.build()))
-        return _without_nowcast(optax.with_extra_args_support(optax.chain(directions, rate)))
+        nowcast = [] if self.nowcast is None else [self.nowcast.build()]
+        return optax.with_extra_args_support(optax.chain(directions, rate, *nowcast))
 
     @property
     def _first(self) -> str:
@@ -194,19 +188,3 @@ class PortfolioConfig(OptimizerConfig):
 
 def _adagc(section: bool | AdaGc) -> AdaGc:
     return section if isinstance(section, AdaGc) else AdaGc()
-
-
-def _without_nowcast(optimizer: optax.GradientTransformationExtraArgs) -> optax.GradientTransformationExtraArgs:
-    """The optimizer, which refuses the control `nowcast` when it is traced."""
-
-    def update_fn(
-        updates: Any, state: Any, params: Any = None, *, controls: Mapping[str, jax.Array] | None = None, **extra: Any
-    ) -> tuple[Any, Any]:
-        if NOWCAST in (controls or {}):
-            raise ConfigError(
-                "optimizer.nowcast: null given, but a controller sets the control 'nowcast'. Set optimizer.nowcast:"
-                " {window: 20}, or let the controller not use it"
-            )
-        return optimizer.update(updates, state, params, controls=controls, **extra)
-
-    return optax.GradientTransformationExtraArgs(optimizer.init, update_fn)

@@ -15,8 +15,8 @@ import draccus
 import jax
 import jax.numpy as jnp
 
-from jaxlm.core.errors import ConfigError
 from jaxlm.core.field_types import BelowOne, NonNegativeFloat, PositiveFloat
+from jaxlm.core.rules import Rules, only
 from jaxlm.optim.clipping import AdaGc
 from jaxlm.reading.choices import choice
 
@@ -161,13 +161,7 @@ class Sgd(Strategy):
     beta2: BelowOne = 0.95
     epsilon: NonNegativeFloat = 1e-8
 
-    def __post_init__(self):
-        for name in ("beta2", "epsilon"):
-            if not self.swats and (value := getattr(self, name)) != getattr(Sgd, name):
-                raise ConfigError(
-                    f"{name}: {value} given, but SGD with the optimizer's learning rate does not read it. Set swats: true, or"
-                    " remove it"
-                )
+    rules: ClassVar[Rules] = (only("beta2", "epsilon", when="swats"),)
 
     @property
     def mean_decay(self) -> float:

@@ -11,8 +11,8 @@ prime-rl's two shares of easy and hard prompts instead of a weight that is propo
 import abc
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Annotated, Any, NamedTuple
+from dataclasses import dataclass, field
+from typing import Annotated, Any, ClassVar, NamedTuple
 
 import draccus
 import numpy as np
@@ -20,6 +20,7 @@ from annotated_types import Interval
 
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.field_types import BelowOne, Fraction, PositiveFraction, PositiveInt
+from jaxlm.core.rules import Rules, ordered
 from jaxlm.data.mixture import Mixture
 from jaxlm.reading.choices import Registry, choice
 from jaxlm.systems.rl.rollout import packed, unpacked
@@ -93,9 +94,9 @@ class CurriculumConfig(Registry, draccus.ChoiceRegistry, abc.ABC):
         """Keys that must have a number in every record."""
         return ()
 
-    @abc.abstractmethod
     def check(self) -> None:
         """Raises `ConfigError` if a key cannot work."""
+        return
 
     @abc.abstractmethod
     def open(self, context: CurriculumContext) -> Curriculum:
@@ -158,28 +159,21 @@ class DifficultyConfig(CurriculumConfig):
     Attributes:
         column: key of the records with a number, the larger the harder.
         first_share: the share of the prompts, the easiest ones, that training begins with. Equally hard ones count together.
-        full_after: number of steps of the phase after which all prompts are in use. Until then, their share grows evenly.
+        full_after: number of steps of the phase after which all prompts are in use, such as half of it. Until then, their
+            share grows evenly.
         hardest_first: begin with the largest numbers instead.
     """
 
     column: str = "difficulty"
     first_share: PositiveFraction = _FIRST
-    full_after: PositiveInt | None = None
+    full_after: PositiveInt = field(kw_only=True)
     hardest_first: bool = False
 
     @property
     def columns(self) -> tuple[str, ...]:
         return (self.column,)
 
-    def check(self) -> None:
-        if self.full_after is None:
-            raise ConfigError(
-                "data.curriculum.full_after: missing. Set it to the number of steps after which all prompts are in use, such"
-                " as half of the phase"
-            )
-
     def open(self, context: CurriculumContext) -> Curriculum:
-        assert self.full_after is not None, "see check"
         sign = -1.0 if self.hardest_first else 1.0
         values = [sign * of_source for of_source in context.values(self.column)]
         return Difficulty(values, self.first_share, self.full_after, context.first_step)
@@ -237,18 +231,14 @@ class SuccessConfig(CurriculumConfig):
         momentum: how much a prompt's rate keeps of its old value when it is sampled for again.
     """
 
+    rules: ClassVar[Rules] = (ordered("hard", "easy", strictly=True, why="and a prompt is not both"),)
+
     solved_at: float = 1.0
     easy: Fraction = 1.0
     hard: Fraction = 0.0
     easy_share: Share = 0.1
     hard_share: Share = 0.5
     momentum: BelowOne = 0.5
-
-    def check(self) -> None:
-        if self.hard >= self.easy:
-            raise ConfigError(
-                f"data.curriculum.hard: {self.hard}, less than easy ({self.easy}) expected: a prompt is not both"
-            )
 
     def open(self, context: CurriculumContext) -> Curriculum:
         return Success(self, context.seed, context.sources)

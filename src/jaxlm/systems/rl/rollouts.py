@@ -22,15 +22,16 @@ from jaxlm.core.field_types import (
     PositiveInt,
     Seconds,
 )
+from jaxlm.core.rules import Rules, only
 from jaxlm.core.runtime import main_only
 from jaxlm.core.values.batch_types import GroupBatch
-from jaxlm.data.base import TRAIN, Batches
+from jaxlm.data.base import Batches
 from jaxlm.data.batch import BatchSpec, Column, Columns, SampledRows, random_tokens, token_columns
 from jaxlm.data.cache.token_cache import TokenCache
 from jaxlm.data.config import DataConfig
 from jaxlm.data.formats.base import FormatConfig
 from jaxlm.data.formats.prompts import PromptsFormat
-from jaxlm.data.loader import BatchContext, BatchMaker, BatchReader, leading_axes
+from jaxlm.data.loader import BatchContext, Batching, BatchMaker, BatchReader, leading_axes
 from jaxlm.data.tokenizer.tokenizer import Tokenizer
 from jaxlm.models.inference.sampling import Sampling
 from jaxlm.reading.choices import choice
@@ -161,9 +162,6 @@ class RolloutBatches(Batches):
         return zlib.crc32(b"".join(prompt.tobytes() for prompt in self._maker.prompts(rollout.examples)))
 
 
-_MAX_TURNS = 4
-
-
 @choice(DataConfig, "rollouts")
 class RolloutsConfig(DataConfig):
     """Prompts that the model answers while it trains, several times each, and rewards for the answers.
@@ -195,7 +193,8 @@ class RolloutsConfig(DataConfig):
         sampler: what samples the responses.
     """
 
-    reads: ClassVar[str] = "prompts"
+    rules: ClassVar[Rules] = (only("max_turns", when="environment"),)
+    expects: ClassVar[str] = "prompts"
 
     format: FormatConfig = field(default_factory=PromptsFormat)
     group_size: Updates[Annotated[int, Interval(ge=2, le=LARGEST_INT)]] = 8
@@ -212,7 +211,7 @@ class RolloutsConfig(DataConfig):
     dynamic_sampling: Updates[NonNegativeInt] = 0
     curriculum: Updates[CurriculumConfig | None] = None
     environment: Updates[EnvironmentConfig | None] = None
-    max_turns: Updates[PositiveInt] = _MAX_TURNS
+    max_turns: Updates[PositiveInt] = 4
     long_prompts: Order[Literal["refuse", "leave_out"]] = "refuse"
     sampler: Rounding[SamplerConfig] = field(default_factory=LocalSamplerConfig)
 
@@ -264,20 +263,19 @@ class RolloutsConfig(DataConfig):
         return {**of_responses, "sampler_logps": logps, **random_tokens((*shape, seq_len), vocab_size, seed)}
 
     @property
-    def has_examples_per_step(self) -> bool:
+    def batching(self) -> Batching:
+        return Batching(self._maker, self._has_examples_per_step)
+
+    @property
+    def _has_examples_per_step(self) -> bool:
         is_once = self.updates_per_rollout == self.minibatches_per_rollout
         return is_once and not self.dynamic_sampling and self.curriculum is None
 
-    def check_mixture(self) -> None:
-        super().check_mixture()
+    def check_keys(self) -> None:
         if self.updates_per_rollout % self.minibatches_per_rollout:
             raise ConfigError(
                 f"data.updates_per_rollout: {self.updates_per_rollout} given, a multiple of minibatches_per_rollout"
                 f" ({self.minibatches_per_rollout}) expected, so that all mini-batches are trained on equally often"
-            )
-        if self.environment is None and self.max_turns != _MAX_TURNS:
-            raise ConfigError(
-                f"data.max_turns: {self.max_turns} given, which has no effect without data.environment. Remove one of them"
             )
         if not self.rewards and (self.environment is None or not self.environment.gives_rewards):
             without = "" if self.environment is None else ", and the environment gives no rewards either"
@@ -290,18 +288,18 @@ class RolloutsConfig(DataConfig):
             )
         reward_names(self.rewards)
         if self.has_validation:
-            where = "".join(dict.fromkeys(source.config.by_default for source in self.sources()))
+            where = "".join(dict.fromkeys(source.config.by_default for source in self.corpus.sources))
             raise ConfigError(
                 f"data: validation data given{where}, but data.type: rollouts has none: there are no responses to evaluate."
                 " Remove validation_urls, num_validation_files and num_validation_sequences, and set validation_split to null"
             )
-        if isinstance(self.train_weights, list) and len(self.train_weights) > 1 and not self.has_examples_per_step:
+        if isinstance(self.train_weights, list) and len(self.train_weights) > 1 and not self._has_examples_per_step:
             raise ConfigError(
                 "data.train_weights: several stages given, but not every step trains on as many new prompts"
                 " (updates_per_rollout, dynamic_sampling, curriculum), so no stage begins at a step. Give the weights of one"
                 " stage"
             )
-        if self.stop_strategy != "restart" and not self.has_examples_per_step:
+        if self.stop_strategy != "restart" and not self._has_examples_per_step:
             raise ConfigError(
                 f"data.stop_strategy: {self.stop_strategy} given, but not every step trains on as many new prompts"
                 " (updates_per_rollout, dynamic_sampling, curriculum). Remove it, and set trainer.num_train_steps"
@@ -326,19 +324,19 @@ class RolloutsConfig(DataConfig):
         # Prompts that are left out need no number, and which they are is known once they are tokenized.
         numbers = () if self.curriculum is None or self.long_prompts == "leave_out" else self.curriculum.columns
         with self._open_rewards(tokenizer(), tokenizer().stop_ids, dry=dry) as rewards:
-            check_first_records([source for source in self.sources() if source.has(TRAIN)], rewards, numbers)
+            check_first_records(self.corpus.train_sources, rewards, numbers)
 
     def _open_rewards(self, tokenizer: Tokenizer, stop_ids: tuple[int, ...], *, dry: bool = False) -> Rewards:
         context = RewardContext(tokenizer.decode, self.max_new_tokens, stop_ids, dry)
         return Rewards(self.rewards, context, timeout_s=self.reward_timeout_s)
 
-    def batch_maker(self, tokenizer: Tokenizer) -> BatchMaker:
+    def _maker(self, tokenizer: Tokenizer) -> BatchMaker:
         def make(reader: BatchReader, context: BatchContext) -> Batches:
             run, environment = context.services, self.environment
             stop_ids = run.stop_ids or tokenizer.stop_ids
             functions, compiled = (run.log, run.progress, run.export), (run.xla_options, run.block_sizes)
             services = SamplerContext(reader.layout, run.precision, *functions, tokenizer.vocab_size, *compiled)
-            records = {source.name: PromptRecords(source, run.log) for source in self.sources() if source.has(TRAIN)}
+            records = {source.name: PromptRecords(source, run.log) for source in self.corpus.train_sources}
 
             def values(column: str) -> list[np.ndarray]:
                 sources = enumerate(reader.mixture.names)

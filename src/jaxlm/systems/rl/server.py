@@ -11,12 +11,13 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, ClassVar, Literal, TypeVar
 
 import numpy as np
 
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.field_types import PositiveInt, is_float32
+from jaxlm.core.rules import Rules, needs
 from jaxlm.core.runtime import from_main, main_only
 from jaxlm.core.stores import is_url
 from jaxlm.data.tokenizer.tokenizer import Tokenizer
@@ -65,6 +66,10 @@ class ServerSamplerConfig(SamplerConfig):
         max_concurrent: number of requests at a time. Each asks for one response.
     """
 
+    rules: ClassVar[Rules] = (
+        needs("logprobs", when="protocol", is_="sglang", why="whose log-probabilities are processed"),
+    )
+
     server: ServerConfig
     weights_folder: str = ""
     protocol: Literal["vllm", "sglang"] = "vllm"
@@ -80,8 +85,6 @@ class ServerSamplerConfig(SamplerConfig):
                 f"{_KEY}.weights_folder: '{self.weights_folder}' given, a folder expected that the server's machine has"
                 " under the same path"
             )
-        if self.protocol == "sglang" and self.logprobs == "raw":
-            raise ConfigError(f"{_KEY}.logprobs: raw given, but SGLang's are processed. Set logprobs: processed")
 
     def check_opens(self, sampling: Sampling, *, dry: bool) -> None:
         self.check_sampling(sampling)

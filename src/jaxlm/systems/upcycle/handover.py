@@ -9,12 +9,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
-from jaxlm.controllers.base import Controller, ControllerConfig, Decision, DoneStep, Json, Measured, StopRunError
+from jaxlm.controllers.base import Controller, ControllerConfig, Decision, DoneStep, Json, PhaseFacts, StopRunError
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.field_types import AboveOne, NonNegativeFloat
-from jaxlm.core.guards import OptimizerFacts
 from jaxlm.reading.choices import choice
-from jaxlm.reading.decode import choice_name
 
 _LOSS, _TEACHER_LOSS = "train/loss", "train/teacher_loss"
 
@@ -37,7 +35,12 @@ class HandoverConfig(ControllerConfig):
     max_loss_increase: AboveOne | None = 1.5
     max_loss_delta: NonNegativeFloat | None = None
 
-    def build(self, optimizer: OptimizerFacts) -> "Handover":
+    def build(self, phase: PhaseFacts) -> "Handover":
+        if not phase.reports_teacher_loss:
+            raise ConfigError(
+                "handover compares the losses of model and teacher, but the objective of the phase does not measure the"
+                " teacher's. Set objective: {type: distill, teacher_loss: true}, or give the phase other controllers"
+            )
         if self.max_loss_increase is None and self.max_loss_delta is None:
             raise ConfigError(
                 "type handover: max_loss_increase and max_loss_delta are both null, so it would allow anything."
@@ -57,14 +60,6 @@ class Handover(Controller):
     @property
     def metrics(self) -> Mapping[str, str]:
         return {"handover.loss": _LOSS, "handover.teacher_loss": _TEACHER_LOSS}
-
-    def check(self, objective: Measured, key: str, phase: str) -> None:
-        if not objective.reports_teacher_loss:
-            raise ConfigError(
-                f"{key}: handover compares the losses of model and teacher, but the objective of phase '{phase}',"
-                f" {choice_name(type(objective))}, does not measure the teacher's. Set objective: {{type: distill,"
-                " teacher_loss: true}, or give the phase other controllers"
-            )
 
     def controls(self) -> Mapping[str, float]:
         return {}
