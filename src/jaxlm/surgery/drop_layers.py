@@ -11,7 +11,7 @@ Layers with the least Block Influence are dropped all at once, as in the paper.
 import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -22,6 +22,7 @@ from jaxlm.core import tree
 from jaxlm.core.axes import EMBED
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.field_types import NonNegativeInt, PositiveInt
+from jaxlm.core.rules import Rules, one_of, only
 from jaxlm.core.values.batch_types import TokenBatch
 from jaxlm.core.values.logged import LayerTable
 from jaxlm.models.base import EMBEDDING, Inputs, LanguageModel, ModelConfig, RewardModel, layer_tap, with_traits
@@ -48,6 +49,8 @@ class DropLayersConfig(SurgeryConfig):
     layers: list[NonNegativeInt] | None = None
     num_layers: PositiveInt | None = None
     calibration_batches: PositiveInt | None = None
+
+    rules: ClassVar[Rules] = (one_of("layers", "num_layers"), only("calibration_batches", when="num_layers"))
 
     def changed(self, config: ModelConfig) -> ModelConfig:
         try:
@@ -119,19 +122,12 @@ class DropLayersConfig(SurgeryConfig):
 
     def _check(self, num_layers: int) -> None:
         """Raises `ConfigError` if the keys do not suit a model with this many layers."""
-        if (self.layers is None) == (self.num_layers is None):
-            problem = "both are" if self.layers is not None else "none is"
-            raise ConfigError(f"layers and num_layers: {problem} given. Set one of them")
         if self.layers is not None:
             known = len(set(self.layers)) == len(self.layers) and all(layer < num_layers for layer in self.layers)
             if not known or not 0 < len(self.layers) < num_layers:
                 raise ConfigError(
                     f"layers: {list(self.layers)} given, but the model has {num_layers} layers. Expected different"
                     f" numbers from 0 to {num_layers - 1}, at least one of them, and not all"
-                )
-            if self.calibration_batches is not None:
-                raise ConfigError(
-                    f"calibration_batches: {self.calibration_batches} given, but `layers` needs no data. Remove it"
                 )
         elif self.num_layers is not None and self.num_layers >= num_layers:
             raise ConfigError(
