@@ -222,6 +222,6 @@ def test_sizes_and_keys_that_do_not_fit_are_refused(keys, message):
 
 def test_only_some_methods_share_keys():
     with pytest.raises(
-        ConfigError, match="num_key_heads: 1 given without method: transmla or random or fresh, but .* key/value heads"
+        ConfigError, match=r"num_key_heads: 1 given without method: transmla or random or fresh, but .* key/value heads"
     ):
         check_fields(DecoupleConfig(sem_dim=16, geo_dim=16, method="svd_joint", num_key_heads=1))
