@@ -18,15 +18,11 @@ is JSON: form -> metric -> [mean, standard deviation] over the seeds.
 
 import argparse
 import json
-import os
-import statistics
-import subprocess
-import sys
 from pathlib import Path
 
 import yaml
+from training_runs import ROOT, read, series, spread, start
 
-ROOT = Path(__file__).resolve().parents[1]
 RECIPES = ROOT / "src/jaxlm/systems/progressive/recipes/progressive"
 DIFFUSION, CAUSAL, BLOCKS, WHOLE = "diffusion", "autoregressive", "blocks", "whole"
 METRICS = ("eval/loss", "eval/bpb")
@@ -55,7 +51,7 @@ def main() -> None:
             print(f"{form}, seed {seed}: {runs[-1]}", flush=True)
     (options.folder / "diffusion.json").write_text(json.dumps(results, indent=1))
     summary = {
-        form: {metric: _spread([run[metric] for run in runs]) for metric in METRICS} for form, runs in results.items()
+        form: {metric: spread([run[metric] for run in runs]) for metric in METRICS} for form, runs in results.items()
     }
     print(json.dumps(summary))
 
@@ -94,19 +90,14 @@ def flops_per_token(config: dict) -> float:
 def train(folder: Path, form: str, seed: int, options: argparse.Namespace) -> dict[str, float]:
     """Trains a run to its end, unless it has been. Returns its steps and its last metrics."""
     config = config_of(form, seed, options)
-    path = folder / f"{form}-{seed}.yaml"
-    path.write_text(yaml.safe_dump(config))
-    environment = {**os.environ, "PYTHONPATH": str(ROOT / "src")}
-    command = [sys.executable, "-m", "jaxlm", "train", "--config_path", path.name]
-    with (folder / f"{form}-{seed}.txt").open("a") as out:
-        subprocess.run(command, cwd=folder, env=environment, check=True, stdout=out, stderr=subprocess.STDOUT)
-    lines = (folder / "logs" / f"{form}-{seed}" / "metrics.jsonl").read_text().splitlines()
-    measured = [record for record in map(json.loads, lines) if METRICS[0] in record]
-    return {"steps": config["trainer"]["num_train_steps"], **{name: measured[-1][name] for name in METRICS}}
-
-
-def _spread(values: list[float]) -> list[float]:
-    return [statistics.fmean(values), statistics.stdev(values) if len(values) > 1 else 0.0]
+    name = f"{form}-{seed}"
+    (folder / f"{name}.yaml").write_text(yaml.safe_dump(config))
+    start(folder, name, "--config_path", f"{name}.yaml")
+    records = read(folder / "logs" / name / "metrics.jsonl")
+    return {
+        "steps": config["trainer"]["num_train_steps"],
+        **{metric: series(records, metric)[-1][1] for metric in METRICS},
+    }
 
 
 if __name__ == "__main__":

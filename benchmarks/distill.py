@@ -16,34 +16,19 @@ loss.
 import argparse
 import itertools
 import json
-import os
-import statistics
-import subprocess
-import sys
-import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import yaml
+from training_runs import LLAMA, plot_losses, spread, start, trainer, validation_losses
 
-ROOT = Path(__file__).resolve().parents[1]
 EVALS_PER_RUN = 10
 DATA = {
     "train_urls": ["stdlib:train"],
     "validation_urls": ["stdlib:validation"],
     "cache_dir": "cache",
     "vocab_size": 4096,
-}
-MODEL = {
-    "type": "llama",
-    "seq_len": 256,
-    "hidden_dim": 128,
-    "intermediate_dim": 352,
-    "num_heads": 2,
-    "num_kv_heads": 2,
-    "tie_word_embeddings": True,
-    "initializer_range": 0.08,
 }
 OPTIMIZER = {"learning_rate": 6e-3, "weight_decay": 0.1, "warmup": 50, "lr_schedule": "linear", "min_lr_ratio": 0.0}
 TEACHER, TEACHER_LAYERS, STUDENT_LAYERS = "teacher", 8, 4
@@ -107,17 +92,9 @@ def student_config(form: str, seed: int, steps: int, teacher_steps: int) -> dict
 
 def run_config(steps: int, *, seed: int, num_layers: int, objective: dict) -> dict:
     """The configuration that all runs share."""
-    trainer = {
-        "seed": seed,
-        "num_train_steps": steps,
-        "train_batch_size": 8,
-        "steps_per_eval": max(1, steps // EVALS_PER_RUN),
-        "max_eval_batches": 50,
-        "log_dir": "logs",
-        "checkpointer": {"base_path": "checkpoints", "save_interval": "1m", "keep": []},
-    }
-    model = {**MODEL, "num_layers": num_layers}
-    return {"data": DATA, "model": model, "trainer": trainer, "objective": objective, "optimizer": OPTIMIZER}
+    keys = trainer(seed, 8, max(1, steps // EVALS_PER_RUN)) | {"num_train_steps": steps, "max_eval_batches": 50}
+    model = {**LLAMA, "num_layers": num_layers}
+    return {"data": DATA, "model": model, "trainer": keys, "objective": objective, "optimizer": OPTIMIZER}
 
 
 def train(folder: Path, name: str, config: dict) -> dict[int, float]:
@@ -125,30 +102,15 @@ def train(folder: Path, name: str, config: dict) -> dict[int, float]:
     losses = validation_losses(folder, name)
     if config["trainer"]["num_train_steps"] not in losses:
         (folder / f"{name}.yaml").write_text(yaml.safe_dump(config))
-        command = [sys.executable, "-m", "jaxlm.train", "--config_path", f"{name}.yaml"]
-        started = time.perf_counter()
-        with (folder / f"{name}.out").open("a") as out:
-            paths = [str(ROOT / "src"), *filter(None, [os.environ.get("PYTHONPATH")])]
-            env = os.environ | {"PYTHONPATH": os.pathsep.join(paths)}
-            done = subprocess.run(command, cwd=folder, env=env, stdout=out, stderr=out)
-        if done.returncode:
-            raise SystemExit(f"{name}: exit code {done.returncode}; see {folder / name}.out")
+        start(folder, name, "--config_path", f"{name}.yaml")
         losses = validation_losses(folder, name)
-        print(f"{name}: {losses[max(losses)]:.4f} after {time.perf_counter() - started:.0f} s", file=sys.stderr)
     return losses
-
-
-def validation_losses(folder: Path, name: str) -> dict[int, float]:
-    """Step -> validation loss, as far as the run has come."""
-    path = folder / "logs" / name / "metrics.jsonl"
-    records = map(json.loads, path.read_text().splitlines()) if path.is_file() else ()
-    return {record["step"]: record["eval/loss"] for record in records if "eval/loss" in record}
 
 
 def report(folder: Path, losses: Mapping[str, Mapping[int, Mapping[int, float]]]) -> None:
     """Writes the results so far, and prints the last losses."""
     last = {form: [by_step[max(by_step)] for by_step in seeds.values()] for form, seeds in losses.items()}
-    summary = {form: [statistics.mean(v), statistics.stdev(v) if len(v) > 1 else 0.0] for form, v in last.items()}
+    summary = {form: spread(values) for form, values in last.items()}
     (folder / "distill.json").write_text(json.dumps({"summary": summary, "losses": losses}, indent=1))
     plot(folder / "distill.png", losses)
     print(json.dumps(summary))
@@ -160,15 +122,8 @@ def plot(path: Path, losses: Mapping[str, Mapping[int, Mapping[int, float]]]) ->
 
     figure = Figure(figsize=(8, 5), layout="constrained")
     axes = figure.subplots()
-    for form in OBJECTIVES:
-        runs = list(losses.get(form, {}).values())
-        if runs:
-            steps = sorted(set.intersection(*(set(run) for run in runs)))
-            by_step: Sequence[list[float]] = [[run[step] for run in runs] for step in steps]
-            (line,) = axes.plot(steps, [statistics.mean(v) for v in by_step], "o-", markersize=3, label=form)
-            axes.fill_between(
-                steps, list(map(min, by_step)), list(map(max, by_step)), color=line.get_color(), alpha=0.2
-            )
+    for form in filter(losses.get, OBJECTIVES):
+        plot_losses(axes, losses[form], form)
     (teacher,) = losses[TEACHER].values()
     axes.axhline(teacher[max(teacher)], color="0.4", linestyle="--", label="teacher, at its end")
     axes.set(xlabel="step of the student", ylabel="validation loss (nats per token)")

@@ -13,11 +13,11 @@ import math
 import random
 import re
 import statistics
-import subprocess
 import sys
-import time
 from collections.abc import Sequence
 from pathlib import Path
+
+from training_runs import start
 
 from jaxlm.commands.chat import turn_ends
 from jaxlm.data.sources.tasks.arithmetic import answered, problem_maker
@@ -41,7 +41,7 @@ def main() -> None:
     parser.add_argument("--questions", type=int, default=200, help="held-out questions (default 200)")
     options, keys = parser.parse_known_args()
     options.folder.mkdir(parents=True, exist_ok=True)
-    seconds = train(options.folder, keys)
+    seconds = start(options.folder, "train", "--config_path", RECIPE, *keys)
     problems = questions(options.questions)
     right, ends, first = {}, {}, 0
     for phase in read_config(RECIPE).phases:
@@ -56,17 +56,6 @@ def main() -> None:
     found |= {"seconds": seconds, "keys": keys}
     (options.folder / "end_to_end.json").write_text(json.dumps(found, indent=1))
     print(json.dumps(found))
-
-
-def train(folder: Path, keys: Sequence[str]) -> float:
-    """Trains the recipe to its end. Returns the seconds of this start."""
-    command = [sys.executable, "-m", "jaxlm.train", "--config_path", RECIPE, *keys]
-    started = time.perf_counter()
-    with (folder / "train.out").open("a") as out:
-        done = subprocess.run(command, cwd=folder, stdout=out, stderr=out)
-    if done.returncode:
-        raise SystemExit(f"exit code {done.returncode}; see {folder / 'train.out'}")
-    return time.perf_counter() - started
 
 
 def questions(number: int) -> list[tuple[str, str]]:

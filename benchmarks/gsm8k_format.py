@@ -20,7 +20,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from tuning_runs import Records, averaged, read, series, train, trainer, write
+from training_runs import Records, averaged, read, series, train, trainer, write
 
 QUESTIONS = "gsm8k_train_2000.jsonl"
 TUNED, REWARDED, ZERO, NEGATED = "gsm8k", "grpo", "grpo-zero", "grpo-negated"

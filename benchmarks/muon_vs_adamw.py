@@ -21,18 +21,16 @@ import argparse
 import hashlib
 import json
 import math
-import os
 import shlex
 import statistics
-import subprocess
 import sys
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[1]
+from training_runs import ROOT, plot_losses, spread, start, validation_losses
+
 NAME = "muon_vs_adamw"
 DEFAULTS = {"a": "adamw", "b": "muon"}
 Losses = dict[int, float]
@@ -57,13 +55,16 @@ def main() -> None:
     options = parser.parse_args()
     options.folder.mkdir(parents=True, exist_ok=True)
     seeds = list(map(int, options.seeds.split(",")))
-    rates: dict[str, dict[str, float]] = {}
+    rates: dict[str, dict[str, float]] = {name: {} for name in DEFAULTS}
     sides: dict[str, Side] = {}
     for name in DEFAULTS:
         side = Side(name, getattr(options, name), shlex.split(getattr(options, f"{name}_options")))
         given = [rate for rate in getattr(options, f"{name}_learning_rates").split(",") if rate]
         tuning_steps = options.tuning_steps or max(1, options.steps // 3)
-        rates[name] = {rate: try_rate(options.folder, side, rate, seeds[0], tuning_steps) for rate in given}
+        for rate in given:
+            trial, tried = f"{name}-{seeds[0]}-rate-{rate}", side.with_rate(rate)
+            losses = train(options.folder, trial, tried, seeds[0], tuning_steps, tuning_steps)
+            rates[name][rate] = losses[tuning_steps]
         best = sorted(given, key=lambda rate: math.inf if math.isnan(rates[name][rate]) else rates[name][rate])[:1]
         sides[name] = side.with_rate(*best) if best else side
     runs: dict[str, dict[int, Losses]] = {name: {} for name in sides}
@@ -91,12 +92,6 @@ class Side:
         return " ".join([f"{self.name}: {Path(self.config).stem}", *self.options])
 
 
-def try_rate(folder: Path, side: Side, rate: str, seed: int, steps: int) -> float:
-    """The last validation loss with a learning rate."""
-    losses = train(folder, f"{side.name}-{seed}-rate-{rate}", side.with_rate(rate), seed, steps, steps)
-    return losses[steps]
-
-
 def train(folder: Path, name: str, side: Side, seed: int, steps: int, steps_per_eval: int) -> Losses:
     """Trains a run to its end if it is not there yet. Returns its validation losses.
 
@@ -117,26 +112,12 @@ def train(folder: Path, name: str, side: Side, seed: int, steps: int, steps_per_
         "trainer.checkpointer.base_path": "checkpoints",
         "evals": "[{type: loss}]",
     }
-    command = [sys.executable, "-m", "jaxlm.train", "--config_path", config]
-    command += [part for key, value in keys.items() for part in (f"--{key}", str(value))]
-    command += side.options
-    paths = [str(ROOT / "src"), *filter(None, [os.environ.get("PYTHONPATH")])]
-    started = time.perf_counter()
-    with (folder / f"{name}.out").open("a") as out:
-        env = os.environ | {"PYTHONPATH": os.pathsep.join(paths)}
-        done = subprocess.run(command, cwd=folder, env=env, stdout=out, stderr=out)
+    written = [part for key, value in keys.items() for part in (f"--{key}", str(value))]
+    start(folder, name, "--config_path", config, *written, *side.options)
     losses = validation_losses(folder, name)
-    if done.returncode or steps not in losses:
-        raise SystemExit(f"{name}: exit code {done.returncode}, no loss at step {steps}; see {out.name}")
-    print(f"{name}: {losses[steps]:.4f} after {time.perf_counter() - started:.0f} s", file=sys.stderr, flush=True)
+    if steps not in losses:
+        raise SystemExit(f"{name}: no loss at step {steps}; see {folder / name}.out")
     return losses
-
-
-def validation_losses(folder: Path, name: str) -> Losses:
-    """The validation losses of a run, as far as it has come."""
-    path = folder / "logs" / name / "metrics.jsonl"
-    records = map(json.loads, path.read_text().splitlines()) if path.is_file() else ()
-    return {record["step"]: record["eval/loss"] for record in records if "eval/loss" in record}
 
 
 def steps_to(loss: float, losses: Losses) -> float | None:
@@ -171,14 +152,9 @@ def summary(runs: Mapping[str, Mapping[int, Losses]]) -> dict[str, Any]:
         "seeds": seeds,
         **{f"last_loss_{side}": spread(values) for side, values in lasts.items()},
         "steps_of_b_to_the_last_loss_of_a": reached,
-        "their_spread": spread(there),
-        "ratio_to_all_steps": spread([steps / num_steps for steps in there]),
+        "their_spread": spread(there) if there else None,
+        "ratio_to_all_steps": spread([steps / num_steps for steps in there]) if there else None,
     }
-
-
-def spread(values: Sequence[float]) -> list[float] | None:
-    """[mean, standard deviation]; None without values."""
-    return [statistics.mean(values), statistics.stdev(values) if len(values) > 1 else 0.0] if values else None
 
 
 def report(
@@ -203,10 +179,7 @@ def plot(path: Path, runs: Mapping[str, Mapping[int, Losses]], names: Mapping[st
     figure = Figure(figsize=(8, 5), layout="constrained")
     axes = figure.subplots()
     for side, by_seed in runs.items():
-        steps = sorted(set.intersection(*(set(losses) for losses in by_seed.values())))
-        by_step = [[losses[step] for losses in by_seed.values()] for step in steps]
-        (line,) = axes.plot(steps, [statistics.mean(v) for v in by_step], "o-", markersize=3, label=names[side])
-        axes.fill_between(steps, list(map(min, by_step)), list(map(max, by_step)), color=line.get_color(), alpha=0.2)
+        plot_losses(axes, by_seed, names[side])
     last = statistics.mean(losses[max(losses)] for losses in runs["a"].values())
     axes.axhline(last, color="0.4", linestyle="--", label="last loss of a")
     axes.set(xlabel="step", ylabel="validation loss (nats per token)", yscale="log")

@@ -30,7 +30,7 @@ from pathlib import Path
 from typing import Any
 
 import gsm8k_format
-from tuning_runs import Records, averaged, read, series, train, trainer, write
+from training_runs import LLAMA, Records, averaged, read, series, train, trainer, write
 
 TEXTS, INSTRUCTIONS, PAIRS = (
     ("wikitext2_valid.txt", "tinyshakespeare.txt"),
@@ -40,17 +40,7 @@ TEXTS, INSTRUCTIONS, PAIRS = (
 BASE, HELD_OUT_INSTRUCTIONS, PROMPT_CHARACTERS = "base", 100, 200
 PRETRAIN_STEPS, SFT_STEPS, DPO_EPOCHS, BATCH, PAIRS_PER_BATCH = 500, 300, 2, 8, 16
 SEQ_LEN, PAIR_SEQ_LEN = 256, 128
-MODEL = {
-    "type": "llama",
-    "seq_len": SEQ_LEN,
-    "hidden_dim": 128,
-    "intermediate_dim": 352,
-    "num_layers": 4,
-    "num_heads": 2,
-    "num_kv_heads": 2,
-    "tie_word_embeddings": True,
-    "initializer_range": 0.08,
-}
+MODEL = LLAMA | {"seq_len": SEQ_LEN, "num_layers": 4}
 _ASSISTANT = "\n\nAssistant:"
 _SHAPE = {"weight_decay": 0.1, "warmup": 0.05, "lr_schedule": "linear", "decay": 0.7, "min_lr_ratio": 0.0}
 

@@ -19,12 +19,8 @@ Writes `upcycling.json` and `upcycling.png` into the folder, and prints tables.
 import argparse
 import itertools
 import json
-import os
-import signal
 import statistics
-import subprocess
 import sys
-import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -35,6 +31,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import yaml
+from training_runs import LLAMA, start
 
 from jaxlm.core.mesh import AxisMappings, make_layout, mesh_shape
 from jaxlm.core.values.batch_types import TokenBatch
@@ -46,7 +43,6 @@ from jaxlm.models.base import Inputs, LanguageModel, vocab_axis
 from jaxlm.models.loss import token_losses
 from jaxlm.systems.upcycle.decouple import DecoupleConfig
 
-ROOT = Path(__file__).resolve().parents[1]
 SEQ_LEN, ROWS, TEACHER_STEPS = 256, 8, 1200
 EVALUATED, CALIBRATED = 64, 8  # batches
 HEADS, KV_HEADS, HEAD_SIZE = 4, 2, 32
@@ -72,17 +68,8 @@ RECOVERIES: dict[str, tuple[int, tuple[float, ...]]] = {
     SCRATCH: (TEACHER_STEPS, (6e-3,)),
 }
 DATA = {"train_urls": ["stdlib:train"], "validation_urls": ["stdlib:validation"], "cache_dir": "cache"}
-TEACHER = {
-    "type": "llama",
-    "seq_len": SEQ_LEN,
-    "hidden_dim": HEADS * HEAD_SIZE,
-    "intermediate_dim": 352,
-    "num_layers": 4,
-    "num_heads": HEADS,
-    "num_kv_heads": KV_HEADS,
-    "tie_word_embeddings": True,
-    "initializer_range": 0.08,
-}
+TEACHER = LLAMA | {"seq_len": SEQ_LEN, "hidden_dim": HEADS * HEAD_SIZE, "num_layers": 4}
+TEACHER |= {"num_heads": HEADS, "num_kv_heads": KV_HEADS}
 TEACHER_OPTIMIZER = {
     "learning_rate": 6e-3,
     "weight_decay": 0.1,
@@ -175,24 +162,7 @@ def run(folder: Path, name: str, config: dict, ends: Callable[[Path], bool] = la
     if ends(metrics) or any(record["step"] >= steps for record in records(metrics)):
         return
     (folder / f"{name}.yaml").write_text(yaml.safe_dump(config | {"trainer": config["trainer"] | {"id": name}}))
-    paths = [str(ROOT / "src"), *filter(None, [os.environ.get("PYTHONPATH")])]
-    started = time.perf_counter()
-    with (folder / f"{name}.out").open("a") as out:
-        process = subprocess.Popen(
-            [sys.executable, "-m", "jaxlm.train", "--config_path", f"{name}.yaml"],
-            cwd=folder,
-            env=os.environ | {"PYTHONPATH": os.pathsep.join(paths)},
-            stdout=out,
-            stderr=out,
-        )
-        while process.poll() is None and not ends(metrics):
-            time.sleep(1)
-        if process.poll() is None:
-            process.send_signal(signal.SIGTERM)
-        elif process.returncode:
-            raise SystemExit(f"{name}: exit code {process.returncode}; see {folder / name}.out")
-        process.wait()
-    print(f"{name}: {time.perf_counter() - started:.0f} s", file=sys.stderr, flush=True)
+    start(folder, name, "--config_path", f"{name}.yaml", ends=lambda: ends(metrics))
 
 
 def records(metrics: Path) -> list[dict]:

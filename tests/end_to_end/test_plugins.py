@@ -1,13 +1,16 @@
 """A third-party package (tests/plugins/acme_lm): its classes in YAML, by name and by import path, and its program."""
 
 import os
+from pathlib import Path
 
 import pytest
 
 from jaxlm import train
+from jaxlm.commands import bench
 from jaxlm.core.errors import ConfigError
 from jaxlm.plan.load_config import load_config
 from jaxlm.reading.choices import load_installed_plugins
+from jaxlm.session.command_parts import CommandPart
 from tests.end_to_end.commands import REPOSITORY, Workplace
 
 ACME = REPOSITORY / "tests" / "plugins"
@@ -18,11 +21,15 @@ RUN = ("--config_path", "run.yaml")
 def installed(workplace) -> Workplace:
     """A workplace with the package "installed": it is on the path, with the entry point in its metadata."""
     place = workplace()
-    metadata = place.folder / "site" / "acme_lm-1.0.dist-info"
-    metadata.mkdir(parents=True)
-    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: acme-lm\nVersion: 1.0\n")
-    (metadata / "entry_points.txt").write_text("[jaxlm.plugins]\nacme = acme_lm\n")
+    _install(place.folder / "site", "acme-lm", "acme = acme_lm")
     return place
+
+
+def _install(site: Path, package: str, entry_point: str) -> None:
+    metadata = site / f"{package.replace('-', '_')}-1.0.dist-info"
+    metadata.mkdir(parents=True)
+    (metadata / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {package}\nVersion: 1.0\n")
+    (metadata / "entry_points.txt").write_text(f"[jaxlm.plugins]\n{entry_point}\n")
 
 
 def environment(place: Workplace) -> dict[str, str]:
@@ -77,17 +84,40 @@ def test_plugin_classes_train_and_their_checkpoint_is_read(installed):
 
 
 def test_a_plugin_that_cannot_be_loaded_is_named(installed, in_process, monkeypatch):
-    broken = installed.folder / "broken" / "broken-2.0.dist-info"
-    broken.mkdir(parents=True)
-    (broken / "METADATA").write_text("Metadata-Version: 2.1\nName: broken-package\nVersion: 2.0\n")
-    (broken / "entry_points.txt").write_text("[jaxlm.plugins]\nbroken = no_such_module\n")
-    monkeypatch.syspath_prepend(str(broken.parent))
+    _install(installed.folder / "broken", "broken-package", "broken = no_such_module")
+    monkeypatch.syspath_prepend(str(installed.folder / "broken"))
     load_installed_plugins.cache_clear()
     result = in_process(train.main, installed, "--help")
     assert result.code == 2
     assert "'broken' of the installed package broken-package" in result.err
     assert "No module named 'no_such_module'" in result.err
     assert "Traceback" not in result.err
+
+
+_COUNTDOWN = """
+from jaxlm.reading.choices import choice
+from jaxlm.session.command_parts import CommandPart
+
+@choice(CommandPart, "bench countdown")
+class Countdown(CommandPart):
+    def add_options(self, parser):
+        parser.add_argument("--countdown", type=int)
+
+    def run(self, options, rest):
+        return None if options.countdown is None else print(*range(options.countdown, 0, -1)) or 0
+"""
+
+
+def test_an_installed_plugin_adds_an_option_to_a_command(workplace, in_process, monkeypatch):
+    place = workplace()
+    _install(place.folder / "site", "countdown", "countdown = acme_countdown")
+    (place.folder / "site" / "acme_countdown.py").write_text(_COUNTDOWN)
+    monkeypatch.setattr(CommandPart, "_choice_registry", dict(CommandPart._choice_registry))
+    monkeypatch.syspath_prepend(str(place.folder / "site"))
+    load_installed_plugins.cache_clear()
+    result = in_process(bench.main, place, "--countdown", "3")
+    assert (result.code, result.out) == (0, "3 2 1\n"), result.err
+    assert "--countdown" in in_process(bench.main, place, "--help").out
 
 
 @pytest.mark.parametrize(

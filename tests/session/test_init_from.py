@@ -358,8 +358,14 @@ REFUSED = {
     ),
     "nothing there": ({"initialize_from": "nowhere"}, "initialize_from: no checkpoint at nowhere"),
     "nothing to go on from": ({"initialize_from_state": "nowhere"}, "initialize_from_state: no checkpoint at nowhere"),
-    "both": ({"initialize_from": "a", "initialize_from_state": "b"}, "Remove one of them"),
-    "no and where": ({"load_checkpoint": False, "load_checkpoint_path": "a"}, "Remove one of them"),
+    "both": (
+        {"initialize_from": "a", "initialize_from_state": "b"},
+        r"trainer\.initialize_from: a given together with initialize_from_state: b, .* Remove one of them",
+    ),
+    "no and where": (
+        {"load_checkpoint": False, "load_checkpoint_path": "a"},
+        r"trainer\.load_checkpoint_path: a given together with load_checkpoint: false\. Remove one of them",
+    ),
 }
 
 

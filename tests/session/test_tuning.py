@@ -261,7 +261,7 @@ def test_a_damaged_entry_of_this_machine_is_not_used(tmp_path, damage):
     ("arguments", "message"),
     [
         (["--warmup", "3"], "Remove --warmup"),
-        (["--steps", "3"], "--steps: 3 given, but --tune needs at least 6"),
+        (["--steps", "3"], "--steps: 3 given, but --tune compares at least 6"),
         (["--trainer.compilation_cache_dir", "null"], "trainer.compilation_cache_dir: None given"),
         (["--trainer.compilation_cache_dir", "gs://bucket/x"], "in a local folder"),
         (["--trainer.distributed", "{coordinator_address: 'a:1', num_processes: 2, process_id: 0}"], "one process"),

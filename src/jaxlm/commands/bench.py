@@ -103,28 +103,21 @@ class Result:
 @command
 def main(arguments: Sequence[str]) -> int:
     """Runs the command and returns its exit code."""
-    parser = Parser(
-        prog="jaxlm bench",
-        description="Benchmarks the training step of a configuration. Takes the same configuration options as jaxlm train.",
-        allow_abbrev=False,
-    )
+    about = "Benchmarks the training step of a configuration. Takes the same configuration options as jaxlm train."
+    parser = Parser(prog="jaxlm bench", description=about, allow_abbrev=False)
     parser.add_argument("--steps", type=int, help=f"number of measured steps (default {_STEPS})")
     parser.add_argument("--warmup", type=int, help=f"number of warm-up steps before them (default {_WARMUP})")
     parts = parts_of("bench")
     for part in parts:
         part.add_options(parser)
-    parser.add_argument(
-        "--tune",
-        nargs="?",
-        const="true",
-        default="false",
-        choices=("true", "false"),
-        help="find the XLA options and block sizes that make the step fastest on this machine, and keep them for jaxlm train",
+    tune_help = (
+        "find the XLA options and block sizes that make the step fastest on this machine, and keep them for jaxlm train"
     )
+    boolean = {"nargs": "?", "const": "true", "default": "false", "choices": ("true", "false")}
+    parser.add_argument("--tune", **boolean, help=tune_help)
     options, rest = parser.parse_known_args(arguments)
     if (code := run_parts(parts, options, rest)) is not None:
         return code
-    tunes = options.tune == "true"
     steps = _STEPS if options.steps is None else options.steps
     warmup = _WARMUP if options.warmup is None else options.warmup
     if steps < 1 or warmup < 0:
@@ -132,14 +125,13 @@ def main(arguments: Sequence[str]) -> int:
     connect_if_it_fails(lambda: given_distributed(rest))
     config = load_config(rest, "jaxlm bench")
     refuse_dry_run(config, "jaxlm bench measures steps")
-    if tunes:
+    if options.tune == "true":
         _check_tunable(options.warmup, steps, config)
-    _run(config, steps, warmup, tunes=tunes)
+    _run(config, steps, warmup, tunes=options.tune == "true")
     return 0
 
 
 def _run(config: RunConfig, steps: int, warmup: int, *, tunes: bool) -> None:
-    """Measures or tunes the step on this machine's devices."""
     configure_jax(config.trainer.jax_config)
     config.trainer.distributed.join()
     watch_peers(config.trainer.distributed.heartbeat_timeout.total_seconds())
@@ -165,24 +157,21 @@ def _check_tunable(warmup: int | None, steps: int, config: RunConfig) -> None:
     if warmup is not None:
         raise ConfigError("--tune measures this machine, after two steps of each program. Remove --warmup")
     if steps < MIN_ROUNDS:
-        raise ConfigError(
-            f"--steps: {steps} given, but --tune needs at least {MIN_ROUNDS} of each program to compare them"
-        )
+        raise ConfigError(f"--steps: {steps} given, but --tune compares at least {MIN_ROUNDS} of each program")
     if folder is None or is_url(folder):
         raise ConfigError(
-            f"trainer.compilation_cache_dir: {folder} given, but --tune keeps what it finds there, in a local folder"
+            f"trainer.compilation_cache_dir: {folder} given, but --tune keeps its results in a local folder"
         )
     if distributed.num_processes not in (None, 1):
         raise ConfigError(
-            "--tune runs in one process: start it on one machine, and copy tuned_options.json to the others"
+            "--tune runs in one process. Start it on one machine, and copy tuned_options.json to the others"
         )
 
 
 def _tune(plan: Plan, console: Console, *, rounds: int) -> None:
     """Tunes the first phase's step on random tokens and keeps the result. Call it inside `plan.layout.use()`."""
     phase = plan.phases[0]
-    compiled = compile_step(plan, phase, console.log)
-    compiled.check_fits_memory()
+    compiled, refs, batches = _opened(plan, console)
 
     def traced(plan: Plan, sizes: BlockSizes) -> jax.stages.Lowered:
         return trace_step(plan, plan.phases[0], compiled.remat_policy, sizes=sizes).lower()
@@ -191,8 +180,6 @@ def _tune(plan: Plan, console: Console, *, rounds: int) -> None:
     console.log("looking for block sizes that make another program of this step ...")
     candidates = candidates_for(plan.layout.platform, lambda options: lowered(options.sizes).as_text())
     enter = enter_phase(plan.state_builder, phase, plan.layout, None)
-    refs = load_references(plan, phase, console.log)
-    batches = annotated(plan, phase, [random_batch(plan, seed) for seed in range(4)], console.log)
     flags = FlagSync.unset(plan.layout)
 
     def compile_with(options: StepOptions, lowered: Callable[[BlockSizes], jax.stages.Lowered] = lowered) -> Any:
@@ -223,12 +210,8 @@ def _tune(plan: Plan, console: Console, *, rounds: int) -> None:
 
 def measure(plan: Plan, console: Console, *, steps: int, warmup: int) -> Result:
     """Measures the first phase's step on random tokens. Call it inside `plan.layout.use()`."""
-    phase = plan.phases[0]
-    step = compile_step(plan, phase, console.log)
-    step.check_fits_memory()
-    state = enter_phase(plan.state_builder, phase, plan.layout, None)()
-    refs = load_references(plan, phase, console.log)
-    batches = annotated(plan, phase, [random_batch(plan, seed) for seed in range(4)], console.log)
+    step, refs, batches = _opened(plan, console)
+    state = enter_phase(plan.state_builder, plan.phases[0], plan.layout, None)()
     flags = FlagSync.unset(plan.layout)
     dispatch_seconds, step_seconds = [], []
     for number in range(warmup + steps):
@@ -239,6 +222,15 @@ def measure(plan: Plan, console: Console, *, steps: int, warmup: int) -> Result:
         dispatch_seconds.append(dispatched - started)
         step_seconds.append(time.perf_counter() - started)
     return _result(plan, step, dispatch_seconds[warmup:], step_seconds[warmup:])
+
+
+def _opened(plan: Plan, console: Console) -> tuple[CompiledStep, Any, Sequence[Any]]:
+    """The compiled step of the first phase, its references and a few random batches."""
+    phase = plan.phases[0]
+    step = compile_step(plan, phase, console.log)
+    step.check_fits_memory()
+    refs = load_references(plan, phase, console.log)
+    return step, refs, annotated(plan, phase, [random_batch(plan, seed) for seed in range(4)], console.log)
 
 
 def random_batch(plan: Plan, seed: int) -> Any:

@@ -70,10 +70,7 @@ def _load_template(template: str | None, tokenizer: Tokenizer) -> ChatTemplate:
     """The given template, else the tokenizer's, else the one for its special tokens, else ChatML."""
     if template is None and tokenizer.chat_template is None:
         template = template_of_tokens(tokenizer.vocabulary())
-        print(
-            f"note: the tokenizer has no chat template; {template} is used. --chat_template sets another",
-            file=sys.stderr,
-        )
+        to_stderr(f"note: the tokenizer has no chat template; {template} is used. --chat_template sets another")
     elif template is None:
         tokenizer.note_template(to_stderr)
     return ChatTemplate.load(template, tokenizer, "--chat_template")
@@ -134,12 +131,9 @@ def _input_lines(interactive: bool) -> Iterator[str]:
 
 def _obey(conversation: "Conversation", command: str) -> None:
     if command in _RESET:
-        conversation.begin()
-        return
+        return conversation.begin()
     if command != "/help":
-        print(
-            f"{command} is not a command.{did_you_mean(command, ('/help', *_RESET, *_EXIT), '', '')}", file=sys.stderr
-        )
+        to_stderr(f"{command} is not a command.{did_you_mean(command, ('/help', *_RESET, *_EXIT), '', '')}")
     print("\n".join(f"{names}: {meaning}" for names, meaning in _COMMANDS.items()), file=sys.stderr, flush=True)
 
 
@@ -151,8 +145,7 @@ def _answer(conversation: "Conversation", line: str) -> None:
     except KeyboardInterrupt:
         print(" [stopped]", end="")
     except ConfigError as error:
-        print(f"{error}. Use /reset to start a new conversation", file=sys.stderr)
-        return
+        return to_stderr(f"{error}. Use /reset to start a new conversation")
     seconds = time.perf_counter() - started
     print(flush=True)
     num_tokens = conversation.num_tokens
@@ -215,8 +208,7 @@ class Conversation:
                 if not text.endswith((_INCOMPLETE_CHARACTER, *beginnings)):
                     yield text[len(shown) :]
                     shown = text
-            rest = self._stops.before(ids)[len(shown) :]
-            if rest:
+            if rest := self._stops.before(ids)[len(shown) :]:
                 shown += rest
                 yield rest
         finally:

@@ -61,11 +61,9 @@ def main(arguments: Sequence[str]) -> int:
             f"--adapter {options.adapter}: merged into the model, but --adapters only writes no model. Remove one of them"
         )
     folder, verify = output_folder(options.output_dir), options.verify == "true"
-    if verify and not isinstance(folder, Path):
-        raise ConfigError(f"--verify: true given, but {folder} is a URL. Verify a local folder, and copy it there")
+    if not isinstance(folder, Path) and (needs_local := "--verify" if verify else options.upload and "--upload"):
+        raise ConfigError(f"{needs_local}: given, but {folder} is a URL. Write a local folder, and copy it there")
     if options.upload is not None:
-        if not isinstance(folder, Path):
-            raise ConfigError(f"--upload: {options.upload} given, but {folder} is a URL. Write a local folder")
         check_upload_name(options.upload, "--upload")
     check_new_folder(folder, "adapter_config.json" if options.adapters == "only" else "config.json")
     opened = open_model(options.checkpoint, {}, options.adapter, options.weights)
@@ -93,12 +91,8 @@ def _convert_foreign(options: argparse.Namespace) -> int:
     try:
         with path.open("x", encoding="utf-8") as file:
             file.write(written)
-    except FileExistsError:
-        raise ConfigError(f"--output: {path} exists already. Name another file, or delete it") from None
     except OSError as error:
-        raise ConfigError(
-            f"--output: {path} cannot be written ({error.strerror}). Name a file in another folder"
-        ) from error
+        raise ConfigError(f"--output: {path} cannot be created ({error.strerror}). Name another file") from error
     print(f"wrote {path}. Train it with: jaxlm train --config_path {path}")
     return 0
 
@@ -140,9 +134,8 @@ def _write_adapters(folder: Location, opened: LoadedModel, dtype: Any, card: Mod
             f"--adapters only: {opened.location} has another architecture than the model that the run started from (surgery"
             f" {' and '.join(kinds)}), so adapters alone would not fit it. Write the whole model, without --adapters only"
         )
-    model, saved = opened.load(), saved_modules(opened.surgeries)
+    model, saved, rows = opened.load(), saved_modules(opened.surgeries), None
     files = {README: card.text().encode()}
-    rows = None
     if base is not None and type(num_rows := opened.source().get("vocab_size")) is int:
         rows = BaseRows(base, num_rows, lambda: open_tensors(local_folder(base, "--adapters only", weights=True)))
     save_peft(
@@ -185,35 +178,25 @@ def _parser(parts: Sequence[CommandPart]) -> argparse.ArgumentParser:
     parser = Parser(prog="jaxlm convert", description="Exports a trained model to another format.")
     directions = parser.add_subparsers(dest="direction", required=True)
     for name in ForeignConfig.known_names():
-        foreign = directions.add_parser(name, help=f"write a file of {name} as a configuration of jaxlm")
-        foreign.add_argument("file", help=ForeignConfig.get_choice_class(name).meaning)
-        foreign.add_argument(
-            "--target", help="a target or entrypoint of the file (default: its default, or its only one)"
-        )
-        foreign.add_argument("--config_root", help="folder that has all included files (default: the file's)")
-        foreign.add_argument("--output", help="YAML file to create; it must not exist (default: print it)")
+        add = directions.add_parser(name, help=f"write a file of {name} as a configuration of jaxlm").add_argument
+        add("file", help=ForeignConfig.get_choice_class(name).meaning)
+        add("--target", help="a target or entrypoint of the file (default: its default, or its only one)")
+        add("--config_root", help="folder that has all included files (default: the file's)")
+        add("--output", help="YAML file to create; it must not exist (default: print it)")
     for part in parts:
         part.add_options(directions)
-    to_hf = directions.add_parser(
-        "to-hf", help="write a folder for transformers and vLLM or, with --adapters only, for PEFT"
-    )
+    meaning = "write a folder for transformers and vLLM or, with --adapters only, for PEFT"
+    to_hf = directions.add_parser("to-hf", help=meaning)
     add_checkpoint_options(to_hf, or_else="; or a Hugging Face folder or hub name, such as the base of --adapter")
     add_adapter_option(to_hf)
-    to_hf.add_argument("--output_dir", required=True, help="folder or URL to create; it must not exist")
-    to_hf.add_argument("--dtype", help=f"dtype of the weights: {', '.join(DTYPES)} (default: as trained)")
-    to_hf.add_argument(
-        "--verify",
-        choices=("true", "false"),
-        default="false",
-        help="load the written folder again and compare its logits and tokens with the checkpoint's (default false)",
-    )
-    to_hf.add_argument(
-        "--adapters",
-        choices=("merge", "only"),
-        default="merge",
-        help="merge LoRA adapters into the weights, or write only the adapters (default merge)",
-    )
-    to_hf.add_argument("--upload", help="also push the folder to this repository of the Hugging Face Hub")
+    add = to_hf.add_argument
+    add("--output_dir", required=True, help="folder or URL to create; it must not exist")
+    add("--dtype", help=f"dtype of the weights: {', '.join(DTYPES)} (default: as trained)")
+    verified = "load the written folder again and compare its logits and tokens with the checkpoint's (default false)"
+    add("--verify", choices=("true", "false"), default="false", help=verified)
+    adapters = "merge LoRA adapters into the weights, or write only the adapters (default merge)"
+    add("--adapters", choices=("merge", "only"), default="merge", help=adapters)
+    add("--upload", help="also push the folder to this repository of the Hugging Face Hub")
     return parser
 
 

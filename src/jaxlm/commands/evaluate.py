@@ -107,14 +107,10 @@ def _parser(parts: Sequence[CommandPart]) -> argparse.ArgumentParser:
         " configuration: --data.validation_urls '[other/*.txt]' evaluates on other text.",
         or_else="; or a Hugging Face folder, or a hub repository name or name@revision",
     )
-    parser.add_argument(
-        "--batch_size",
-        type=int,
-        help=f"sequences per batch (default: as in training; with --tasks {HarnessEvalConfig.batch_size})",
-    )
-    parser.add_argument(
-        "--max_batches", help="maximum number of batches per source, or `all` (default: as in training)"
-    )
+    size = f"sequences per batch (default: as in training; with --tasks {HarnessEvalConfig.batch_size})"
+    parser.add_argument("--batch_size", type=int, help=size)
+    most = "maximum number of batches per source, or `all` (default: as in training)"
+    parser.add_argument("--max_batches", help=most)
     add_gate_option(parser)
     add_task_options(parser)
     add_quantize_option(parser)

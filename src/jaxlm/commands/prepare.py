@@ -53,22 +53,15 @@ class Prepared:
 @command
 def main(arguments: Sequence[str]) -> int:
     """Runs the command and returns its exit code."""
-    parser = Parser(
-        prog="jaxlm prepare",
-        description="Tokenizes a run's data ahead of training. Takes the same configuration options as jaxlm train.",
-        allow_abbrev=False,
+    about = "Tokenizes a run's data ahead of training. Takes the same configuration options as jaxlm train."
+    parser = Parser(prog="jaxlm prepare", description=about, allow_abbrev=False)
+    batch = "print training batch N, which step N + 1 trains on"
+    parser.add_argument("--show_batch", type=int, metavar="N", help=batch)
+    example = (
+        "for chats and prompts: print an example of each source with the tokens that the loss is computed on in color,"
     )
-    parser.add_argument(
-        "--show_batch", type=int, metavar="N", help="print training batch N, which step N + 1 trains on"
-    )
-    parser.add_argument(
-        "--show_example",
-        nargs="?",
-        const="",
-        metavar="FILE.html",
-        help="for chats and prompts: print an example of each source with the tokens that the loss is computed on in color,"
-        " or write them to a page",
-    )
+    example += " or write them to a page"
+    parser.add_argument("--show_example", nargs="?", const="", metavar="FILE.html", help=example)
     parts = parts_of("prepare")
     for part in parts:
         part.add_options(parser)

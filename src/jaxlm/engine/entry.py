@@ -10,7 +10,7 @@ import contextlib
 import functools
 import itertools
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 from jaxlm.core.imports import gc_paused
@@ -234,6 +234,7 @@ def _taken(fresh: T, carried: Any) -> T:
     return tree.map_leaves(taken, fresh)
 
 
+@dataclass(frozen=True, eq=False)
 class StateBuilder:
     """Builds a run's models and states: the initial model, and the state at the start of each phase.
 
@@ -245,19 +246,14 @@ class StateBuilder:
         token_leaves: path -> value of the leaves of the initial model that were computed from the training tokens.
     """
 
-    def __init__(
-        self,
-        model: ModelConfig,
-        Vocab: hax.Axis,
-        seed: int,
-        precision: Precision,
-        phases: Sequence[Phase] = (),
-        token_leaves: Mapping[str, np.ndarray] | None = None,
-    ):
-        self.model, self.Vocab, self.precision, self.phases = model, Vocab, precision, tuple(phases)
-        self.seed, self.token_leaves = seed, dict(token_leaves or {})
-        self._abstract: dict[int, RunState] = {}
-        self._abstract_models: dict[tuple[int, int], LanguageModel] = {}
+    model: ModelConfig
+    Vocab: hax.Axis
+    seed: int
+    precision: Precision
+    phases: Sequence[Phase] = ()
+    token_leaves: Mapping[str, np.ndarray] = field(default_factory=dict)
+    _abstract: dict[int, RunState] = field(default_factory=dict, init=False)
+    _abstract_models: dict[tuple[int, int], LanguageModel] = field(default_factory=dict, init=False)
 
     def entry(self, phase: Phase) -> PhaseEntry:
         """The start of a phase."""
@@ -276,16 +272,15 @@ class StateBuilder:
 
     def with_vocabulary(self, size: int) -> "StateBuilder":
         """A builder of the same models with another number of tokens."""
-        return StateBuilder(self.model, self.Vocab.resize(size), self.seed, self.precision, self.phases)
+        return replace(self, Vocab=self.Vocab.resize(size), token_leaves={})
 
     def with_phase_ends(self, ends: Sequence[int]) -> "StateBuilder":
         """The same builder, with the steps after which its first phases really ended. The other phases follow them."""
-        phases = with_phase_ends(self.phases, ends)
-        return StateBuilder(self.model, self.Vocab, self.seed, self.precision, phases, self.token_leaves)
+        return replace(self, phases=with_phase_ends(self.phases, ends))
 
     def with_token_leaves(self, leaves: Mapping[str, np.ndarray]) -> "StateBuilder":
         """The same builder for an initial model with these leaves, by path."""
-        return StateBuilder(self.model, self.Vocab, self.seed, self.precision, self.phases, leaves)
+        return replace(self, token_leaves=leaves)
 
     @functools.cached_property
     def abstract_initial_model(self) -> LanguageModel:

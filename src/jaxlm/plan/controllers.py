@@ -52,7 +52,6 @@ def phase_controllers(config: RunConfig, phase: PhaseConfig, index: int) -> tupl
     if known.pacing is not None:
         made.append(Finished(known.pacing.finished_metric))
     if until is not None:
-        until.check(path)
         check_metric(until.metric, f"{path}.metric", config, data, phase.name)
         made.append(EarlyStopping(until))
     written, path = (

@@ -1,12 +1,13 @@
 """The configuration of a run, as frozen dataclasses."""
 
 from dataclasses import dataclass, field, replace
-from typing import Annotated
+from typing import Annotated, ClassVar
 
 from jaxlm.controllers.base import ControllerConfig
 from jaxlm.controllers.early_stopping import UntilConfig
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.field_types import NonNegativeInt, PositiveInt, Seed
+from jaxlm.core.rules import Rules, excludes
 from jaxlm.data.config import DataConfig
 from jaxlm.data.tokens import TokensConfig
 from jaxlm.evals.base import EvalConfig
@@ -157,6 +158,10 @@ class RunConfig:
     hf_save_dtype: Harmless[str | None] = None
     hf_upload: Harmless[bool | str | None] = None
     dry_run: Harmless[bool] = False
+
+    rules: ClassVar[Rules] = (
+        excludes("initialize_from_hf", "trainer.initialize_from", why="and both set the initial weights"),
+    )
 
     @property
     def order_seed(self) -> int:

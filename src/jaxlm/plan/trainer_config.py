@@ -1,7 +1,7 @@
 """The `trainer` section: run length, batch size, devices, checkpoints and logging."""
 
 from dataclasses import dataclass, field
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 from jaxlm.controllers.base import ControllerConfig
 from jaxlm.controllers.early_stopping import UntilConfig
@@ -10,6 +10,7 @@ from jaxlm.core.distributed import DistributedConfig
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.field_types import PositiveInt, Seed
 from jaxlm.core.precision import PrecisionConfig
+from jaxlm.core.rules import Rules, excludes
 from jaxlm.data.cache.ray_workers import RayConfig
 from jaxlm.engine.checkpoint.policy import CheckpointerConfig
 from jaxlm.engine.watch import WatchConfig
@@ -89,6 +90,11 @@ class StartConfig:
     allow_partial_checkpoint: Harmless[bool] = False
     allow_changes: Harmless[list[Literal["data", "tokenizer", "refs"]]] = field(default_factory=list)
     checkpointer: Harmless[CheckpointerConfig] = field(default_factory=CheckpointerConfig)
+
+    rules: ClassVar[Rules] = (
+        excludes("initialize_from", "initialize_from_state", why="the first loads only the model, the second all"),
+        excludes("load_checkpoint_path", when="load_checkpoint", is_=False),
+    )
 
     def describe_start(self) -> str:
         """What a run starts from, as far as these keys say."""

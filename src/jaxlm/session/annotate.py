@@ -26,7 +26,7 @@ from jaxlm.core.values.logged import Activity
 from jaxlm.core.values.permutation import in_text_order
 from jaxlm.data.annotations import AnnotationCache, AnnotationFolder, AskingBatches, AwaitedAnnotations
 from jaxlm.data.annotations import with_annotations as annotated_data
-from jaxlm.data.base import Batches
+from jaxlm.data.base import Batches, Log
 from jaxlm.data.batch import Columns
 from jaxlm.data.data import Data
 from jaxlm.data.examples import Examples
@@ -42,7 +42,6 @@ from jaxlm.session.compilation.step import abstract_batch
 from jaxlm.session.references import abstract_annotations, load_reference, references_identity
 from jaxlm.session.verification import check_sanity
 
-Log = Callable[[str], None]
 _BLOCK_EXAMPLES = 256  # at most about this much work is lost if the process is killed
 _LOG_INTERVAL_S = 10.0
 

@@ -1,4 +1,4 @@
-"""What wings add to commands."""
+"""What wings and installed plugins add to commands."""
 
 import abc
 from dataclasses import dataclass
@@ -6,7 +6,7 @@ from typing import Any
 
 import draccus
 
-from jaxlm.reading.choices import Registry
+from jaxlm.reading.choices import Registry, load_installed_plugins
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,8 @@ class CommandPart(Registry, draccus.ChoiceRegistry, abc.ABC):
 
 
 def parts_of(command: str) -> list[CommandPart]:
-    """Lists what wings add to a command."""
+    """Lists what wings and installed plugins add to a command. Raises `ConfigError` for a plugin that cannot be loaded."""
+    load_installed_plugins()
     names = (name for name in CommandPart.known_names() if name.partition(" ")[0] == command)
     return [CommandPart.get_choice_class(name)() for name in names]
 

@@ -138,11 +138,8 @@ def dry_run(plan: Plan, console: Console) -> None:
 
 def _caveats(rows: Sequence[tuple[str, str]]) -> str:
     """Says what qualifies that all training steps compile."""
-    but = ""
-    for prefix, says in (
-        (_REFUSED, ", but a start would not get that far"),
-        (_UNCHECKED, ". Not everything was checked"),
-    ):
+    but, not_all = "", ". Not everything was checked"
+    for prefix, says in ((_REFUSED, ", but a start would not get that far"), (_UNCHECKED, not_all)):
         names = list(dict.fromkeys(name for name, answer in rows if answer.startswith(prefix)))
         but += f"{says}: see {', '.join(names)} in the table" if names else ""
     return but
@@ -169,16 +166,9 @@ class _Question(NamedTuple):
 def _caches(plan: Plan) -> Iterator[tuple[str, str]]:
     sources = {source.folder: source for data in plan.data for source in data.corpus.sources}.values()
     splits = [(source, split) for source in sources for split in (TRAIN, VALIDATION) if source.has(split)]
-    return _answers(
-        [
-            _Question(
-                f"token cache {f'{source.name} {split}'.strip()}",
-                functools.partial(source.describe_cache, split),
-                str(source.store.url),
-            )
-            for source, split in splits
-        ]
-    )
+    names = [f"token cache {f'{source.name} {split}'.strip()}" for source, split in splits]
+    asks = [functools.partial(source.describe_cache, split) for source, split in splits]
+    return _answers(list(map(_Question, names, asks, [str(source.store.url) for source, _ in splits])))
 
 
 def _checks(plan: Plan) -> Iterator[_Question]:
@@ -256,9 +246,8 @@ def _previews(plan: Plan, drawn: list[MaskPreview]) -> Iterator[_Question]:
         preview = source.preview(tokenizer, seq_len)
         if preview is not None and preview.example:
             drawn.append(preview)
-        return (
-            "; ".join(filter(None, (preview and preview.describe(), source.describe_records(TRAIN, tokenizer)))) or None
-        )
+        parts = (preview and preview.describe(), source.describe_records(TRAIN, tokenizer))
+        return "; ".join(filter(None, parts)) or None
 
     for source, seq_len in all_sources(plan.phases, plan.data):
         name = "trained tokens" if source.config.format.has_loss_mask else "records"
@@ -272,8 +261,12 @@ def _unchecked(name: str, what: str) -> _Question:
 def _answers(questions: Sequence[_Question]) -> Iterator[tuple[str, str]]:
     """The rows with the answers to questions that are asked at the same time."""
     answers: dict[int, str | None] = {}
+
+    def ask(number: int, question: _Question) -> None:
+        answers[number] = _answer(question)
+
     # A thread that is still waiting must not delay the end of the process.
-    threads = [threading.Thread(target=_ask, args=(*item, answers), daemon=True) for item in enumerate(questions)]
+    threads = [threading.Thread(target=ask, args=item, daemon=True) for item in enumerate(questions)]
     for thread in threads:
         thread.start()
     waited_s, until = 0.0, time.monotonic() + _BUSY_S
@@ -291,22 +284,20 @@ def _answers(questions: Sequence[_Question]) -> Iterator[tuple[str, str]]:
 
 def _answers_in_turn(questions: Sequence[_Question]) -> Iterator[tuple[str, str]]:
     """The same for questions that are asked one after another, however long each takes."""
-    answers: dict[int, str | None] = {}
-    for number, question in enumerate(questions):
-        _ask(number, question, answers)
-        if (answer := answers[number]) is not None:
+    for question in questions:
+        if (answer := _answer(question)) is not None:
             yield question.name, answer
 
 
-def _ask(number: int, question: _Question, answers: dict[int, str | None]) -> None:
+def _answer(question: _Question) -> str | None:
     try:
-        answers[number] = question.ask()
+        return question.ask()
     except _UncheckedError as error:
-        answers[number] = f"{_UNCHECKED}{error}"
+        return f"{_UNCHECKED}{error}"
     except (ConfigError, OSError) as error:
-        answers[number] = bounded(f"{_REFUSED}{error}")
+        return bounded(f"{_REFUSED}{error}")
     except Exception as error:  # of your own classes too; a thread's traceback would be lost between the lines
-        answers[number] = bounded(f"{_REFUSED}{type(error).__name__}: {error}")
+        return bounded(f"{_REFUSED}{type(error).__name__}: {error}")
 
 
 def _plot_schedule(plan: Plan) -> str:
@@ -324,10 +315,8 @@ def _memory_rows(shape: tuple[int, int], memory: Any) -> list[tuple[str, str]]:
     label = f"memory per device, {shape[0]} x {shape[1]} sequences:"
     if memory is None:
         return [(label, "unknown on this platform")]
-    return [
-        (f"{label} state and batch", gib(memory.argument_size_in_bytes)),
-        (f"{label} temporary", gib(memory.temp_size_in_bytes)),
-    ]
+    sizes = {"state and batch": memory.argument_size_in_bytes, "temporary": memory.temp_size_in_bytes}
+    return [(f"{label} {part}", gib(size)) for part, size in sizes.items()]
 
 
 def _corners(start: int, schedule: Schedule) -> str:

@@ -30,6 +30,8 @@ from jaxlm.engine.phase_runner import RewindError
 from jaxlm.evals.base import GateError
 
 EXIT_INTERRUPTED = 130
+_FAILED = (GateError, LeaseLostError, NoUsableCheckpointError, NonFiniteError, PeerError, PublishError, RewindError)
+_FAILED += (SaveError, StopRunError)
 
 
 def command(main: Callable[[Sequence[str]], int]) -> Callable[..., int]:
@@ -54,8 +56,7 @@ def command(main: Callable[[Sequence[str]], int]) -> Callable[..., int]:
             if isinstance(error, KeyboardInterrupt):
                 end_at_interrupt()  # a second Ctrl-C would interrupt what follows, or the end of the interpreter
             code, message = _explained(error)
-            message = bounded(message)
-            print(message, file=sys.stderr, flush=True)
+            print(message := bounded(message), file=sys.stderr, flush=True)
             end_with_peers(code, message.removeprefix("error: "))
             if isinstance(error, SaveError | LeaseLostError):
                 sys.stdout.flush()
@@ -92,22 +93,9 @@ def _explained(error: BaseException) -> tuple[int, str]:
             return EXIT_CONFIG, f"error: '{error.filename}' given as a path, but its names are too long. Shorten them"
         case KeyboardInterrupt():
             return EXIT_INTERRUPTED, "interrupted; nothing that was saved is lost"
-        case (
-            GateError()
-            | LeaseLostError()
-            | NoUsableCheckpointError()
-            | NonFiniteError()
-            | PeerError()
-            | PublishError()
-            | RewindError()
-            | SaveError()
-            | StopRunError()
-        ):
+        case _ if isinstance(error, _FAILED):
             notes = getattr(error, "__notes__", ())  # what was saved after the error
-            return (
-                EXIT_FAILED,
-                f"error: {error}" if not notes else f"error: {'. '.join([str(error).rstrip('.'), *notes])}",
-            )
+            return EXIT_FAILED, f"error: {'. '.join([str(error).rstrip('.'), *notes]) if notes else error}"
     if is_lost_peer(error):
         first_line = str(error).partition("\n")[0]
         return EXIT_FAILED, (

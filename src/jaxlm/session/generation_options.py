@@ -20,44 +20,22 @@ _NO_TOOL, _DEFAULT_TOOL = "none", "calculator"
 
 def add_generation_options(parser: argparse.ArgumentParser, *, max_new_tokens: int | None, temperature: float) -> None:
     """Adds the options that `generation_config_of` reads."""
-    parser.add_argument(
-        "--max_new_tokens",
-        type=int,
-        default=max_new_tokens,
-        help=f"maximum number of tokens to generate (default {max_new_tokens or 128}, or what fits)",
-    )
-    parser.add_argument(
-        "--temperature",
-        type=float,
-        default=temperature,
-        help=f"sampling temperature; 0 decodes greedily (default {temperature:g})",
-    )
-    parser.add_argument("--top_k", type=int, help="sample only from the TOP_K most likely tokens (default: all)")
-    parser.add_argument(
-        "--top_p",
-        type=float,
-        help="sample only from the most likely tokens whose probabilities add up to TOP_P (default: all)",
-    )
-    parser.add_argument(
-        "--min_p",
-        type=float,
-        help="sample only from tokens with at least MIN_P times the most likely token's probability (default: all)",
-    )
-    parser.add_argument(
-        "--repetition_penalty",
-        type=float,
-        default=1.0,
-        help="divides the logits of tokens that the text has so far, and multiplies negative ones (default 1: none)",
-    )
-    parser.add_argument(
-        "--seed", type=int, default=0, help="random seed; the same seed generates the same text (default 0)"
-    )
-    parser.add_argument(
-        "--cache_dtype",
-        choices=CACHE_DTYPES,
-        help="dtype of the KV cache; int8 uses the least memory (default: that of the activations)",
-    )
-    parser.add_argument(
+    add = parser.add_argument
+    most = f"maximum number of tokens to generate (default {max_new_tokens or 128}, or what fits)"
+    add("--max_new_tokens", type=int, default=max_new_tokens, help=most)
+    greedy = f"sampling temperature; 0 decodes greedily (default {temperature:g})"
+    add("--temperature", type=float, default=temperature, help=greedy)
+    only = "sample only from"
+    add("--top_k", type=int, help=f"{only} the TOP_K most likely tokens (default: all)")
+    add("--top_p", type=float, help=f"{only} the most likely tokens whose probabilities add up to TOP_P (default: all)")
+    min_p = f"{only} tokens with at least MIN_P times the most likely token's probability (default: all)"
+    add("--min_p", type=float, help=min_p)
+    penalty = "divides the logits of tokens that the text has so far, and multiplies negative ones (default 1: none)"
+    add("--repetition_penalty", type=float, default=1.0, help=penalty)
+    add("--seed", type=int, default=0, help="random seed; the same seed generates the same text (default 0)")
+    cache_dtype = "dtype of the KV cache; int8 uses the least memory (default: that of the activations)"
+    add("--cache_dtype", choices=CACHE_DTYPES, help=cache_dtype)
+    add(
         "--tool",
         help=f"tool that answers what the model writes between {TOOL_TOKENS[0]} and {TOOL_TOKENS[1]}:"
         f" {_DEFAULT_TOOL}, none, or a class of your own, package.module:Class; or with keys, as in"
@@ -83,22 +61,14 @@ def add_adapter_option(parser: argparse.ArgumentParser) -> None:
 
 def add_denoising_options(parser: argparse.ArgumentParser) -> None:
     """Adds the options that `denoising_of` reads."""
-    parser.add_argument(
-        "--num_steps",
-        type=int,
-        help="passes in which a masked-diffusion model fills in the new tokens (default: as many as new tokens)",
-    )
-    parser.add_argument(
-        "--block_length",
-        type=int,
-        help="new tokens that it fills in before it goes on to those after them (default: all)",
-    )
-    parser.add_argument(
-        "--remasking",
-        choices=get_args(Remasking),
-        help="which of its predictions it keeps in each pass (default: low_confidence, the most likely ones)",
-    )
-    parser.add_argument(
+    add = parser.add_argument
+    passes = "passes in which a masked-diffusion model fills in the new tokens (default: as many as new tokens)"
+    add("--num_steps", type=int, help=passes)
+    block = "new tokens that it fills in before it goes on to those after them (default: all)"
+    add("--block_length", type=int, help=block)
+    kept = "which of its predictions it keeps in each pass (default: low_confidence, the most likely ones)"
+    add("--remasking", choices=get_args(Remasking), help=kept)
+    add(
         "--schedule",
         choices=get_args(PassSchedule),
         help="how many tokens each pass fills in: equal numbers, or depth, with a pass for each part of the model that has a"
@@ -107,25 +77,16 @@ def add_denoising_options(parser: argparse.ArgumentParser) -> None:
 
 
 def denoising_of(options: argparse.Namespace) -> DenoisingConfig | None:
-    """The options from `add_denoising_options`; None if none is given.
-
-    Raises:
-        ConfigError: one is out of range.
-    """
-    given = {name: getattr(options, name) for name in ("num_steps", "block_length", "remasking", "schedule")}
-    given = {name: value for name, value in given.items() if value is not None}
-    if not given:
+    """The options from `add_denoising_options`; None if none is given. Raises `ConfigError` if one is out of range."""
+    names = ("num_steps", "block_length", "remasking", "schedule")
+    if not (given := {name: value for name in names if (value := getattr(options, name)) is not None}):
         return None
     check_fields(config := DenoisingConfig(**given), "--")
     return config
 
 
 def generation_config_of(options: argparse.Namespace, stop_ids: tuple[int, ...]) -> GenerationConfig:
-    """The generation config of the options from `add_generation_options`.
-
-    Raises:
-        ConfigError: `--max_new_tokens` is below 1.
-    """
+    """The options from `add_generation_options`. Raises `ConfigError` if `--max_new_tokens` is below 1."""
     check_at_least("--max_new_tokens", options.max_new_tokens, 1)
     return GenerationConfig.of(options, stop_ids=stop_ids)
 
@@ -137,12 +98,9 @@ def tool_calls_of(options: argparse.Namespace, tokenizer: Tokenizer) -> ToolCall
         ConfigError: there is no such tool, or the tokenizer has no tokens for calls.
     """
     name = options.tool or _DEFAULT_TOOL
-    if name == _NO_TOOL:
+    if name == _NO_TOOL or (options.tool is None and ToolTokens.of(tokenizer.vocabulary()) is None):
         return None
-    tool = _tool(name)
-    if options.tool is None and ToolTokens.of(tokenizer.vocabulary()) is None:
-        return None
-    return ToolCalls.of(tool, tokenizer, f"--tool: '{name}'")
+    return ToolCalls.of(_tool(name), tokenizer, f"--tool: '{name}'")
 
 
 @dataclass(frozen=True)

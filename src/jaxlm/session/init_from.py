@@ -22,6 +22,7 @@ from jaxlm.core.runtime import from_main, main_first, main_only
 from jaxlm.core.sharding import Layout
 from jaxlm.core.stores import is_url
 from jaxlm.core.tree import is_named
+from jaxlm.data.base import Log
 from jaxlm.data.tokenizer.tokenizer import Tokenizer, load_tokenizer
 from jaxlm.engine.checkpoint.manifest import CheckpointName, Cursor, DamagedError, History
 from jaxlm.engine.checkpoint.restore import (
@@ -55,8 +56,6 @@ from jaxlm.plan.run_config import RunConfig
 from jaxlm.plan.trainer_config import StartConfig
 from jaxlm.reading.decode import choice_name
 from jaxlm.surgery.base import changes_on_read, merge_surgeries
-
-Log = Callable[[str], None]
 
 
 @dataclass(frozen=True)
@@ -254,21 +253,7 @@ def import_notes(plan: Plan) -> list[str]:
 
 def check_init_from(plan: Plan) -> None:
     """Checks the configured starting point without changing it. Checkpoints at URLs may be downloaded."""
-    trainer = plan.config.trainer
-    if trainer.initialize_from is not None and trainer.initialize_from_state is not None:
-        raise ConfigError(
-            "trainer.initialize_from and initialize_from_state: both given, but the first loads only the model and the second"
-            " the whole state. Remove one of them"
-        )
-    if trainer.initialize_from is not None and plan.config.initialize_from_hf:
-        raise ConfigError(
-            "trainer.initialize_from and initialize_from_hf: both given, but both set the initial weights. Remove one of them"
-        )
-    if trainer.load_checkpoint is False and trainer.load_checkpoint_path is not None:
-        raise ConfigError(
-            "trainer.load_checkpoint: false given, but load_checkpoint_path is also set. Remove one of them"
-        )
-    own_checkpoints = main_first(plan.checkpoints.checkpoints)
+    trainer, own_checkpoints = plan.config.trainer, main_first(plan.checkpoints.checkpoints)
     if trainer.load_checkpoint is False and own_checkpoints:
         raise ConfigError(
             f"trainer.load_checkpoint: false given, but the run '{plan.run_id}' already has checkpoints"

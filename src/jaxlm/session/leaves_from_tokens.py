@@ -2,13 +2,14 @@
 
 import hashlib
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 import numpy as np
 
 from jaxlm.core import tree
 from jaxlm.core.runtime import broadcast_from_main, main_only
+from jaxlm.data.base import Log
 from jaxlm.data.batch_schedule import BatchSchedule
 from jaxlm.data.cache.derived_arrays import Arrays, open_or_compute
 from jaxlm.data.cache.token_cache import TokenCache
@@ -19,7 +20,6 @@ from jaxlm.data.tokenizer.tokenizer import Tokenizer
 from jaxlm.models.base import LeavesFromTokens, token_leaves
 from jaxlm.plan.plan import Plan
 
-Log = Callable[[str], None]
 _FOLDER = "derived"
 
 

@@ -3,7 +3,7 @@
 import argparse
 import functools
 import sys
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -26,9 +26,11 @@ from jaxlm.interop.hf.hub import local_folder, may_be_repository
 from jaxlm.interop.peft.merged import MergedAdapter, has_adapters_of, read_merged
 from jaxlm.models.base import LanguageModel, ModelConfig
 from jaxlm.models.inference.quantized import describe_weights, quantized
+from jaxlm.objectives.base import ObjectiveConfig
 from jaxlm.optim.averaging import AS_TRAINED
 from jaxlm.plan.load_config import decode_run, read_saved
 from jaxlm.plan.plan import Plan, make_plan
+from jaxlm.reading.decode import flattened
 from jaxlm.reading.overrides import OPTION, option_tree, override, parse_arguments
 from jaxlm.reading.yaml import ConfigSource
 from jaxlm.session.source import saved_source
@@ -112,8 +114,9 @@ def parse_with_keys(
 
 def check_effective(options: Mapping[str, Any], *, also: Collection[str] = (), spelling: Spelling = OPTIONS) -> None:
     """Raises `ConfigError` for an option that has no effect on a trained model. Args: also: additional keys that do."""
-    for key in _leaves(option_tree(dict(options), spelling.key)):
-        if not key.startswith("model.") and key not in (*_EFFECTIVE, *also):
+    tree = option_tree(dict(options), spelling.key)
+    for key, _ in flattened(tree) if tree else ():
+        if not _is_of(key, ("model", *_EFFECTIVE, *also)):
             raise ConfigError(
                 f"{spelling.key}{key} has no effect on a trained model. Remove it. These keys have an effect:"
                 f" model.*, {', '.join((*_EFFECTIVE, *also))}"
@@ -122,17 +125,11 @@ def check_effective(options: Mapping[str, Any], *, also: Collection[str] = (), s
 
 def placing_keys(options: Mapping[str, Any]) -> dict[str, Any]:
     """The options that say how any model is sharded and computed, for `open_model`."""
-    return {
-        key: value for key, value in options.items() if any(f"{key}.".startswith(f"{name}.") for name in _EFFECTIVE)
-    }
+    return {key: value for key, value in options.items() if _is_of(key, _EFFECTIVE)}
 
 
-def _leaves(tree: Mapping[str, Any], path: str = "") -> Iterator[str]:
-    for key, value in tree.items():
-        if isinstance(value, Mapping) and f"{path}{key}" not in _EFFECTIVE:
-            yield from _leaves(value, f"{path}{key}.")
-        else:
-            yield f"{path}{key}"
+def _is_of(key: str, sections: Collection[str]) -> bool:
+    return any(f"{key}.".startswith(f"{section}.") for section in sections)
 
 
 def find_checkpoint(location: Path | str, spelling: Spelling = OPTIONS) -> VerifiedCheckpoint:
@@ -375,7 +372,8 @@ def _open_hf_model(
     options = ReadOptions(skip_keys=config.hf_skip_keys, log=to_stderr)
     opened = open_folder(folder, options)
     if not opened.config.is_causal:  # such a model predicts hidden tokens, and is evaluated on them
-        defaults |= {"objective": {"type": "mlm"}, "data": {**defaults["data"], "masking": {}}}
+        objective = {"type": ObjectiveConfig.of_role("hidden_tokens")}
+        defaults |= {"objective": objective, "data": {**defaults["data"], "masking": {}}}
         config = decode_run(override(ConfigSource(defaults), dict(keys), spelling.key), None)
 
     def tokenizer() -> Tokenizer:

@@ -16,8 +16,8 @@ from jaxlm.core.publish import location_of
 from jaxlm.core.runtime import from_main, main_first
 from jaxlm.core.values.logged import Activity
 from jaxlm.core.values.sums import Sum
-from jaxlm.data.base import Batches
-from jaxlm.data.data import Data, ValidationData
+from jaxlm.data.base import Batches, Log
+from jaxlm.data.data import Data
 from jaxlm.data.examples import check_signals
 from jaxlm.data.formats.chat import for_template, given_messages, template_variables
 from jaxlm.data.loader import RunServices
@@ -32,7 +32,7 @@ from jaxlm.engine.metrics import AsyncMetrics, CrashListener, Workload
 from jaxlm.engine.open_phase import Probe
 from jaxlm.engine.phases import Phase
 from jaxlm.engine.state import RunState
-from jaxlm.evals.base import EvalConfig, EvalContext, ValidationSet
+from jaxlm.evals.base import EvalConfig, EvalContext
 from jaxlm.evals.objective import ObjectiveEval
 from jaxlm.interop.hf.folder import parse_dtype
 from jaxlm.models.base import LanguageModel
@@ -43,12 +43,13 @@ from jaxlm.observe.hooks import AtEarlyEnd, EvalHook, Generated, ProgressListene
 from jaxlm.observe.profiler import ProfileHook
 from jaxlm.plan.num_steps import epoch_of, small_sources
 from jaxlm.plan.plan import Plan, upload_repository
-from jaxlm.session.annotate import Log, with_annotations
+from jaxlm.session.annotate import with_annotations
 from jaxlm.session.compilation.options import step_options
 from jaxlm.session.compilation.step import StepPrograms
 from jaxlm.session.export import ExportHook
 from jaxlm.session.references import flops_per_token, load_reference
 from jaxlm.session.run import Run
+from jaxlm.session.verification import validation_sets
 from jaxlm.surgery.base import export_form
 
 
@@ -272,25 +273,16 @@ def _context(
     run: Run, phase: Phase, data: Data, refs: Mapping[str, LanguageModel]
 ) -> tuple[EvalContext, "ObjectiveMeter", Generated]:
     """Returns what evaluations may use, what measures the objective in it, and where they put the model's texts."""
-    plan, trainer, saved_tokenizer = run.plan, run.plan.config.trainer, run.saved_tokenizer
+    plan, saved_tokenizer = run.plan, run.saved_tokenizer
 
-    def validation_set(data_set: ValidationData) -> ValidationSet:
-        def batches() -> Iterator[Any]:
-            size, most = plan.batches.eval_of(phase), trainer.max_eval_batches
-            for batch in data_set.batches(batch_size=size, max_batches=most, layout=plan.layout):
-                run.clock.progress()
-                yield batch
-
-        return ValidationSet(data_set.source.name, tuple(data_set.source.config.tags), batches)
-
-    generated = Generated()
-    meter = ObjectiveMeter(phase.objective, refs)
+    generated, meter = Generated(), ObjectiveMeter(phase.objective, refs)
+    batching = {"batch_size": plan.batches.eval_of(phase), "max_batches": plan.config.trainer.max_eval_batches}
     context = EvalContext(
         layout=plan.layout,
         precision=plan.precision,
         tokenizer=saved_tokenizer,
         token_bytes=_token_bytes(run.tokenizer, phase, run.console.log),
-        validation=tuple(map(validation_set, data.validation)),
+        validation=validation_sets(data.validation, progress=run.clock.progress, layout=plan.layout, **batching),
         log=run.console.log,
         seq_len=phase.model.seq_len,
         score=score_batch,

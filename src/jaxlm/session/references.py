@@ -1,7 +1,7 @@
 """The references of a run: checks, shapes, loading, and what they say about a batch."""
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
 
@@ -11,6 +11,7 @@ import jax
 from jaxlm.core import tree
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.sharding import Layout
+from jaxlm.data.base import Log
 from jaxlm.data.tokenizer.tokenizer import Tokenizer
 from jaxlm.engine.accumulate import microbatch_axis
 from jaxlm.engine.phases import Phase
@@ -24,7 +25,6 @@ from jaxlm.plan.context.config import check_context
 from jaxlm.plan.plan import Plan
 from jaxlm.plan.refs.base import Ref
 
-Log = Callable[[str], None]
 T = TypeVar("T", bound=Any)
 
 

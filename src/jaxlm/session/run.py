@@ -10,6 +10,7 @@ from typing import Any
 from jaxlm.core.runtime import from_main, is_main_process, main_only
 from jaxlm.core.stores import check_store_writable, is_url
 from jaxlm.core.values.logged import TOTAL_GFLOPS, TOTAL_TOKENS, Activity
+from jaxlm.data.base import Log
 from jaxlm.data.tokenizer.chat_template import with_templates
 from jaxlm.data.tokenizer.tokenizer import Tokenizer
 from jaxlm.engine.activity import ActivityClock
@@ -37,7 +38,7 @@ from jaxlm.plan.plan import Plan
 from jaxlm.reading.decode import choice_name, dump
 from jaxlm.session.compilation.options import step_options
 from jaxlm.session.export import Exporter
-from jaxlm.session.init_from import InitFrom, Log
+from jaxlm.session.init_from import InitFrom
 from jaxlm.session.references import references_identity
 from jaxlm.session.resume_checks import (
     DATA_IDENTITY,
@@ -135,7 +136,9 @@ def open_records(
     begin, metrics = init_from.resume_step or 0, plan.log_folder / records.METRICS
     loop_state = LoopState(records.read_metrics(metrics) if begin else (), begin)
     ledgers = (Ledger(plan.log_folder, clock, begin, console.log),) if is_main_process() else ()
-    callbacks = main_only(lambda: _open_callbacks(plan, console, init_from)) or Callbacks({}, console.log)
+    configs = plan.config.trainer.callbacks
+    context = CallbackContext(run_info(plan, init_from), console.log)
+    callbacks = main_only(lambda: open_callbacks(configs, context)) or Callbacks({}, console.log)
     opened = RunRecords(plan, console, loop_state, totals_at(metrics, begin), callbacks, ledgers)
     with contextlib.ExitStack() as closing:
         again = {"resume_step": begin, "attempt": init_from.history.attempt}
@@ -178,11 +181,6 @@ def _open_trackers(plan: Plan, console: Console, init_from: InitFrom, again: dic
         return BackgroundTracker(choice_name(type(config)), lambda: config.open(info), console.log)
 
     return (jsonl, *map(in_background, trainer.trackers))
-
-
-def _open_callbacks(plan: Plan, console: Console, init_from: InitFrom) -> Callbacks | None:
-    configs = plan.config.trainer.callbacks
-    return open_callbacks(configs, CallbackContext(run_info(plan, init_from), console.log)) if configs else None
 
 
 @contextlib.contextmanager

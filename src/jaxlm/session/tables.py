@@ -1,5 +1,6 @@
 """Measures the tables of a run, its model beside its references, and writes them as CSV, LaTeX and pictures."""
 
+import contextlib
 import csv
 import itertools
 import json
@@ -7,7 +8,6 @@ import math
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ from jaxlm.core.redaction import write_text
 from jaxlm.core.runtime import all_processes, from_main, main_first, main_only
 from jaxlm.core.safe_io import atomic_file, parse_json, read_bytes, read_text
 from jaxlm.core.stores import open_store, put_folder, storage_errors
+from jaxlm.data.base import Log
 from jaxlm.data.tokenizer.tokenizer import Tokenizer
 from jaxlm.engine.state import RunState
 from jaxlm.evals.base import ValidationSet
@@ -31,6 +32,7 @@ from jaxlm.plan.refs.base import Ref
 from jaxlm.reading.decode import encode
 from jaxlm.session.load_model import LoadedModel
 from jaxlm.session.references import check_reference
+from jaxlm.session.verification import validation_sets
 
 _TEX = {
     "\\": r"\textbackslash{}",
@@ -56,7 +58,7 @@ def write_table(table: Table, folder: Path) -> list[str]:
 
 def latex(table: Table) -> str:
     """A `table` environment with rules of the package booktabs. It is for `\\input`."""
-    kinds = "".join("l" if _is_text(table, column) else "r" for column in table.columns)
+    is_text = [any(isinstance(row[column.name], str) for row in table.rows) for column in table.columns]
     lines = [" & ".join(_escaped(column.title) for column in table.columns)]
     lines += [" & ".join(_cell(row[column.name], column) for column in table.columns) for row in table.rows]
     head, *body = (rf"    {line} \\" for line in lines)
@@ -67,7 +69,7 @@ def latex(table: Table) -> str:
             r"  \centering",
             rf"  \caption{{{_escaped(table.caption)}}}",
             rf"  \label{{tab:{table.name}}}",
-            rf"  \begin{{tabular}}{{{kinds}}}",
+            rf"  \begin{{tabular}}{{{''.join('l' if text else 'r' for text in is_text)}}}",
             r"    \toprule",
             head,
             r"    \midrule",
@@ -78,10 +80,6 @@ def latex(table: Table) -> str:
             "",
         )
     )
-
-
-def _is_text(table: Table, column: Column) -> bool:
-    return any(isinstance(row[column.name], str) for row in table.rows)
 
 
 def _cell(value: Any, column: Column) -> str:
@@ -105,21 +103,16 @@ def _draw(table: Table, picture: Picture, path: Path) -> None:
     for name, axes in zip(picture.y, figure.subplots(1, len(picture.y), squeeze=False)[0], strict=True):
         for label, style, points in _lines(table, picture, name):
             axes.plot(*zip(*points, strict=True), label=label, markersize=4, **style)
-        _scale(axes, picture, table)
+        lengths = sorted({value for row in table.rows if isinstance(value := row[picture.x], int)})
+        axes.set_xscale("log", base=2)
+        axes.set_xticks(lengths, [f"{length}" for length in lengths])
+        axes.minorticks_off()
+        axes.set_ylim(bottom=0)
         axes.set(xlabel=columns[picture.x].meaning, ylabel=columns[name].title)
         axes.grid(alpha=0.3)
         axes.legend(fontsize=7)
     with path.open("wb") as file:
         FigureCanvasAgg(figure).print_png(file)
-
-
-def _scale(axes: Any, picture: Picture, table: Table) -> None:
-    """A logarithmic axis with a tick at each length, from 0 upwards."""
-    lengths = sorted({value for row in table.rows if isinstance(value := row[picture.x], int)})
-    axes.set_xscale("log", base=2)
-    axes.set_xticks(lengths, [f"{length}" for length in lengths])
-    axes.minorticks_off()
-    axes.set_ylim(bottom=0)
 
 
 def _lines(table: Table, picture: Picture, y: str) -> Iterator[tuple[str, dict[str, Any], list[tuple[Any, Any]]]]:
@@ -130,21 +123,16 @@ def _lines(table: Table, picture: Picture, y: str) -> Iterator[tuple[str, dict[s
     titles = {column.name: column.title for column in table.columns}
     for number, model in enumerate(models):
         for key, style in zip(keys, itertools.cycle(_STYLES)):
-            points = _points(table.rows, {"model": model, **dict(zip(varying, key, strict=True))}, picture.x, y)
-            if points:
+            of = {"model": model, **dict(zip(varying, key, strict=True))}
+            rows = [row for row in table.rows if all(row[name] == value for name, value in of.items())]
+            points = [(row[picture.x], row[y]) for row in rows if isinstance(row[y], int | float)]
+            if points := sorted(point for point in points if math.isfinite(point[1])):
                 label = ", ".join([str(model), *(f"{titles[n]} {v}" for n, v in zip(varying, key, strict=True))])
                 yield label, {"color": f"C{number % 10}", **style}, points
 
 
 _STYLES = [{"linestyle": line, "marker": marker} for line, marker in (("-", "o"), ("--", "s"), (":", "^"), ("-.", "d"))]
 
-
-def _points(rows: Sequence[Row], of: Row, x: str, y: str) -> list[tuple[Any, Any]]:
-    chosen = [row for row in rows if all(row[name] == value for name, value in of.items())]
-    return sorted((row[x], row[y]) for row in chosen if isinstance(row[y], int | float) and math.isfinite(row[y]))
-
-
-Log = Callable[[str], None]
 
 FOLDER = "tables"
 """The folder of the tables, in the run's log folder."""
@@ -331,20 +319,23 @@ def tables_after_training(plan: Plan, state: RunState, tokenizer: Tokenizer, che
 def _are_written(models: TableModels, tables: Sequence[TableConfig], folder: Path, log: Log) -> bool:
     """Tells whether the tables of exactly these models are there."""
     about = models.about(tables)
-    are_written = from_main(lambda: _read_about(folder) == about)
-    if are_written:
+
+    def found() -> bool:
+        with contextlib.suppress(OSError, ValueError):
+            return parse_json(read_text(folder / ABOUT)) == about
+        return False
+
+    if are_written := from_main(found):
         log(f"tables: {folder}, written before")
     return are_written
 
 
 def _validation(trained: LoadedModel, log: Log) -> Callable[[int], list[ValidationSet]]:
     tokenizer = trained.tokenizer
-    options: dict[str, Any] = {"batch_size": trained.eval_batch, "layout": trained.plan.layout, "max_batches": None}
 
     def opened(seq_len: int) -> list[ValidationSet]:
         opened = main_first(lambda: trained.data.open_validation(tokenizer, seq_len, log))
-        parts = [(one.source.name, tuple(one.source.config.tags), partial(one.batches, **options)) for one in opened]
-        return [ValidationSet(*part) for part in parts]
+        return [*validation_sets(opened, batch_size=trained.eval_batch, layout=trained.plan.layout, max_batches=None)]
 
     return opened
 
@@ -358,7 +349,10 @@ def _write(tables: Sequence[Table], about: Mapping[str, Any], folder: Location) 
                 write_table(table, unfinished)
             write_text(unfinished / ABOUT, json.dumps(about, indent=1))
             if isinstance(folder, Path):
-                _copy(unfinished, folder)
+                folder.mkdir(parents=True, exist_ok=True)
+                for path in sorted(unfinished.iterdir(), key=lambda path: path.name == ABOUT):
+                    with atomic_file(folder / path.name) as copy:
+                        copy.write_bytes(read_bytes(path))
         except OSError as error:
             raise PublishError(
                 f"cannot write {folder} ({error}). Free up disk space, or choose a writable folder"
@@ -369,20 +363,6 @@ def _write(tables: Sequence[Table], about: Mapping[str, Any], folder: Location) 
             fs, root = open_store(folder, folder)
             with storage_errors(lambda reason: PublishError(f"cannot upload to {folder} ({reason})"), local=unfinished):
                 put_folder(fs, unfinished, root, ABOUT)
-
-
-def _copy(files: Path, folder: Path) -> None:
-    folder.mkdir(parents=True, exist_ok=True)
-    for path in sorted(files.iterdir(), key=lambda path: path.name == ABOUT):
-        with atomic_file(folder / path.name) as copy:
-            copy.write_bytes(read_bytes(path))
-
-
-def _read_about(folder: Path) -> Any:
-    try:
-        return parse_json(read_text(folder / ABOUT))
-    except (OSError, ValueError):
-        return None
 
 
 def default_folder(plan: Plan) -> Location:

@@ -5,9 +5,9 @@ import contextlib
 import itertools
 import json
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
+from typing import Any
 
 import haliax as hax
 import jax
@@ -17,7 +17,7 @@ import numpy as np
 from jaxlm.core import tree
 from jaxlm.core.axes import MICROBATCH
 from jaxlm.core.errors import ConfigError
-from jaxlm.data.base import Batches
+from jaxlm.data.base import Batches, Log
 from jaxlm.data.config import DataConfig
 from jaxlm.data.data import ValidationData
 from jaxlm.engine.phases import Phase
@@ -32,8 +32,6 @@ from jaxlm.reading.decode import decode
 from jaxlm.reading.yaml import load_yaml
 from jaxlm.session.load_model import LoadedModel, to_stderr
 from jaxlm.session.references import check_reference, load_reference
-
-Log = Callable[[str], None]
 
 
 def check_sanity(
@@ -83,6 +81,22 @@ def check_evaluation_references(plan: Plan, phase: Phase, open_batches: Callable
             check_sanity(plan, phase, {name: load_reference(plan, name, log)}, open_batches, log)
 
 
+def validation_sets(
+    data: Iterable[ValidationData], *, progress: Callable[[], object] = lambda: None, **options: Any
+) -> tuple[ValidationSet, ...]:
+    """What evaluations read. Args: progress: called for each batch. options: of `ValidationData.batches`."""
+
+    def validation_set(one: ValidationData) -> ValidationSet:
+        def batches() -> Iterator[Any]:
+            for batch in one.batches(**options):
+                progress()
+                yield batch
+
+        return ValidationSet(one.source.name, tuple(one.source.config.tags), batches)
+
+    return tuple(map(validation_set, data))
+
+
 def names_read(phase: Phase) -> tuple[str, ...]:
     """The references that a phase reads, apart from its evaluations."""
     return (*phase.objective.facts.references, *phase.surgery_references)
@@ -118,9 +132,6 @@ def _sums(model: LanguageModel, batch) -> jax.Array:
     return hax.fold(add, MICROBATCH)(jnp.zeros(2, jnp.float32), batch)
 
 
-_OPTION = "--gates"
-
-
 @dataclass(frozen=True)
 class Gates:
     """The file of `--gates`: two sections of a run's configuration.
@@ -137,7 +148,7 @@ class Gates:
 def add_gate_option(parser: argparse.ArgumentParser) -> None:
     """Adds `--gates`."""
     parser.add_argument(
-        _OPTION,
+        "--gates",
         nargs="?",
         const="",
         metavar="FILE",
@@ -165,18 +176,13 @@ def evaluate_gates(opened: LoadedModel, data: DataConfig, options: argparse.Name
     with plan.layout.use():
         model = opened.for_inference(options.quantize)
         size = opened.eval_batch if options.batch_size is None else options.batch_size
-        arguments = {"batch_size": size, "max_batches": max_batches, "layout": plan.layout}
-
-        def validation_set(one: ValidationData) -> ValidationSet:
-            return ValidationSet(one.source.name, tuple(one.source.config.tags), partial(one.batches, **arguments))
-
         sets = data.open_validation(opened.tokenizer, opened.model.seq_len, to_stderr, separate_cache=True)
         context = EvalContext(
             plan.layout,
             plan.precision,
             opened.tokenizer,
             None,
-            tuple(map(validation_set, sets)),
+            validation_sets(sets, batch_size=size, max_batches=max_batches, layout=plan.layout),
             to_stderr,
             opened.model.seq_len,
             score_batch,
@@ -200,7 +206,7 @@ def _gates(opened: LoadedModel, file: str) -> Gates:
         where = f"the configuration of {opened.location}"
     if not any(map(_compares, gates.evals)):
         raise ConfigError(
-            f"{_OPTION}: {where} has no evaluation that compares with a reference, asks the model or has limits. Give"
+            f"--gates: {where} has no evaluation that compares with a reference, asks the model or has limits. Give"
             " a file with the sections refs and evals, such as evals: [{type: fidelity}]"
         )
     return gates
@@ -217,7 +223,7 @@ def _reference(gates: Gates, name: str) -> Ref:
     if name not in gates.refs:
         known = ", ".join(gates.refs) or "none"
         raise ConfigError(
-            f"{_OPTION}: an evaluation reads the model '{name}', but the section refs only has: {known}. Add it: refs:"
+            f"--gates: an evaluation reads the model '{name}', but the section refs only has: {known}. Add it: refs:"
             f" {{{name}: {{type: hf, path: ...}}}}"
         )
     return gates.refs[name].open(f"refs.{name}")

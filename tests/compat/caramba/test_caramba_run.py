@@ -72,7 +72,7 @@ def test_a_manifest_is_written_as_a_configuration(workplace):
     assert yaml.safe_load(printed.out)["trainer"]["fsdp_axis"] is None
     assert "# targets.1.runs.0.train.device: JAX has no backend for mps" in printed.out
     again = place.run(*convert, "--output", "ddp.yaml", module="jaxlm.commands.convert")
-    assert (again.code, "ddp.yaml exists already" in again.err) == (2, True)
+    assert (again.code, "ddp.yaml cannot be created (File exists)" in again.err) == (2, True)
     own = place.write()
     result = place.run("caramba", str(own), module="jaxlm.commands.convert")
     assert (result.code, "not a caramba manifest" in result.err) == (2, True)

@@ -167,7 +167,13 @@ def compile_step(
     for remat_policy in candidates:
         policy_note = f" (remat policy {remat_policy})" if automatic else ""
         last = remat_policy == candidates[-1]
-        step, compiler_error = _try_compile(plan, phase, stage, remat_policy, limit)
+        step, compiler_error = None, ""
+        try:
+            step = _compile(plan, phase, stage, remat_policy, limit)
+        except jax.errors.JaxRuntimeError as error:
+            if not str(error).startswith(_NO_MEMORY):
+                raise
+            compiler_error = str(error).splitlines()[0][:300]
         # All processes must choose the same program, even if their devices have different memory.
         # The compiler's own remat recomputes whole matrix products; `cheap` recomputes only norms and activations.
         accepted = all_processes(step is not None and step.fits and not (step.compiler_remat and remat_policy == NONE))
@@ -201,18 +207,6 @@ def check_state_fits(plan: Plan, phase: Phase, limit: int | None) -> None:
             " are available. Make the model smaller, use more devices, or an optimizer with a smaller state (optimizer.state:"
             f" 8bit).{shard}"
         )
-
-
-def _try_compile(
-    plan: Plan, phase: Phase, stage: BatchStage, remat_policy: str, limit: int | None
-) -> tuple[CompiledStep | None, str]:
-    """The compiled step, or None and the compiler's message if it runs out of memory."""
-    try:
-        return _compile(plan, phase, stage, remat_policy, limit), ""
-    except jax.errors.JaxRuntimeError as error:
-        if not str(error).startswith(_NO_MEMORY):
-            raise
-        return None, str(error).splitlines()[0][:300]
 
 
 def _compile(plan: Plan, phase: Phase, stage: BatchStage, remat_policy: str, limit: int | None) -> CompiledStep:

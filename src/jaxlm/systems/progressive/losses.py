@@ -103,7 +103,7 @@ def hidden_token_terms(
     return {"loss": Sum(sums.total, weight), **terms}, metrics
 
 
-@choice(ObjectiveConfig, "mlm")
+@choice(ObjectiveConfig, "mlm", role="hidden_tokens")
 class MaskedLanguageModeling(ObjectiveConfig):
     """Mean cross-entropy of the tokens that `data.masking` hides, which the model predicts from those on both sides. For a
     model that generates text, take `diffusion`.
