@@ -21,7 +21,6 @@ from jaxlm.core.values.batch_types import TokenBatch
 from jaxlm.core.values.sums import Sum
 from jaxlm.models.base import Hidden, Inputs, LanguageModel
 from jaxlm.models.distillation.chunked import (
-    Divergence,
     ForwardKL,
     JensenShannon,
     ReverseKL,
@@ -137,13 +136,14 @@ class Distill(ObjectiveConfig):
         """
         hidden, streams = self._run(model, batch, "the model", key=key)
         answer = batch.annotations.answer if self.hidden else batch.annotations
+        divergences = {"forward_kl": ForwardKL(), "reverse_kl": ReverseKL(), "js": JensenShannon(self.beta)}
         sums = distillation_sums(
             hidden.final,
             model.lm_head(),
             batch.targets,
             batch.loss_mask,
             answer,
-            divergence=self._divergence(),
+            divergence=divergences[self.divergence],
             temperature=self.temperature,
             weight=self.weight,
             teacher_loss=self.teacher_loss,
@@ -174,6 +174,3 @@ class Distill(ObjectiveConfig):
         if not self.hidden:
             return model.hidden(inputs, key=key), ()
         return with_streams(model, inputs, f"objective.hidden: {what}", key=key)
-
-    def _divergence(self) -> Divergence:
-        return {"forward_kl": ForwardKL(), "reverse_kl": ReverseKL(), "js": JensenShannon(self.beta)}[self.divergence]

@@ -27,7 +27,7 @@ from jaxlm.core.values.batch_types import TokenBatch
 from jaxlm.core.values.logged import LayerTable
 from jaxlm.models.base import EMBEDDING, Inputs, LanguageModel, ModelConfig, RewardModel, layer_tap, with_traits
 from jaxlm.models.decoder import as_transformer
-from jaxlm.models.stacks import Body, taken_layers
+from jaxlm.models.stacks import body_of, taken_layers
 from jaxlm.reading.choices import choice
 from jaxlm.surgery.base import SurgeryConfig, Wants
 
@@ -72,7 +72,7 @@ class DropLayersConfig(SurgeryConfig):
 
     def measure(self, model: LanguageModel, batch: TokenBatch) -> Mapping[str, jax.Array]:
         """Sums of cosines {layers}, and the number of tokens."""
-        names = (EMBEDDING, *map(layer_tap, range(_body(model).num_layers)))
+        names = (EMBEDDING, *map(layer_tap, range(body_of(model, "surgery drop_layers").num_layers)))
         taps = model.hidden(Inputs.of(batch), taps=names).taps
         streams = [taps[name].rearrange((*batch.tokens.axes, ...)).astype(jnp.float32) for name in names]
         counts = (batch.segment_ids.array != 0).astype(jnp.float32)
@@ -103,7 +103,7 @@ class DropLayersConfig(SurgeryConfig):
 
     def _taken(self, model: LanguageModel) -> LanguageModel:
         try:
-            return _with_layers(model, self._structure(_body(model).num_layers))
+            return _with_layers(model, self._structure(body_of(model, "surgery drop_layers").num_layers))
         except ConfigError as error:
             raise ConfigError(f"surgery drop_layers: {error}") from error
 
@@ -146,13 +146,6 @@ def _check_alike(config: ModelConfig) -> None:
             " embeddings or experts), so that the data would decide what the config of the model is. Set `layers` instead, to"
             " the numbers of the layers to drop"
         )
-
-
-def _body(model: LanguageModel) -> Body:
-    body = next(iter(tree.modules(model, Body)), None)
-    if body is None:
-        raise ConfigError("surgery drop_layers: this model has no stack of layers. Remove the surgery")
-    return body
 
 
 def _with_layers(model: LanguageModel, kept: Sequence[int]) -> LanguageModel:

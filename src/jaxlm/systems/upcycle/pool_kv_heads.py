@@ -221,7 +221,9 @@ class PoolKvHeadsConfig(SurgeryConfig):
         return heads_GDI.reshape(self.num_kv_heads, -1, *heads_GDI.shape[1:])
 
     def _pooled(self, model: LanguageModel, key: jax.Array) -> LanguageModel:
-        config: Any = _config_of(model)
+        if not isinstance(model, Decoder):
+            raise ConfigError("surgery pool_kv_heads: the layers of this model are not known. Remove the surgery")
+        config: Any = model.config
         numbers = {path: number for number, (path, _) in enumerate(tree.modules_by_path(model, SelfAttention))}
 
         def pooled(path: str, attention: SelfAttention) -> SelfAttention:
@@ -318,12 +320,6 @@ def _features(model: LanguageModel) -> HeadFeatures:
         return HeadFeatures.of(size, 0, interleaved=False)
     assert kinds[0].rope is not None
     return HeadFeatures.of(size, kinds[0].rope.num_rotated(size), interleaved=kinds[0].interleaved)
-
-
-def _config_of(model: LanguageModel) -> ModelConfig:
-    if not isinstance(model, Decoder):
-        raise ConfigError("surgery pool_kv_heads: the layers of this model are not known. Remove the surgery")
-    return model.config
 
 
 def _check_plain(path: str, *layers: Any) -> None:
