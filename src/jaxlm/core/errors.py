@@ -46,8 +46,11 @@ def shortened(text: str) -> str:
 
 
 def shown(value: Any) -> str:
-    """Writes a value for a message."""
-    return shortened(repr(value))
+    """Writes a value for a message. Python writes no integers with more than some thousand digits."""
+    try:
+        return shortened(repr(value))
+    except ValueError:
+        return "a value with too many digits to show"
 
 
 def listed(names: Collection[str]) -> str:
