@@ -178,7 +178,6 @@ def check_fields(section: Any, path: str = "") -> None:
     that breaks a rule of its section.
 
     Args:
-        section: an instance of a dataclass.
         path: its dotted path, for messages; `--` if its fields are options of a command.
     """
     prefix = path if path in ("", "--") else f"{path}."

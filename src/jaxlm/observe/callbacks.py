@@ -65,7 +65,6 @@ class CallbackContext:
     """Holds what a callback is opened with.
 
     Attributes:
-        run: facts about the run.
         log: prints a line on the console and into `train.log`.
     """
 

@@ -52,7 +52,6 @@ class LoggedRun:
         completions: records with `step`, `name`, `prompt`, `completion`, `rewards`, `reward` and `advantage`.
         config: the resolved configuration as YAML.
         log: the console output.
-        environment: name -> value.
         goodput: activity -> seconds.
         unread: what the page lacks because files are damaged; one sentence for each file.
         decisions: of controllers, in the order in which they were made.

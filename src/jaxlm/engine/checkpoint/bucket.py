@@ -36,12 +36,7 @@ _PROBE_RETRIES = 3  # with TensorStore's default of 32, a wrong address takes a 
 
 @dataclass(frozen=True)
 class BucketCheckpoint(Checkpoint):
-    """A finished checkpoint in a bucket.
-
-    Attributes:
-        folder: the run's folder.
-        key: the checkpoint's name in the folder.
-    """
+    """A finished checkpoint in a bucket. Attributes: folder: of the run; key: the checkpoint's name in it."""
 
     folder: RemoteFolder
     key: str
