@@ -18,8 +18,8 @@ from typing import Any, NamedTuple, Protocol
 
 import draccus
 
-from jaxlm.core.errors import ConfigError
-from jaxlm.core.field_types import PositiveInt, is_float32, shown, what_float32_needs
+from jaxlm.core.errors import ConfigError, shown
+from jaxlm.core.field_types import PositiveInt, is_float32, what_float32_needs
 from jaxlm.core.runtime import from_main, main_only
 from jaxlm.models.inference.tools.calculator import Calculator
 from jaxlm.models.inference.tools.calls import TOOL_TOKENS, Tool
