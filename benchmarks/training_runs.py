@@ -74,7 +74,7 @@ def validation_losses(folder: Path, name: str) -> dict[int, float]:
     return dict(series(read(path), "eval/loss")) if path.is_file() else {}
 
 
-def spread(values: Sequence[float]) -> list[float]:
+def mean_and_deviation(values: Sequence[float]) -> list[float]:
     """[mean, standard deviation]."""
     return [statistics.fmean(values), statistics.stdev(values) if len(values) > 1 else 0.0]
 
