@@ -173,8 +173,6 @@ def _open_trackers(plan: Plan, console: Console, init_from: InitFrom, again: dic
     """The `metrics.jsonl` tracker, and the configured trackers, each in a background thread."""
     path, trainer = plan.log_folder / records.METRICS, plan.config.trainer
     jsonl = JsonlTracker(path, **again, warn=console.log, max_completions_bytes=trainer.completions.max_bytes)
-    if not trainer.trackers:
-        return (jsonl,)
     info = run_info(plan, init_from)
 
     def in_background(config: TrackerConfig) -> Tracker:
