@@ -59,7 +59,7 @@ def planned(tmp_path, monkeypatch):
         config = read_config(path)
         check_num_steps(config)
         # The recipes suit any number of devices, so the batch must be divisible by eight.
-        rows = 8 * (config.objective.num_denoisers or 1)
+        rows = 8 * config.objective.facts.num_shares
         config = replace(config, trainer=replace(config.trainer, train_batch_size=rows, per_device_parallelism=-1))
         return make_plan(config, "recipe", assumed_vocabulary(config)[0])
 

@@ -75,7 +75,7 @@ REFUSED = {
         [{"match": "mlp", "compute": "f32"}, ROUTER],
         r"rules\.1\.match: .* earlier rules .*router.* before them",
     ),
-    "empty": ([{"match": "mlp"}], r"rules\.0: neither params nor compute given, so 'mlp' has no effect"),
+    "empty": ([{"match": "mlp"}], r"rules\.0\.params: none of params, compute given, at least one expected"),
     "dtype": ([{"match": "mlp", "compute": "f31"}], r"rules\.0\.compute: 'f31' has the dtype 'f31'\. Allowed: f32, "),
     "storage": (
         [{"match": "mlp", "params": "f16"}],

@@ -228,6 +228,12 @@ NO_TEXT = "no text under data.text_key 'text'"
         ("x.txt", b"good \xe9 bad", "not UTF-8 text (byte 0xe9 at offset 5)"),
         ("x.py", b"# coding: latin-1\n\xe9\xe8", "not UTF-8 text (byte 0xe9 at offset 18)"),
         ("x.jsonl", b'{"text": "a"}\n{"text": \n', "line 2: not JSON"),
+        (
+            "x.jsonl",
+            b'{"text": "a"}\n{"text": "b", "n": 1, "n": 2}\n',
+            "line 2: the key 'n' is given twice in one object",
+        ),
+        ("x.json", b'[{"a": {"text": "b", "text": "c"}}]', "the key 'text' is given twice in one object"),
         ("x.jsonl", b'{"text": "a b"\n', "line 1: not JSON (Expecting ',' delimiter at column 15)"),
         ("x.jsonl", b'{"text": "a b\n', "line 1: not JSON (Unterminated string starting at column 10)"),
         ("x.json", b'{"text": "a b', "not JSON (Unterminated string starting at line 1, column 10)"),

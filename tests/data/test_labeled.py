@@ -14,6 +14,7 @@ from jaxlm.data.labeled import LabeledConfig
 from jaxlm.data.tokens import TokensConfig
 from jaxlm.models.base import Inputs, vocab_axis
 from jaxlm.models.families.llama import LlamaConfig
+from jaxlm.objectives.base import check_model
 from jaxlm.objectives.custom import CustomTargets
 from jaxlm.objectives.next_token import score_batch
 
@@ -76,7 +77,7 @@ def test_the_loss_is_the_mean_over_labels(bidirectional):
         num_heads=2,
         use_bidirectional_attention=bidirectional,
     )
-    CustomTargets().check_model(config)
+    check_model(CustomTargets(), config)
     model = config.build(vocab_axis(12), key=jax.random.key(0))
     columns = {
         "tokens": [[5, 6, 7, 0], [1, 2, 3, 4]],

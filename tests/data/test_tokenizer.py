@@ -356,6 +356,10 @@ WORDS = {"<unk>": 0, "a": 1}
             {"model": {"type": "WordLevel", "unk_token": "<unk>", "vocab": WORDS | {"b": 2_000_000_000}}},
             r"has a token with the id 2,000,000,000, below 16,777,216 expected",
         ),
+        (
+            {"model": {"type": "WordLevel", "unk_token": "<unk>", "vocab": {"<unk>": 0, "a": 1, "b": 2, "c": 1}}},
+            r"has the tokens 'a' and 'c' with the same id 1\.",
+        ),
         ({"normalizer": {"type": "Sequence", "normalizers": [DOUBLED | {"content": "e"}] * 64}}, None),
         ({"normalizer": {"type": "Replace", "pattern": {"Regex": "\\s+|x*"}, "content": " "}}, None),
     ],

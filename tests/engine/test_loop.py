@@ -137,10 +137,11 @@ def opened_for(log: list[Any], rewind_after: int | None = None, kind: type[Sampl
         rewind=None,
     )
 
-    def drain() -> None:
+    def drain() -> str | None:
         log.append("drain")
         if rewind_after is not None and ("push", rewind_after, {"train/seen": 3.0}) in log:
             metrics.rewind = "back"
+        return metrics.rewind
 
     def step(*_: Any) -> tuple[Any, None]:
         log.append("step")

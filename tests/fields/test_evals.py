@@ -30,10 +30,9 @@ from tests.data.helpers import cache_of
 from tests.fields.proofs import Outcome, outcome_of
 from tests.fields.trees import merged, tree
 
-SAMPLES = [  # tool: tests/session/test_chat.py
-    *("prompts", "max_new_tokens", "temperature", "top_k", "top_p", "min_p", "repetition_penalty", "seed", "tool"),
-    *("cache_dtype", "denoising"),  # tests/models/test_denoise.py
-]
+SAMPLING = ["temperature", "top_k", "top_p", "min_p", "repetition_penalty", "seed", "cache_dtype"]
+# tool: tests/session/test_chat.py, denoising: tests/models/test_denoise.py
+SAMPLES = [*SAMPLING, "prompts", "max_new_tokens", "tool", "denoising"]
 HARNESS = ["tasks", "task_folder", "num_fewshot", "limit", "batch_size"]
 GATES = {  # tests/evals/test_gates.py, tests/evals/test_written.py, tests/evals/test_needle.py, tests/session/test_gates.py
     "compare": ["reference", "batches", "attention", "logits"],
@@ -47,9 +46,8 @@ GATES = {  # tests/evals/test_gates.py, tests/evals/test_written.py, tests/evals
 CORE = ["bundle", "tasks", "max_per_task", "batch_size"]  # tests/systems/nanochat/test_core.py
 
 ROLLOUTS = [  # tests/systems/rl/test_evaluation.py
-    *("prompts_file", "rewards", "prompt_key", "messages_key", "max_prompts", "num_samples", "max_new_tokens"),
-    *("stop_tokens", "temperature", "top_k", "top_p", "min_p", "repetition_penalty", "seed"),
-    *("batch_size", "reward_timeout_s", "name", "cache_dtype"),
+    *(*SAMPLING, "prompts_file", "rewards", "prompt_key", "messages_key", "max_prompts", "num_samples"),
+    *("max_new_tokens", "stop_tokens", "batch_size", "reward_timeout_s", "name"),
 ]
 
 
@@ -225,7 +223,7 @@ FILLS_IN = merged(
         (
             FILLS_IN,
             {"max_new_tokens": 0},
-            "^evals: type samples needs at least one prompt, and max_new_tokens of at least 1",
+            r"^evals\.0\.max_new_tokens: 0 given, an integer of 1 or more expected",
         ),
         (FILLS_IN, {"repetition_penalty": 2.0}, r"^evals: type samples: repetition_penalty: 2\.0 given, .* Remove it"),
         (

@@ -67,7 +67,7 @@ def imported(folder):
     surgery = RewardHeadConfig(from_hf=str(folder))
     plain = load_model(folder, abstract_of(opened.config), opened.config, one_device())
     model = surgery.apply(plain, key=jax.random.key(1))
-    leaf = surgery.initial_leaves(model, opened.config)["reward"]
+    leaf = surgery.wants.leaves(model, opened.config)["reward"]
     return replace(model, reward=replace(model.reward, array=jax.numpy.asarray(leaf))), opened
 
 
@@ -147,7 +147,7 @@ def test_padding_that_may_be_the_end_of_a_text_is_not_named():
 @pytest.mark.slow
 def test_folders_without_a_reward_head_are_refused(tmp_path):
     with pytest.raises(ConfigError, match=r"from_hf: .* has no config\.json"):
-        RewardHeadConfig(from_hf=str(tmp_path)).initial_leaves(None, None)
+        RewardHeadConfig(from_hf=str(tmp_path)).wants.leaves(None, None)
     config = GraniteConfig(seq_len=8, hidden_dim=8, intermediate_dim=8, num_layers=1, num_heads=2, num_kv_heads=1)
     model = jax.jit(lambda: config.build(vocab_axis(9), key=jax.random.key(0)))()
     exported(tmp_path / "plain", model, config)

@@ -92,7 +92,7 @@ def test_dpo_compares_means_over_tokens(monkeypatch):
     objective = recipe("dpo").objective
     terms, _, _ = objective.terms(None, asked, None, key=None)
     assert float(terms["loss"].mean()) == pytest.approx(VECTORS["pairs"]["sigmoid_mean"], rel=1e-6)
-    assert objective.holds_reference
+    assert objective.facts.holds_reference
     assert objective.sync_interval == 0
 
 

@@ -189,7 +189,7 @@ def logps_of(model, columns):
 def measured(objective, model, reference, batch):
     """Terms and metrics as in a step, with the reference in the objective's state."""
     slot = objective.init_slot(reference)
-    batch = objective.annotate(objective.references_in_slot(slot, model), batch)
+    batch = objective.annotate({}, batch, slot, model)
     terms, metrics, _ = objective.terms(model, batch, slot, key=None)
     weights = objective.weights(batch)
     return {name: float(t.total / weights[name]) for name, t in terms.items()}, {
@@ -250,7 +250,7 @@ def test_only_the_model_that_trains_has_a_gradient_and_a_small_step_widens_the_m
     model, _ = models
     columns = columns_of(rows=2)  # the second row is no pair
     objective, batch = Dpo(), pair_batch(columns)
-    asked = objective.annotate(objective.references_in_slot(objective.init_slot(model), model), batch)
+    asked = objective.annotate({}, batch, objective.init_slot(model), model)
     loss = lambda m: objective.terms(m, asked, None, key=None)[0]["loss"].total  # noqa: E731
     gradient = jax.jit(jax.grad(loss))(model)
     moved = jax.tree.map(lambda w, g: w - 1e-3 * g, model, gradient)
@@ -266,7 +266,7 @@ def test_only_the_model_that_trains_has_a_gradient_and_a_small_step_widens_the_m
 def test_frozen_leaves_are_the_reference_s_too_and_syncs_move_the_others(models):
     model, other = models
     nothing = Dpo().init_slot(jax.tree.map(lambda _: None, model, is_leaf=is_named))
-    held = Dpo().references_in_slot(nothing, other)["initial"]
+    held = nothing.model(other)
     assert jax.tree.all(jax.tree.map(lambda a, b: a is b, held, other))
     objective, slot = Dpo(sync_interval=3, sync_mixup=0.6), Dpo().init_slot(model)
     for updates in (1, 2, 3, 4):
@@ -296,7 +296,7 @@ def test_small_steps_of_a_reference_arrive_in_a_bfloat16_computation(models):
         assert held.dtype == jnp.float32
         old, new = np.asarray(old, np.float64), np.asarray(new, np.float64)
         np.testing.assert_allclose(held, (1 - share) * old + share * new, rtol=1e-4, atol=1e-6)
-    asked = objective.references_in_slot(slot, first)["initial"]
+    asked = slot.model(first)
     assert {leaf.dtype for leaf in jax.tree.leaves(asked)} == {jnp.dtype(jnp.bfloat16)}
     assert {leaf.dtype for leaf in jax.tree.leaves(Dpo(sync_interval=1).init_slot(first))} == {jnp.dtype(jnp.bfloat16)}
 
@@ -361,11 +361,11 @@ def test_answers_from_the_disk_are_not_asked_again(models):
     asked = replace(batch, annotations=ReferenceLogps(hax.zeros(axes)))
     objective = Dpo(reference="base", cache=True)
     assert objective.annotate({}, asked) is asked
-    assert objective.annotation_key
-    assert objective.references == ("base",)
+    assert objective.facts.annotation_key
+    assert objective.facts.references == ("base",)
     assert objective.init_slot(model) is None
-    assert Dpo().references == Dpo(loss_type="simpo").references == ()
-    assert not Dpo(loss_type="simpo").holds_reference
+    assert Dpo().facts.references == Dpo(loss_type="simpo").facts.references == ()
+    assert not Dpo(loss_type="simpo").facts.holds_reference
 
 
 @pytest.mark.parametrize(

@@ -44,7 +44,7 @@ def rows(batch, *at):
 
 @partial(jax.jit, static_argnums=0)
 def measured(objective, model, slot, batch):
-    batch = objective.annotate(objective.references_in_slot(slot, model), batch)
+    batch = objective.annotate({}, batch, slot, model)
     return objective.terms(model, batch, slot, key=None)
 
 
@@ -84,7 +84,7 @@ def test_microbatches_add_up_to_the_batch_and_the_estimate_has_no_gradient(case)
     for name, number in whole.statistics.items():
         assert float(both.statistics[name]) == pytest.approx(float(number), rel=1e-5), name
 
-    asked = objective.annotate(objective.references_in_slot(start, model), batch)
+    asked = objective.annotate({}, batch, start, model)
     estimate = lambda m: objective.terms(m, asked, start, key=None)[2].statistics["log_ratios"]  # noqa: E731
     assert not any(np.any(g) for g in jax.tree.leaves(jax.jit(jax.grad(estimate))(model)))
 
@@ -116,7 +116,7 @@ def test_a_value_that_is_not_finite_does_not_stay_in_the_divergence():
 
 
 def test_stored_log_likelihoods_with_and_without_other_records_are_not_mixed_up():
-    keys = [Kto(cache=True, reference="base", estimate_kl=estimate).annotation_key for estimate in (True, False)]
+    keys = [Kto(cache=True, reference="base", estimate_kl=estimate).facts.annotation_key for estimate in (True, False)]
     assert keys[0] != keys[1]
 
 

@@ -48,7 +48,7 @@ def noise_of(batch: TokenBatch) -> np.ndarray:
 
 @pytest.fixture(scope="module")
 def noise() -> np.ndarray:
-    return noise_of(NextToken(neftune_alpha=ALPHA).with_row_keys(a_batch(), jax.random.key(0)))
+    return noise_of(NextToken(neftune_alpha=ALPHA).prepare_batch(a_batch(), jax.random.key(0)))
 
 
 def test_the_noise_is_uniform_with_the_bound_of_the_paper_for_each_document(noise):
@@ -67,21 +67,21 @@ def test_the_noise_is_uniform_with_the_bound_of_the_paper_for_each_document(nois
 def test_every_row_and_step_has_noise_of_its_own_and_no_split_changes_it(noise):
     assert len({row.tobytes() for row in noise}) == ROWS
     objective, key = NextToken(neftune_alpha=ALPHA), jax.random.key(0)
-    np.testing.assert_array_equal(noise_of(objective.with_row_keys(a_batch(), key)), noise)
-    assert not np.array_equal(noise_of(objective.with_row_keys(a_batch(), jax.random.key(1))), noise)
-    whole, cut = (objective.with_row_keys(a_batch(ROWS, n), key).row_keys for n in (1, 3))
+    np.testing.assert_array_equal(noise_of(objective.prepare_batch(a_batch(), key)), noise)
+    assert not np.array_equal(noise_of(objective.prepare_batch(a_batch(), jax.random.key(1))), noise)
+    whole, cut = (objective.prepare_batch(a_batch(ROWS, n), key).row_keys for n in (1, 3))
     np.testing.assert_array_equal(whole.array.reshape(ROWS, 2), cut.array.reshape(ROWS, 2))
-    np.testing.assert_array_equal(noise_of(objective.with_row_keys(a_batch(ROWS, 3), key)), noise[: ROWS // 3])
+    np.testing.assert_array_equal(noise_of(objective.prepare_batch(a_batch(ROWS, 3), key)), noise[: ROWS // 3])
 
 
 def test_both_halves_of_a_pair_have_keys():
     axes = (Axis("microbatch", 2), Axis("batch", 3), Axis("pair", 2), Axis("position", 4))
     column = hax.zeros(axes, jnp.int32)
     pairs = PairBatch(TokenBatch(column, column, column, column, column))
-    chosen = NextToken(neftune_alpha=ALPHA).with_row_keys(pairs, jax.random.key(0)).supervised()
+    chosen = NextToken(neftune_alpha=ALPHA).prepare_batch(pairs, jax.random.key(0)).supervised()
     assert chosen.row_keys is not None
     assert {axis.name: axis.size for axis in chosen.row_keys.axes} == {"microbatch": 2, "batch": 3, "key_word": 2}
-    assert NextToken().with_row_keys(pairs, jax.random.key(0)) is pairs
+    assert NextToken().prepare_batch(pairs, jax.random.key(0)) is pairs
 
 
 SIZES = {"seq_len": 8, "hidden_dim": 32, "num_layers": 2, "num_heads": 2}
@@ -103,7 +103,7 @@ def check_noise(config):
         return "random_bits" in str(jax.make_jaxpr(terms)(model, batch))
 
     noisy = NextToken(neftune_alpha=ALPHA)
-    keyed = noisy.with_row_keys(batch, jax.random.key(0))
+    keyed = noisy.prepare_batch(batch, jax.random.key(0))
     assert draws(noisy, keyed)
     assert not draws(noisy, batch), "evaluations have no keys of rows"
     assert not draws(NextToken(), keyed)

@@ -110,7 +110,7 @@ def test_kto(models, estimate_kl):
     columns = columns_without_padding_rows(ROWS)
     objective = Kto(beta=0.3, desirable_weight=2.0, undesirable_weight=0.5, estimate_kl=estimate_kl)
     batch, slot = unpaired_batch(columns), objective.init_slot(reference)
-    asked = objective.annotate(objective.references_in_slot(slot, model), batch)
+    asked = objective.annotate({}, batch, slot, model)
     _, _, after = objective.terms(model, asked, slot, key=None)
     slot = objective.update_slot(after, reference, jnp.int32(1))  # whose estimate is that of this batch
     terms, metrics, _ = objective.terms(model, asked, slot, key=None)

@@ -145,6 +145,11 @@ MISTAKES_IN_KEYS = {
         (),
         "run.yaml:4: phases.0.optimizer.update_rms_clipping: 1.0 given together with clip_update_norm",
     ),
+    "none of several keys": (
+        "trainer:\n  until:\n    metric: eval/loss\n",
+        (),
+        "run.yaml:2: trainer.until.below: none of below, above, patience given, at least one expected",
+    ),
 }
 
 

@@ -23,7 +23,7 @@ from jaxlm.plan.plan import make_plan
 from jaxlm.reading.decode import encode
 from jaxlm.reading.yaml import ConfigSource
 from jaxlm.session.export import Exporter, ExportHook
-from jaxlm.surgery.base import SurgeryConfig
+from jaxlm.surgery.base import SurgeryConfig, Wants
 from tests.answers import write_tokenizer
 
 SIZES = {"seq_len": 16, "hidden_dim": 32, "intermediate_dim": 48, "num_layers": 2, "num_heads": 4}
@@ -72,7 +72,11 @@ class Gains(SurgeryConfig):
     def merge(self, model):
         return tree.map_modules(model, Gain, self.target, Gain.merged)
 
-    def initial_leaves(self, model, config):
+    @property
+    def wants(self):
+        return Wants(leaves=self.read)
+
+    def read(self, model, config):
         file = Path(self.folder) / "gains.npy"
         if not file.is_file():
             raise ConfigError(f"surgery: {file} not found")
@@ -145,6 +149,6 @@ def test_what_is_saved_needs_no_file(tmp_path, gains):
 )
 def test_leaves_that_do_not_fit_are_one_message(tmp_path, gains, monkeypatch, brought, message):
     plan = planned(tmp_path)
-    monkeypatch.setattr(Gains, "initial_leaves", lambda *_: brought())
+    monkeypatch.setattr(Gains, "read", lambda *_: brought())
     with pytest.raises(ConfigError, match=message):
         plan.state_builder.initial_leaves(plan.phases[0])

@@ -194,7 +194,7 @@ def loss_and_gradient(name: str, batch: Any, where: Layout, config: ModelConfig 
     trains = lambda path, leaf: bool(re.search(TRAINABLE.get(name, ""), path)) and tree.is_inexact(leaf)  # noqa: E731
     arrays, rest = tree.partition(model, tree.map_leaves(trains, model))
     if hasattr(batch, "with_row_keys"):
-        batch = objective.with_row_keys(batch, jax.random.key(2))
+        batch = objective.prepare_batch(batch, jax.random.key(2))
 
     def total(arrays, batch):
         model = eqx.combine(arrays, rest, is_leaf=tree.is_named)

@@ -107,7 +107,7 @@ def prepare(config: RunConfig, console: Console) -> tuple[Tokenizer, list[Prepar
         section.open(tokenizer, seq_len, log=console.log) for section, seq_len in zip(sections, seq_lens, strict=True)
     ]
     for phase, data in zip(phases, opened, strict=True):
-        if phase.objective.sequences_axis is not None:
+        if phase.objective.facts.sequences_axis is not None:
             check_signals(data.train)
     if wanted is not None and starts_at_random(config, sections[0].tokenizer):
         if batches is None and opened[0].max_train_batches:

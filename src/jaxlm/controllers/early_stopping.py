@@ -81,12 +81,9 @@ class UntilConfig:
         only("min_delta", when="patience"),
     )
 
-    def check(self, path: str) -> None:
-        """Raises `ConfigError` if the metric is not one of an evaluation. Args: path: of this section."""
+    def __post_init__(self):
         if not self.metric.startswith(EVAL_PREFIX):
-            raise ConfigError(
-                f"{path}.metric: '{self.metric}' given, a metric of an evaluation expected, such as eval/loss"
-            )
+            raise ConfigError(f"metric: '{self.metric}' given, a metric of an evaluation expected, such as eval/loss")
 
     def is_better(self, value: float, than: float) -> bool:
         """Tells whether a value of the metric is better than another; NaN never is."""

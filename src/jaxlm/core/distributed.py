@@ -14,9 +14,9 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, ClassVar, NoReturn
 
-from jaxlm.core.errors import EXIT_FAILED, ConfigError
+from jaxlm.core.errors import EXIT_FAILED, ConfigError, say
 from jaxlm.core.field_types import NonNegativeInt, PositiveInt, check_fields
-from jaxlm.core.rules import Rules, together
+from jaxlm.core.rules import Rules, ordered, together
 
 _SLURM = ("SLURM_JOB_ID", "SLURM_STEP_NODELIST", "SLURM_NTASKS", "SLURM_PROCID", "SLURM_LOCALID")
 
@@ -50,10 +50,6 @@ class _Waiting:
             self._error = error
 
 
-def _say(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)
-
-
 def _leave(code: int) -> NoReturn:
     """Ends the process although a thread waits inside of jax, which would abort when the interpreter ends."""
     sys.stdout.flush()
@@ -83,7 +79,10 @@ class DistributedConfig:
     initialization_timeout: timedelta = timedelta(minutes=5)
     heartbeat_timeout: timedelta = timedelta(seconds=100)
     shutdown_timeout: timedelta = timedelta(minutes=5)
-    rules: ClassVar[Rules] = (together("coordinator_address", "num_processes", "process_id"),)
+    rules: ClassVar[Rules] = (
+        together("coordinator_address", "num_processes", "process_id"),
+        ordered("process_id", "num_processes", strictly=True),
+    )
 
     @property
     def has_several_processes(self) -> bool:
@@ -135,7 +134,9 @@ class DistributedConfig:
                 self.process_id,
                 local_device_ids=self._devices(),
                 initialization_timeout=round(self.initialization_timeout.total_seconds() + _JAX_LATER_S),
-                heartbeat_timeout_seconds=_jax_heartbeat_timeout_s(self.heartbeat_timeout.total_seconds()),
+                # jax sends a heartbeat after each half of its timeout. A process may be killed just before one, so that half
+                # is all that remains until jax aborts the others, and jaxlm must have noticed.
+                heartbeat_timeout_seconds=2 * round(self.heartbeat_timeout.total_seconds() + _JAX_LATER_S),
                 shutdown_timeout_seconds=round(self.shutdown_timeout.total_seconds()),
             )
         )
@@ -145,16 +146,16 @@ class DistributedConfig:
             if waiting.ended(min(_SILENT_S, limit_s)):
                 return
             if limit_s > _SILENT_S:
-                _say(
+                say(
                     "still waiting for the other processes of the run to connect. If one of them has failed, its output"
                     f" says why; this one gives up after {limit_s:g} s ({key})"
                 )
                 if waiting.ended(limit_s - _SILENT_S):
                     return
         except KeyboardInterrupt:
-            _say("interrupted while waiting for the other processes of the run to connect")
+            say("interrupted while waiting for the other processes of the run to connect")
             _leave(128 + signal.SIGINT)
-        _say(
+        say(
             f"error: not all processes of the run connected within {limit_s:g} s ({key}): one was not started, was killed,"
             " has failed or cannot reach the others. The output of a process that has failed says why"
         )
@@ -166,11 +167,6 @@ class DistributedConfig:
             raise ConfigError(
                 f"trainer.distributed.coordinator_address: '{self.coordinator_address}' given, host:port expected, such as"
                 " 10.0.0.1:1234"
-            )
-        if self.num_processes is not None and self.process_id is not None and self.process_id >= self.num_processes:
-            raise ConfigError(
-                f"trainer.distributed.process_id: {self.process_id} given, 0 to {self.num_processes - 1} expected, because"
-                f" num_processes is {self.num_processes}"
             )
 
     def _check_port_and_number(self) -> None:
@@ -211,15 +207,6 @@ def _bind(to: socket.socket, address: Any, problem: str) -> None:
         to.bind(address)
     except OSError as error:
         raise ConfigError(f"{problem} ({error.strerror})") from error
-
-
-def _jax_heartbeat_timeout_s(noticed_after_s: float) -> int:
-    """jax's own timeout, so that jaxlm, which notices after the given time, is the first to notice.
-
-    jax sends a heartbeat after each half of its timeout. A process may be killed just before one, so that half is all that
-    remains until jax aborts the others.
-    """
-    return 2 * round(noticed_after_s + _JAX_LATER_S)
 
 
 def detect_launcher(environment: Mapping[str, str]) -> str | None:

@@ -85,6 +85,11 @@ class ConfigError(ValueError):
         super().__init__(bounded(message))
 
 
+def say(line: str) -> None:
+    """Prints a line on standard error, where no console is open."""
+    print(line, file=sys.stderr, flush=True)
+
+
 class Parser(argparse.ArgumentParser):
     """argparse's parser, with messages that are as short as those of `ConfigError`."""
 

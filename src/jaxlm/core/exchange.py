@@ -19,14 +19,13 @@ _ROOT = "jaxlm/exchange/"
 class Exchange:
     """Exchanges of bytes, one after another. All processes must take part in each, in the same order."""
 
-    def __init__(self, client: Any, index: int, count: int):
+    def __init__(self, client: Any, index: int, count: int, root: str = _ROOT):
         """Args:
         client: of jax's coordination service.
         index, count: this process, and the number of processes.
+        root: prefix of the keys.
         """
-        self._client = client
-        self.index = index
-        self._count = count
+        self._client, self.index, self._count, self._root = client, index, count, root
         self._number = 0
         self._kept = 0  # the first exchange whose keys are still there
 
@@ -38,13 +37,13 @@ class Exchange:
             conclusion: of what all processes said, in their order. Process 0 calls it.
         """
         number = self._next()
-        prefix, concluded = f"{_ROOT}{number}/said/", f"{_ROOT}{number}/concluded"
+        prefix, concluded = f"{self._root}{number}/said/", f"{self._root}{number}/concluded"
         if self.index:
             self._client.key_value_set_bytes(f"{prefix}{self.index}", message)
             return self._wait_for(concluded)
         others = self._wait_for_others(prefix)
         for read in range(self._kept, number):  # whoever takes part in this exchange has read those before
-            self._client.key_value_delete(f"{_ROOT}{read}/")
+            self._client.key_value_delete(f"{self._root}{read}/")
         self._kept = number
         result = conclusion([message, *others])
         self._client.key_value_set_bytes(concluded, result)
@@ -52,7 +51,7 @@ class Exchange:
 
     def announce(self, result: bytes) -> None:
         """On process 0: what the others get from their next `conclude`. Does not wait for them."""
-        self._client.key_value_set_bytes(f"{_ROOT}{self._next()}/concluded", result)
+        self._client.key_value_set_bytes(f"{self._root}{self._next()}/concluded", result)
 
     def _next(self) -> int:
         number, self._number = self._number, self._number + 1
@@ -92,16 +91,21 @@ def alone(act: Callable[[], T]) -> T:
         WORK.is_alone = before
 
 
-def exchange() -> Exchange | None:
-    """Between the processes of this run; None for a single process. It needs no devices: none may have been opened yet."""
+def coordination() -> Any | None:
+    """jax's coordination service, as `client`, `process_id` and `num_processes`; None for a single process. It needs no
+    devices: none may have been opened yet.
+    """
     from jax._src import distributed  # there is no public way to the client; Orbax uses it too
 
     state = distributed.global_state
-    if state.client is None or state.num_processes == 1:
+    return None if state.client is None or state.num_processes == 1 else state
+
+
+def exchange(root: str = _ROOT) -> Exchange | None:
+    """Between the processes of this run; None for a single process. Args: root: of exchanges in a thread of their own."""
+    if (service := coordination()) is None:
         return None
-    return _exchange(state.client, state.process_id, state.num_processes)
+    return _exchange(service.client, service.process_id, service.num_processes, root)
 
 
-@functools.lru_cache(maxsize=1)
-def _exchange(client: Any, index: int, count: int) -> Exchange:
-    return Exchange(client, index, count)
+_exchange = functools.lru_cache(maxsize=4)(Exchange)

@@ -30,7 +30,7 @@ from jaxlm.core.axes import (
     VOCAB,
     axis_names,
 )
-from jaxlm.core.errors import ConfigError, check_at_least, divisors
+from jaxlm.core.errors import ConfigError, divisors
 from jaxlm.core.sharding import UNDIVIDED, ContextSharding, Layout
 
 MeshAxes = str | tuple[str, ...]
@@ -162,9 +162,6 @@ def mesh_shape(
     Args:
         context: sizes of the axes between `data` and `model`, along which devices share the tokens of a row.
     """
-    sizes = {"replica_ici_axis_size": replica, "model_axis_size": model, "replica_dcn_axis_size": replica_dcn}
-    for name, size in sizes.items():
-        check_at_least(f"trainer.{name}", size, 1)
     group_size = num_devices // num_groups
     if group_size % (replica * model):
         raise ConfigError(

@@ -22,6 +22,7 @@ from jaxlm.core.devices import cuda_capability, processor_facts
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.guards import StepGuard, StepStats, Verdict, is_finite
 from jaxlm.core.products.stored_weights import StoredWeight
+from jaxlm.core.rules import Rules, some_of
 from jaxlm.core.tree import closest_paths, compile_pattern, dotted, is_inexact, is_named, leaves, raw
 
 T = TypeVar("T")
@@ -204,6 +205,7 @@ class PrecisionRuleConfig:
     match: str
     params: str | None = None
     compute: str | None = None
+    rules: ClassVar[Rules] = (some_of("params", "compute"),)
 
 
 @dataclass(frozen=True)
@@ -365,8 +367,6 @@ def _parse_dtypes(text: str, key: str) -> Precision:
 
 
 def _parse_rule(rule: PrecisionRuleConfig, default: Precision, key: str) -> PathPrecision:
-    if rule.params is None and rule.compute is None:
-        raise ConfigError(f"{key}: neither params nor compute given, so '{rule.match}' has no effect. Set one of them")
     params = default.params if rule.params is None else _dtype(rule.params, rule.params, f"{key}.params")
     compute = default.compute if rule.compute is None else _dtype(rule.compute, rule.compute, f"{key}.compute")
     _check_storage(params, rule.params or "", f"{key}.params", "Use float32 or bfloat16")

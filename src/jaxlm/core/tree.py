@@ -33,7 +33,7 @@ def raw(leaf: Any) -> Any:
 
 def dotted(path: Sequence[Any]) -> str:
     """Formats a jax key path as `transformer.layers.0.weight`."""
-    return ".".join(_part(entry) for entry in path)
+    return jax.tree_util.keystr(tuple(path), simple=True, separator=".")
 
 
 def leaves(tree: Any) -> list[tuple[str, Any]]:
@@ -182,10 +182,3 @@ def closest_paths(pattern: str, paths: Sequence[str]) -> str:
     """A sentence with the paths that are most similar to a pattern that matches none of them."""
     similar = difflib.get_close_matches(pattern, paths, n=5, cutoff=0.0)
     return f"Closest names: {', '.join(similar)}" if similar else "The model has none"
-
-
-def _part(entry: Any) -> str:
-    for name in ("name", "key", "idx"):
-        if hasattr(entry, name):
-            return str(getattr(entry, name))
-    return str(entry)

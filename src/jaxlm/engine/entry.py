@@ -10,7 +10,7 @@ import contextlib
 import functools
 import itertools
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 from jaxlm.core.imports import gc_paused
@@ -49,17 +49,20 @@ OpenBatches = Callable[[], Batches]
 def calibrate(
     surgery: SurgeryConfig, model: LanguageModel, precision: Precision, layout: Layout, open_batches: OpenBatches
 ) -> Any:
-    """Sums what `surgery.measure` returns over its calibration batches. None if it is not calibrated.
+    """Sums what `wants.measure` returns over the surgery's calibration batches. None if it is not calibrated.
 
     Args:
         model: the model that the surgery will change, in the dtype of storage. It keeps its buffers.
         open_batches: opens the phase's batches at its first step.
     """
-    if not surgery.num_calibration_batches:
+    wants = surgery.wants
+    if not wants.num_batches:
         return None
+    own = wants.measure
+    assert own is not None, "a surgery that wants batches measures them"
 
     def measure(model: LanguageModel, part: Any) -> Any:
-        return surgery.measure(precision.cast_to_compute(model), part.supervised())
+        return own(precision.cast_to_compute(model), part.supervised())
 
     def over_microbatches(model: LanguageModel, batch: Any) -> Any:
         first = jax.tree.map(lambda column: column[MICROBATCH, 0], batch, is_leaf=tree.is_named)
@@ -69,7 +72,7 @@ def calibrate(
 
     with contextlib.closing(open_batches()) as batches:
         sums, program = None, None
-        for batch in itertools.islice(iter(lambda: next(batches), None), surgery.num_calibration_batches):
+        for batch in itertools.islice(iter(lambda: next(batches), None), wants.num_batches):
             if program is None:
                 abstract = jax.eval_shape(over_microbatches, model, batch)
                 program = jax.jit(over_microbatches, out_shardings=shardings(abstract, layout))
@@ -90,7 +93,7 @@ class Given(eqx.Module):
     Attributes:
         leaves: of each surgery, leaf path -> the value that replaces the one made by the surgery, read from files.
         refs: the references that surgeries read, by name; empty leaves their values as they are without.
-        sums: of each surgery, what `SurgeryConfig.measure` returned, summed over the calibration batches; empty if none was
+        sums: of each surgery, what `Wants.measure` returned, summed over the calibration batches; empty if none was
             calibrated.
     """
 
@@ -183,7 +186,7 @@ class PhaseEntry:
         if given is None:
             return model
         sums = given.sums_of(number)
-        if sums is not None or (surgery.references and given.refs):
+        if sums is not None or (surgery.wants.references and given.refs):
             model = surgery.fill(model, before, refs=given.refs, sums=sums, key=jax.random.fold_in(key, _VALUES))
         leaves = given.leaves[number] if given.leaves else {}
         return tree.map_leaves(lambda path, leaf: leaves.get(path, leaf), model)
@@ -204,7 +207,7 @@ class PhaseEntry:
         names = {guard.name for guard in self.phase.guards(self.precision)}
         if continues_schedule:
             names |= set(self.phase.averages)
-            if self.phase.objective == self.previous.objective and not self.phase.objective.holds_reference:
+            if self.phase.objective == self.previous.objective and not self.phase.objective.facts.holds_reference:
                 names.add(OBJECTIVE_SLOT)
         slots = {
             name: _taken(slot, old_slots[name]) if name in names & old_slots.keys() else slot
@@ -231,6 +234,7 @@ def _taken(fresh: T, carried: Any) -> T:
     return tree.map_leaves(taken, fresh)
 
 
+@dataclass(frozen=True, eq=False)
 class StateBuilder:
     """Builds a run's models and states: the initial model, and the state at the start of each phase.
 
@@ -242,19 +246,14 @@ class StateBuilder:
         token_leaves: path -> value of the leaves of the initial model that were computed from the training tokens.
     """
 
-    def __init__(
-        self,
-        model: ModelConfig,
-        Vocab: hax.Axis,
-        seed: int,
-        precision: Precision,
-        phases: Sequence[Phase] = (),
-        token_leaves: Mapping[str, np.ndarray] | None = None,
-    ):
-        self.model, self.Vocab, self.precision, self.phases = model, Vocab, precision, tuple(phases)
-        self.seed, self.token_leaves = seed, dict(token_leaves or {})
-        self._abstract: dict[int, RunState] = {}
-        self._abstract_models: dict[tuple[int, int], LanguageModel] = {}
+    model: ModelConfig
+    Vocab: hax.Axis
+    seed: int
+    precision: Precision
+    phases: Sequence[Phase] = ()
+    token_leaves: Mapping[str, np.ndarray] = field(default_factory=dict)
+    _abstract: dict[int, RunState] = field(default_factory=dict, init=False)
+    _abstract_models: dict[tuple[int, int], LanguageModel] = field(default_factory=dict, init=False)
 
     def entry(self, phase: Phase) -> PhaseEntry:
         """The start of a phase."""
@@ -273,16 +272,15 @@ class StateBuilder:
 
     def with_vocabulary(self, size: int) -> "StateBuilder":
         """A builder of the same models with another number of tokens."""
-        return StateBuilder(self.model, self.Vocab.resize(size), self.seed, self.precision, self.phases)
+        return replace(self, Vocab=self.Vocab.resize(size), token_leaves={})
 
     def with_phase_ends(self, ends: Sequence[int]) -> "StateBuilder":
         """The same builder, with the steps after which its first phases really ended. The other phases follow them."""
-        phases = with_phase_ends(self.phases, ends)
-        return StateBuilder(self.model, self.Vocab, self.seed, self.precision, phases, self.token_leaves)
+        return replace(self, phases=with_phase_ends(self.phases, ends))
 
     def with_token_leaves(self, leaves: Mapping[str, np.ndarray]) -> "StateBuilder":
         """The same builder for an initial model with these leaves, by path."""
-        return StateBuilder(self.model, self.Vocab, self.seed, self.precision, self.phases, leaves)
+        return replace(self, token_leaves=leaves)
 
     @functools.cached_property
     def abstract_initial_model(self) -> LanguageModel:
@@ -303,7 +301,7 @@ class StateBuilder:
         brought: list[Leaves] = []
         for number, surgery in enumerate(phase.surgeries):
             model, config = self._abstract_model_after(phase, number + 1), surgery.changed(config)
-            leaves: Mapping[str, Any] = _readable(surgery.initial_leaves, f"surgery.{number}", model, config)
+            leaves: Mapping[str, Any] = _readable(surgery.wants.leaves, f"surgery.{number}", model, config)
             if not leaves:
                 brought.append({})
                 continue
@@ -404,7 +402,7 @@ def enter_phase(
     entry, abstract, refs = state_builder.entry(phase), state_builder.abstract_state(phase), refs or {}
     leaves = state_builder.initial_leaves(phase)
     leaves = jax.device_put(leaves, shardings(leaves, layout))
-    if all(surgery.num_calibration_batches == 0 for surgery in phase.surgeries):
+    if not any(surgery.wants.num_batches for surgery in phase.surgeries):
         open_batches = None
     if previous is not None:
         before = Before.of(previous, phase)
@@ -455,7 +453,7 @@ def _calibrated(
         so_far = functools.partial(entry.model, first=first, until=number)
         changed = jax.jit(so_far)(model, replace(given, sums=tuple(sums))) if number > first else model
         sums.append(calibrate(surgery, changed, entry.precision, layout, open_batches))
-        decided = None if sums[-1] is None else surgery.describe(changed, sums[-1])
+        decided = None if sums[-1] is None else surgery.wants.describe(changed, sums[-1])
         if decided is not None and log is not None:
             log(decided)
     return tuple(sums)

@@ -62,10 +62,7 @@ class TrainingLoop:
         if not at.control.is_due(self.step):
             return None
         self.state, ended = at.control.take_effect(self.state, self.step)
-        if ended is None:
-            return None
-        at.metrics.drain()
-        return at.metrics.rewind or ended
+        return None if ended is None else at.metrics.drain() or ended
 
     def _advance(self) -> Outcome | None:
         """Takes a step, or several in a branch. Returns how the phase ends, if it ends before or in them."""
@@ -76,12 +73,11 @@ class TrainingLoop:
     def _take_step(self) -> Outcome | None:
         at, batches, clock = self._at, self._at.batches, self._at.clock
         if batches.due(self.step):
-            at.metrics.drain()  # the run may go back, and the time that follows belongs to no step
-            if at.metrics.rewind is not None:
-                return at.metrics.rewind
+            if (rewind := at.metrics.drain()) is not None:
+                return rewind
             with self._on_error.between(lambda: self.state, self.step), pause(), clock.during(batches.refreshes_as):
                 batches.refresh(self.state.model, self.step)
-            at.metrics.skip_time()
+            at.metrics.skip_time()  # it belongs to no step
         started = time.perf_counter()
         with self._on_error.between(lambda: self.state, self.step), clock.during(Activity.DATA):
             batch = next(batches)
@@ -96,9 +92,8 @@ class TrainingLoop:
 
     def _take_branch(self, branch: Branch, end: int) -> Outcome | None:
         at = self._at
-        at.metrics.drain()
-        if at.metrics.rewind is not None:
-            return at.metrics.rewind
+        if (rewind := at.metrics.drain()) is not None:
+            return rewind
         with pause(), at.clock.during(Activity.BRANCH):
             result = run_branch(branch, self.state, self.step, end, at, self._on_error)
         self.state = result.state
@@ -111,9 +106,8 @@ class TrainingLoop:
             seconds = result.seconds / len(result.taken)
             at.metrics.push(step, taken.report, taken.loading_s, taken.of_batch, seconds=seconds)
         self.step = end
-        at.metrics.drain()
-        if at.metrics.rewind is not None:
-            return at.metrics.rewind
+        if (rewind := at.metrics.drain()) is not None:
+            return rewind
         self.state, ended = at.control.take_effect(self.state, end)
         return ended
 

@@ -185,10 +185,11 @@ class AsyncMetrics:
         while len(self._pending) >= MAX_IN_FLIGHT:
             self._fetch()
 
-    def drain(self) -> None:
-        """Fetches all pending steps."""
+    def drain(self) -> Rewind | None:
+        """Fetches all pending steps. Returns `rewind`."""
         while self._pending:
             self._fetch()
+        return self.rewind
 
     def skip_time(self) -> None:
         """Excludes the time since the last step (an evaluation, a save) from the next step's duration.

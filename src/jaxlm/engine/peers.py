@@ -20,6 +20,8 @@ from typing import Any
 import jax
 
 from jaxlm.core.distributed import DistributedConfig
+from jaxlm.core.errors import say
+from jaxlm.core.exchange import coordination
 
 _INTERVAL_S = 1.0
 _SILENT_S = 3 * _INTERVAL_S
@@ -83,22 +85,21 @@ class PeerWatch:
                 self._num_answers += 1
             except Exception as error:  # the client's own types; process 0 hosts the service
                 if not self._ended.is_set():
-                    self._report(
-                        f"process 0 cannot be reached ({_first_line(error)}): it was killed, or its machine is down"
-                    )
+                    line = str(error).partition("\n")[0][:200]
+                    say(f"error: process 0 cannot be reached ({line}): it was killed, or its machine is down")
                     self._exit(1)
                 return
             if failures and not self._ended.is_set():
                 process, failure = failures[0][0].rpartition("/")[2], json.loads(failures[0][1])
                 if failure["message"] != self._message:  # all may have found the same
-                    self._report(f"process {process}: {failure['message']}")
+                    say(f"error: process {process}: {failure['message']}")
                 self._exit(failure["code"])
             if lost:
                 names = ", ".join(lost)
                 message = (
                     f"no heartbeat of process {names} for {self._timeout_s:.0f} s: killed, stopped, or disconnected"
                 )
-                self._report(message)
+                say(f"error: {message}")
                 self.fail(1, message)
 
     def _watch_service(self) -> None:
@@ -113,7 +114,7 @@ class PeerWatch:
             silent_s = silent_s + min(now - before, 2 * _INTERVAL_S) if self._num_answers == answers else 0.0
             answers, before = self._num_answers, now
             if silent_s > self._timeout_s:
-                self._report(f"no answer of process 0 for {self._timeout_s:.0f} s: it was stopped, or is disconnected")
+                say(f"error: no answer of process 0 for {self._timeout_s:.0f} s: it was stopped, or is disconnected")
                 os._exit(1)
 
     def _others_remain(self) -> bool:
@@ -151,10 +152,6 @@ class PeerWatch:
         sys.stderr.flush()
         os._exit(code)
 
-    @staticmethod
-    def _report(message: str) -> None:
-        print(f"error: {message}", file=sys.stderr, flush=True)
-
 
 _watches: list[PeerWatch] = []
 _unconnected: list[Callable[[], DistributedConfig]] = []
@@ -172,11 +169,8 @@ def connect_if_it_fails(distributed: Callable[[], DistributedConfig]) -> None:
 def watch_peers(timeout_s: float) -> None:
     """Starts watching the other processes, if there are any. Call it once jax.distributed is initialized."""
     _unconnected.clear()
-    from jax._src import distributed  # there is no public way to the client; Orbax uses it too
-
-    state = distributed.global_state
-    if state.client is not None and state.num_processes > 1:
-        _watches.append(PeerWatch(state.client, state.process_id, state.num_processes, timeout_s))
+    if (service := coordination()) is not None:
+        _watches.append(PeerWatch(service.client, service.process_id, service.num_processes, timeout_s))
 
 
 def end_with_peers(code: int, message: str) -> None:
@@ -216,7 +210,3 @@ def is_lost_peer(error: BaseException) -> bool:
     # jax raises a ValueError with a status for what fails while an array is fetched.
     of_fetching = isinstance(error, ValueError) and _STATUS.match(str(error)) is not None
     return of_fetching or isinstance(error, jax.errors.JaxRuntimeError)
-
-
-def _first_line(error: BaseException) -> str:
-    return str(error).partition("\n")[0][:200]

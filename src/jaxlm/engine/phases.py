@@ -72,7 +72,7 @@ class Phase:
     @property
     def surgery_references(self) -> tuple[str, ...]:
         """Names of the models in the section `refs` that the surgeries read."""
-        return tuple(dict.fromkeys(name for surgery in self.surgeries for name in surgery.references))
+        return tuple(dict.fromkeys(name for surgery in self.surgeries for name in surgery.wants.references))
 
     def mask(self, model: LanguageModel) -> Any:
         """A tree that is True at every trainable leaf. Raises `ConfigError` for a pattern that matches a stored weight."""

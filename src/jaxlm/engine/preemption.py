@@ -57,12 +57,7 @@ class StopRequest:
     def preempt(self, reason: str) -> None:
         """Requests a stop because this machine will stop."""
         self.signal = self.signal or PREEMPTED
-        self.say(f"{reason}: {_SAVING}")
-
-    @staticmethod
-    def say(line: str) -> None:
-        """Writes a line to standard error, from any thread and in any state of the process."""
-        _say(line)
+        _say(f"{reason}: {_SAVING}")
 
     def answer(self, signals: socket.socket) -> None:
         """Answers the signals that arrive at a socket, until it is closed."""
@@ -77,7 +72,12 @@ class StopRequest:
                 # Not sys.exit: on a second signal, do not wait for anything, not even a save.
                 _exit(number[0], f"stopped by a second {name}; the run continues from its newest checkpoint")
             _say(f"{name} received: {_SAVING}. A second signal stops at once")
-            _skip_together(signals)
+            # Skips what counts as the same signal. The system measures the time: this thread would measure how late it is,
+            # because the main thread may hold Python's lock for long.
+            end = time.monotonic() + _TOGETHER_S
+            while select.select([signals], [], [], max(0.0, end - time.monotonic()))[0]:
+                if not signals.recv(1):
+                    return  # closed
             is_second = True
 
 
@@ -108,23 +108,13 @@ def stop_on_signals() -> Iterator[StopRequest]:
         ours.close()
 
 
-def _skip_together(signals: socket.socket) -> None:
-    """Skips what arrives within the time in which signals count as one.
-
-    The system measures that time. This thread would measure how late it is: the main thread may hold Python's lock for long.
-    """
-    end = time.monotonic() + _TOGETHER_S
-    while select.select([signals], [], [], max(0.0, end - time.monotonic()))[0]:
-        if not signals.recv(1):
-            return  # closed
-
-
 def _exit(number: int, text: str) -> None:
     _say(text)
     os._exit(128 + number)
 
 
 def _say(text: str) -> None:
+    """Writes a line to standard error, from any thread and in any state of the process."""
     with contextlib.suppress(OSError):  # standard error may be closed
         os.write(2, f"\n{text}\n".encode())
 
@@ -178,7 +168,7 @@ def _watch(request: StopRequest, host: str, ended: threading.Event) -> None:
             continue
         pause_s = _AFTER_ANSWER_S
         if now and before is None:
-            request.say(f"{now}, since before this start: the run goes on until the machine stops")
+            _say(f"{now}, since before this start: the run goes on until the machine stops")
         elif now and now != before and not ended.is_set():
             request.preempt(now)
         before = now

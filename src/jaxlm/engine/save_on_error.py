@@ -10,6 +10,7 @@ import jax
 
 from jaxlm.controllers.base import StopRunError
 from jaxlm.core.errors import ConfigError, PeerError
+from jaxlm.core.exchange import coordination
 from jaxlm.core.values.logged import Activity
 from jaxlm.data.base import Batches
 from jaxlm.engine.activity import ActivityClock
@@ -109,13 +110,10 @@ def _all_have_failed(folder: str) -> bool:
     Args:
         folder: of the place, in the key-value store of jax's coordination service.
     """
-    from jax._src import distributed  # there is no public way to the client; Orbax uses it too
-
-    count, client = jax.process_count(), distributed.global_state.client
-    if count == 1:
+    if (service := coordination()) is None:
         return True
     try:
-        return _agree(client, folder, jax.process_index(), count)
+        return _agree(service.client, folder, service.process_id, service.num_processes)
     except jax.errors.JaxRuntimeError:  # process 0, which hosts the service, is gone
         return False
 

@@ -90,11 +90,11 @@ def make_train_step(
         compute, frozen = precision.cast_to_compute(trainable), precision.cast_to_compute(frozen)
         denominators = _denominators(objective, batch)
         key = step_key(state)
-        keyed = objective.with_row_keys(objective.with_batch_statistics(batch), key)
+        keyed = objective.prepare_batch(batch, key)
 
         def annotate(slot: Any, microbatch: Any) -> Any:
             model = eqx.combine(compute, frozen, is_leaf=is_named)
-            return objective.annotate({**refs, **objective.references_in_slot(slot, model)}, microbatch)
+            return objective.annotate(refs, microbatch, slot, model)
 
         def scaled_loss(compute: Any, microbatch: Any, slot: Any, number: jax.Array):
             model = eqx.combine(compute, frozen, is_leaf=is_named)
@@ -138,7 +138,7 @@ class _GuardedUpdate:
         """The state after the step, its metrics, and what `watch` measured."""
         norm = optax.global_norm(sums.gradient)
         trainable, _ = self.phase.split(state.model)
-        pacing = self.phase.objective.pacing
+        pacing = self.phase.objective.facts.pacing
         pace = None if pacing is None else pacing.pace(state.slots.get(OBJECTIVE_SLOT), trainable)
         updated, updates = _apply_update(self.phase, self.optimizer, self.precision, state, sums, curvature, pace)
         update_norm = optax.global_norm(updates)
@@ -221,7 +221,7 @@ def _curvature(
         with tracing(twice_differentiable=True):
             model = eqx.combine(wide.cast_to_compute(trainable), wide.cast_to_compute(frozen), is_leaf=is_named)
             slot = state.slots.get(OBJECTIVE_SLOT)
-            first = objective.annotate({**refs, **objective.references_in_slot(slot, model)}, first)
+            first = objective.annotate(refs, first, slot, model)
             terms, _, _ = objective.terms(model, first, slot, key=key)
         return _total(terms, _denominators(objective, first))
 

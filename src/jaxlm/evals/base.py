@@ -1,6 +1,7 @@
 """The evaluation interface: an evaluation takes a model and returns metrics, which may have limits that end a run."""
 
 import abc
+import functools
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -148,6 +149,11 @@ class EvalContext:
     progress: Callable[[], None] = lambda: None
     measure: Measure | None = None
     reference: LoadReference = _no_reference
+
+    @functools.cached_property
+    def cast(self) -> Callable[[LanguageModel], LanguageModel]:
+        """Casts a model to the dtype of the computation."""
+        return jax.jit(self.precision.cast_to_compute)
 
     def go_on(self, _tokens: Sequence[int]) -> bool:
         """Ends no row that is generated: only says after each piece that there is progress."""

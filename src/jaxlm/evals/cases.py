@@ -171,10 +171,9 @@ class CasesEval(Eval):
 
     def __init__(self, config: CasesEvalConfig, cases: Sequence[Case], ctx: EvalContext):
         self._config, self._cases, self._ctx = config, cases, ctx
-        self._cast = jax.jit(ctx.precision.cast_to_compute)
 
     def run(self, model: LanguageModel) -> dict[str, float]:
-        own = self._answered(self._cast(model))
+        own = self._answered(self._ctx.cast(model))
         metrics = {"accuracy": sum(own.values()) / len(own)}
         if self._config.reference is not None:
             theirs = self._answered(self._ctx.reference(self._config.reference))
@@ -291,7 +290,6 @@ class ContinuationsEval(Eval):
 
     def __init__(self, config: ContinuationsEvalConfig, ctx: EvalContext):
         self._config, self._ctx = config, ctx
-        self._cast = jax.jit(ctx.precision.cast_to_compute)
         self._columns = jax.jit(token_columns, out_shardings=ctx.layout.replicated())
         # The token that ends a text is a part of it: where a text ends, the reference judges too.
         stop_ids = ctx.tokenizer.stop_ids
@@ -302,7 +300,7 @@ class ContinuationsEval(Eval):
         prompts = list(itertools.islice(self._prompts(), self._config.prompts))
         if not prompts:
             return {}
-        own = self._written(self._cast(model), prompts)
+        own = self._written(self._ctx.cast(model), prompts)
         reference = self._ctx.reference(self._config.reference)
         theirs = self._written(reference, prompts)
         nll, reference_nll = (self._nll(reference, prompts, texts) for texts in (own, theirs))

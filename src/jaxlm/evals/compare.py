@@ -99,12 +99,11 @@ class CompareEval(Eval):
 
     def __init__(self, config: CompareEvalConfig, ctx: EvalContext):
         self._config, self._ctx = config, ctx
-        self._cast = jax.jit(ctx.precision.cast_to_compute)
         self._differences = jax.jit(self._of_batch, out_shardings=ctx.layout.replicated())
 
     def run(self, model: LanguageModel) -> dict[str, float]:
         """The metrics; empty without validation data."""
-        model, reference = self._cast(model), self._ctx.reference(self._config.reference)
+        model, reference = self._ctx.cast(model), self._ctx.reference(self._config.reference)
         measured: dict[str, list[np.ndarray]] = {_ATTENTION: [], _LOGITS: []}
         for batch in self._config.first_batches(self._ctx):
             # One at a time: a batch has the hidden states of all layers of both models.
@@ -207,12 +206,11 @@ class FidelityEval(Eval):
 
     def __init__(self, config: FidelityEvalConfig, ctx: EvalContext):
         self._config, self._ctx = config, ctx
-        self._cast = jax.jit(ctx.precision.cast_to_compute)
         self._sums = jax.jit(lambda model, batch: ctx.score(model, batch).sums(), out_shardings=ctx.layout.replicated())
 
     def run(self, model: LanguageModel) -> dict[str, float]:
         """The metrics; empty without validation data."""
-        own = self._mean_loss(self._cast(model))
+        own = self._mean_loss(self._ctx.cast(model))
         if math.isnan(own[1]):
             return {}
         theirs = self._mean_loss(self._ctx.reference(self._config.reference))

@@ -12,8 +12,6 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, ClassVar
 
-import jax
-
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.field_types import NonNegativeInt, PositiveInt
 from jaxlm.core.install import install_command
@@ -52,7 +50,8 @@ class HarnessEvalConfig(EvalConfig):
     batch_size: PositiveInt = 16
 
     def check(self) -> None:
-        _check_tasks(self)
+        if not self.tasks:
+            raise ConfigError(f"{_NAME} needs at least one task. Set tasks, for example [arc_easy, lambada_openai]")
         if find_spec("lm_eval") is None:
             _harness()  # raises
 
@@ -65,12 +64,11 @@ class HarnessEval(Eval):
     """Runs the tasks as an evaluation during training."""
 
     def __init__(self, tasks: "OpenTasks", ctx: EvalContext):
-        self._tasks, self._tokenizer, self._progress = tasks, ctx.tokenizer, ctx.progress
-        self._cast = jax.jit(ctx.precision.cast_to_compute)
+        self._tasks, self._ctx = tasks, ctx
 
     def run(self, model: LanguageModel) -> dict[str, float]:
         """All metrics of all tasks, without standard errors."""
-        results = self._tasks.run(self._cast(model), self._tokenizer, progress=self._progress)
+        results = self._tasks.run(self._ctx.cast(model), self._ctx.tokenizer, progress=self._ctx.progress)
         return {
             f"{task}/{metric.removesuffix(',none')}": float(value)
             for task, metrics in results.items()
@@ -125,14 +123,8 @@ def open_tasks(config: HarnessEvalConfig, seq_len: int) -> OpenTasks:
     """Loads the tasks of a configuration for a model with a maximum sequence length of `seq_len`. Downloads their documents.
 
     Raises:
-        ConfigError: no tasks are given, the harness is not installed, it does not know a task or cannot load it, or the
-            model cannot run a task.
+        ConfigError: the harness is not installed, it does not know a task or cannot load it, or the model cannot run it.
     """
-    _check_tasks(config)
-    for name, least in (("limit", 1), ("batch_size", 1), ("num_fewshot", 0)):
-        value = getattr(config, name)
-        if value is not None and value < least:
-            raise ConfigError(f"{_NAME}: {name}: {value} given, must be at least {least}")
     evaluate, manager_type = _harness()
     manager = manager_type(include_path=config.task_folder)
     is_file = lambda name: name.endswith(".yaml") and Path(os.path.expanduser(name)).is_file()  # noqa: E731
@@ -155,11 +147,6 @@ def open_tasks(config: HarnessEvalConfig, seq_len: int) -> OpenTasks:
         if task.get_config("output_type") == "generate_until":
             _GenerationRequest.of(task.get_config("generation_kwargs") or {}, seq_len, name)
     return OpenTasks(config, evaluate, manager)
-
-
-def _check_tasks(config: HarnessEvalConfig) -> None:
-    if not config.tasks:
-        raise ConfigError(f"{_NAME} needs at least one task. Set tasks, for example [arc_easy, lambada_openai]")
 
 
 def _harness() -> tuple[Any, Any]:

@@ -204,14 +204,13 @@ class EntropyEval(Eval):
     """The metrics of `EntropyEvalConfig`."""
 
     def __init__(self, ctx: EvalContext):
-        self._sets = ctx.validation
-        self._cast = jax.jit(ctx.precision.cast_to_compute)
+        self._ctx = ctx
         self._totals = jax.jit(_batch_totals)
 
     def run(self, model: LanguageModel) -> dict[str, float]:
-        model = self._cast(model)
+        model, sets = self._ctx.cast(model), self._ctx.validation
         # Of the entropies, and the number of targets.
-        sums = {one.name: read_sums((self._totals(model, batch) for batch in one.batches()), 2) for one in self._sets}
+        sums = {one.name: read_sums((self._totals(model, batch) for batch in one.batches()), 2) for one in sets}
         total, weight = sum(sums.values(), np.zeros(2))
         if not weight:
             return {}

@@ -147,13 +147,12 @@ class NeedleEval(Eval):
     def __init__(self, config: NeedleEvalConfig, ctx: EvalContext, before: list[int]):
         self._config, self._ctx, self._before = config, ctx, before
         self._lengths = config.lengths_for(ctx.seq_len)
-        self._cast = jax.jit(ctx.precision.cast_to_compute)
         self._columns = jax.jit(token_columns, out_shardings=ctx.layout.replicated())
         self._text: np.ndarray | None = None
 
     def run(self, model: LanguageModel) -> dict[str, float]:
         """The metrics. Raises `ConfigError` if the validation text is shorter than the longest haystack."""
-        config, model = self._config, self._cast(model)
+        config, model = self._config, self._ctx.cast(model)
         by_length: dict[int, float] = {}
         metrics: dict[str, float] = {}
         for length in self._lengths:

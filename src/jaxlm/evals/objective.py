@@ -4,8 +4,6 @@ import math
 from collections import defaultdict
 from typing import ClassVar
 
-import jax
-
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.values.sums import Largest
 from jaxlm.evals.base import Eval, EvalConfig, EvalContext, EvalScope, read_results
@@ -35,16 +33,14 @@ class ObjectiveEval(Eval):
 
     def __init__(self, ctx: EvalContext):
         assert ctx.measure is not None
-        self._measure = ctx.measure
-        self._validation = ctx.validation
-        self._cast = jax.jit(ctx.precision.cast_to_compute)
+        self._ctx, self._measure = ctx, ctx.measure
 
     def run(self, model: LanguageModel) -> dict[str, float]:
         """The metrics; empty without validation data."""
-        model = self._cast(model)
+        model = self._ctx.cast(model)
         totals: dict[tuple[int, str], float] = defaultdict(float)
         weights: dict[tuple[int, str], float] = defaultdict(float)
-        batches = (batch for source in self._validation for batch in source.batches())
+        batches = (batch for source in self._ctx.validation for batch in source.batches())
         for measured in read_results(self._measure(model, batch) for batch in batches):
             for number, group in enumerate(measured):
                 for name, part in group.items():

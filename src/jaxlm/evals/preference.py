@@ -41,11 +41,10 @@ class PreferenceEval(Eval):
 
     def __init__(self, ctx: EvalContext):
         self._ctx = ctx
-        self._cast = jax.jit(ctx.precision.cast_to_compute)
         self._totals = jax.jit(self._batch_totals)
 
     def run(self, model: LanguageModel) -> dict[str, float]:
-        model = self._cast(model)
+        model = self._ctx.cast(model)
         num_pairs, *totals = read_sums((self._totals(model, batch) for batch in self._batches()), 4).tolist()
         if not num_pairs:
             return {}

@@ -3,16 +3,13 @@
 import contextlib
 import textwrap
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import field
+from dataclasses import dataclass, field
 from typing import Any, ClassVar
-
-import jax
 
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.field_types import (
     Fraction,
     NonNegativeFloat,
-    NonNegativeInt,
     PositiveFloat,
     PositiveFraction,
     PositiveInt,
@@ -28,13 +25,11 @@ from jaxlm.models.inference.unstacked import Generator
 from jaxlm.reading.choices import choice
 
 
-@choice(EvalConfig, "samples")
-class SamplesEvalConfig(EvalConfig):
-    """Generates completions of a few prompts, prints them, and logs them to `samples.jsonl` and the trackers.
+@dataclass(frozen=True)
+class SamplingKeys:
+    """How evaluations generate tokens.
 
     Attributes:
-        prompts: prompts to complete.
-        max_new_tokens: maximum number of new tokens per prompt; generation stops earlier at the end-of-sequence token.
         temperature: sampling temperature; 0 decodes greedily.
         top_k: sample only from the `top_k` most likely tokens; null samples from all.
         top_p: sample only from the most likely tokens whose probabilities add up to `top_p`; null samples from all.
@@ -43,10 +38,31 @@ class SamplesEvalConfig(EvalConfig):
         repetition_penalty: makes tokens that the text has so far less likely: it divides their logits, or multiplies negative
             ones; 1 changes nothing.
         seed: random seed; the same model and seed generate the same text.
-        tool: answers the model's calls, as in `jaxlm chat`, such as `{type: calculator}`; null answers none. The tokenizer
-            must have the tokens of calls. Outputs count as new tokens.
         cache_dtype: dtype of keys and values in the cache: float32, bfloat16 or int8, which needs the least memory. Null uses
             that of the activations.
+    """
+
+    temperature: NonNegativeFloat = 0.0
+    top_k: PositiveInt | None = None
+    top_p: PositiveFraction | None = None
+    min_p: Fraction | None = None
+    repetition_penalty: PositiveFloat = 1.0
+    seed: Seed = 0
+    cache_dtype: CacheDtype | None = None
+
+    def __post_init__(self):
+        check_temperature(self.temperature)
+
+
+@choice(EvalConfig, "samples")
+class SamplesEvalConfig(SamplingKeys, EvalConfig):
+    """Generates completions of a few prompts, prints them, and logs them to `samples.jsonl` and the trackers.
+
+    Attributes:
+        prompts: prompts to complete.
+        max_new_tokens: maximum number of new tokens per prompt; generation stops earlier at the end-of-sequence token.
+        tool: answers the model's calls, as in `jaxlm chat`, such as `{type: calculator}`; null answers none. The tokenizer
+            must have the tokens of calls. Outputs count as new tokens.
         denoising: how a masked-diffusion model fills in the new tokens, such as `{num_steps: 16, block_length: 32}`; null for
             one token in each pass.
     """
@@ -54,23 +70,16 @@ class SamplesEvalConfig(EvalConfig):
     metrics: ClassVar[EvalMetrics] = EvalMetrics(())
 
     prompts: list[str] = field(default_factory=lambda: [""])
-    max_new_tokens: NonNegativeInt = 64
+    max_new_tokens: PositiveInt = 64
     temperature: NonNegativeFloat = 0.8
-    top_k: PositiveInt | None = None
-    top_p: PositiveFraction | None = None
-    min_p: Fraction | None = None
-    repetition_penalty: PositiveFloat = 1.0
-    seed: Seed = 0
     tool: Tool | None = None
-    cache_dtype: CacheDtype | None = None
     denoising: DenoisingConfig | None = None
 
-    def __post_init__(self):
-        check_temperature(self.temperature)
-
     def check(self) -> None:
-        if not self.prompts or self.max_new_tokens < 1:
-            raise ConfigError("evals: type samples needs at least one prompt, and max_new_tokens of at least 1")
+        if not self.prompts:
+            raise ConfigError(
+                "evals: type samples: prompts: an empty list given. Give a prompt, such as '', or remove it"
+            )
 
     def check_opens(self, tokenizer: Callable[[], Any], seq_len: int, *, dry: bool) -> None:
         self._calls(tokenizer())
@@ -78,7 +87,6 @@ class SamplesEvalConfig(EvalConfig):
         self._check_length(min(self._longest(tokenizer(), bos) for bos in (True, False, None)), seq_len)
 
     def check_model(self, model: LanguageModel, references: Mapping[str, LanguageModel] | None) -> None:
-        self.check()  # first: there are passes only over new tokens
         if model.is_causal and self.denoising is not None:
             raise ConfigError(
                 "evals: type samples: denoising given, but the model generates token by token, because its tokens attend only"
@@ -125,13 +133,12 @@ class SamplesEval(Eval):
         self._config = config
         self._calls = calls
         self._ctx = ctx
-        self._cast = jax.jit(ctx.precision.cast_to_compute)
 
     def run(self, model: LanguageModel) -> dict[str, float]:
         config, tokenizer = self._config, self._ctx.tokenizer
         prompts = [prompt_ids(tokenizer, prompt, bos=self._ctx.enforce_bos) for prompt in config.prompts]
         generation = GenerationConfig.of(config, stop_ids=tokenizer.stop_ids)
-        model = self._cast(model)
+        model = self._ctx.cast(model)
         if model.is_causal:
             continuations = generate_tokens(Generator.of(model), prompts, generation, self._ctx.go_on, self._calls)
         else:

@@ -143,22 +143,20 @@ def lengths_that_fit(
             f"{key}: null given, but the models read at most {max_tokens} tokens, and the shortest default is {min(default)}."
             f" Set it to lengths from {at_least} to {max_tokens}"
         )
-    if not given:
-        raise ConfigError(
-            f"{key}: an empty list given. Set it to lengths from {at_least} to {max_tokens}, or remove it"
-        )
+    check_distinct(key, given)
     for length in given:
         if not at_least <= length <= max_tokens:
             raise ConfigError(
                 f"{key}: {length} given, but lengths from {at_least} to {max_tokens} expected, which all models of the table"
                 " can read. Remove it, or leave the shorter model out"
             )
-    check_distinct(key, given)
     return tuple(given)
 
 
 def check_distinct(key: str, given: Sequence[object]) -> None:
-    """Raises `ConfigError` for a value that is given twice."""
+    """Raises `ConfigError` for a list that is empty, or has a value twice."""
+    if not given:
+        raise ConfigError(f"{key}: an empty list given. Name at least one, or remove it")
     if twice := [value for value in given if given.count(value) > 1]:
         raise ConfigError(f"{key}: {twice[0]} given twice. Remove one")
 

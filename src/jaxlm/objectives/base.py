@@ -1,9 +1,9 @@
 """The objective interface: losses to minimize, as weighted sums."""
 
 import abc
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import draccus
 import jax
@@ -13,15 +13,15 @@ from jaxlm.core.errors import ConfigError
 from jaxlm.core.pace import Pacing
 from jaxlm.core.values.batch_types import LabeledBatch, MaskedBatch, TokenBatch
 from jaxlm.core.values.sums import Largest, Sum
-from jaxlm.models.base import AuxLoss, Inputs, LanguageModel, ModelConfig
+from jaxlm.models.base import AuxLoss, LanguageModel, ModelConfig
 from jaxlm.models.flops import FlopsPerToken
-from jaxlm.models.step_flops import ModelInStep
+from jaxlm.models.step_flops import ModelInStep, trained_and_read
 from jaxlm.reading.choices import Registry
 from jaxlm.reading.decode import choice_name
 
 Metrics = dict[str, Sum | Largest]
 ITSELF = "the model that trains"
-"""The name by which `annotate` asks it, which no reference has."""
+"""The name under which `annotate` asks it (`ObjectiveFacts.asks_itself`), which no reference has."""
 AUXILIARY = "auxiliary"
 """Name of the loss term that layers add, such as router losses."""
 TEACHER_LOSS = "teacher_loss"
@@ -44,6 +44,54 @@ def auxiliary_terms(aux: Mapping[str, AuxLoss]) -> tuple[dict[str, Sum], Metrics
 
 
 @dataclass(frozen=True)
+class ObjectiveFacts:
+    """Declares what plans, reports and controllers must know of an objective with its keys.
+
+    Attributes:
+        batch_types: the kinds of batches that it reads.
+        inner: the objective inside of it whose loss it computes, for messages; None if the loss is its own.
+        other_batches: what to change if the data makes batches of other kinds.
+        sequences_axis: the axis of the sequences of an example, if the model reads all of them; None if it reads one.
+        reads_later_tokens: whether tokens of the model have to attend to later ones: false if the loss predicts these; None
+            if either will do.
+        inputs_repeat: whether the model reads the same each time that an example comes, so that what depends on it can be
+            stored. Masks belong to the example (`Examples.arrangement`).
+        compares_examples: whether the loss of an example depends on the others of its batch, which then has no microbatches.
+        num_shares: the number of blocks of layers that each compute an equal share of the rows of every microbatch.
+        head_in_fp8: whether the loss multiplies with the head as `ModelTraits.head_fp8` says. If it does not, the start-up
+            table says so.
+        trains_writing: whether the model is trained to write text, rather than to score it.
+        reports_teacher_loss: whether the metrics have `loss` and `TEACHER_LOSS`.
+        references: names of the models in the section `refs` that `annotate` asks.
+        holds_reference: whether its slot has a further reference, with the sizes of the model that trains.
+        asks_itself: whether `annotate` asks the model that trains, under the name `ITSELF`, of which a part is frozen. Needs
+            an `annotation_key`.
+        annotation_key: the facts that annotations on disk depend on, besides references and tokens. With a key, each sequence
+            that the phase's steps read is annotated once, before the first step. None if each step asks.
+        pacing: sets the pace of layers, and ends the phase early; None if the optimizer alone does that.
+        flops: (the model that trains, the references that the step queries) -> FLOPs per training token.
+    """
+
+    batch_types: tuple[type, ...] = (TokenBatch,)
+    inner: "ObjectiveConfig | None" = None
+    other_batches: str = "Choose another objective or another kind of data"
+    sequences_axis: str | None = None
+    reads_later_tokens: bool | None = False
+    inputs_repeat: bool = False
+    compares_examples: bool = False
+    num_shares: int = 1
+    head_in_fp8: bool = True
+    trains_writing: bool = True
+    reports_teacher_loss: bool = False
+    references: tuple[str, ...] = ()
+    holds_reference: bool = False
+    asks_itself: bool = False
+    annotation_key: Mapping[str, Any] | None = None
+    pacing: Pacing | None = None
+    flops: Callable[[ModelInStep, Sequence[ModelInStep]], FlopsPerToken] = trained_and_read
+
+
+@dataclass(frozen=True)
 class ObjectiveConfig(Registry, draccus.ChoiceRegistry, abc.ABC):
     """A loss as weighted sums.
 
@@ -51,23 +99,15 @@ class ObjectiveConfig(Registry, draccus.ChoiceRegistry, abc.ABC):
     split into microbatches or sharded over devices.
     """
 
-    batch_types: ClassVar[tuple[type, ...]] = (TokenBatch,)
-    """The kinds of batches that the objective reads."""
-    other_batches: ClassVar[str] = "Choose another objective or another kind of data"
-    """What to change if the data makes batches of other kinds."""
-    head_in_fp8: ClassVar[bool] = True
-    """Whether the loss multiplies with the head as `ModelTraits.head_fp8` says. If not, the start-up table says so."""
-    trains_writing: ClassVar[bool] = True
-    """Whether the model is trained to write text, rather than to score it."""
-    reads_later_tokens: ClassVar[bool | None] = False
-    """Whether tokens of the model have to attend to later ones: false if the loss predicts these; None if either will do."""
-    sequences_axis: ClassVar[str | None] = None
-    """The axis of the sequences of an example, if the model reads all of them; None if it reads one."""
-
     @classmethod
     def default_choice_name(cls) -> str | None:
         """The objective used when a config has no `type:`."""
         return "next_token"
+
+    @property
+    def facts(self) -> ObjectiveFacts:
+        """What others must know of the objective before it trains."""
+        return ObjectiveFacts()
 
     def prepare(self, phase: Any) -> Any:
         """The phase as it trains this objective, with surgeries of its own, for example. Called once, in planning.
@@ -80,25 +120,17 @@ class ObjectiveConfig(Registry, draccus.ChoiceRegistry, abc.ABC):
         """
         return phase
 
-    def check_columns(self, columns: Collection[str], model: LanguageModel) -> None:
-        """Raises `ConfigError` if the objective cannot train a model like this, with shapes, on columns of these names."""
+    def check(self, batch: Any, model: LanguageModel, trainable: Any) -> None:
+        """Checks what `facts` cannot say. Called in planning.
 
-    def check_model(self, model: ModelConfig) -> None:
-        """Raises `ConfigError` if the loss means nothing for this model."""
-        name, key = f"objective.type: {choice_name(type(self))}", "model.use_bidirectional_attention"
-        if self.reads_later_tokens is False and not model.is_causal:
-            raise ConfigError(
-                f"{name} predicts each token from those before it, but with {key}: true, the model reads the token itself."
-                " Set it to false, or predict hidden tokens: objective.type: diffusion or mlm, with data.masking"
-            )
-        if self.reads_later_tokens and model.is_causal:
-            raise ConfigError(
-                f"{name} predicts hidden tokens from those on both sides, but tokens of this model attend only to earlier"
-                f" ones. Set {key}: true (families that have it: llama, qwen2, qwen3, gemma3), or objective.type: clm"
-            )
+        Args:
+            batch: of one of `batch_types`. Columns that the data does not have are None; the others have no values.
+            model: shapes and dtypes of the model at the start of the phase.
+            trainable: the model, with None in place of frozen leaves.
 
-    def check_batch(self, batch: Any) -> None:
-        """Raises `ConfigError` if the objective cannot train on batches like this one, whose columns are None."""
+        Raises:
+            ConfigError: the objective cannot train the model on such batches.
+        """
 
     def init_slot(self, trainable: Any) -> Any:
         """The state that the objective keeps between steps, or None.
@@ -117,105 +149,25 @@ class ObjectiveConfig(Registry, draccus.ChoiceRegistry, abc.ABC):
         """
         return slot
 
-    @property
-    def pacing(self) -> Pacing | None:
-        """Sets the pace of layers, and ends the phase early; None if the optimizer alone does that."""
-        return None
-
-    @property
-    def trunk(self) -> "Trunk | None":
-        """Stores the input of the layers that train; None if each step computes it."""
-        return None
-
-    @property
-    def references(self) -> tuple[str, ...]:
-        """Names of the models in the section `refs` that `annotate` asks."""
-        return ()
-
-    @property
-    def holds_reference(self) -> bool:
-        """Tells whether `references_in_slot` has a model with the sizes of the one that trains."""
-        return False
-
-    @property
-    def reports_teacher_loss(self) -> bool:
-        """Tells whether the metrics have `loss` and `TEACHER_LOSS`."""
-        return False
-
-    @property
-    def num_denoisers(self) -> int | None:
-        """The number of blocks of layers that each compute an equal share of the rows of every microbatch, by their mask
-        fractions. The phase then begins with the surgery `denoisers`. None if all layers compute every row."""
-        return None
-
-    def flops_per_token(self, model: ModelInStep, references: Sequence[ModelInStep]) -> FlopsPerToken:
-        """FLOPs per training token: the model's, forward and backward, and the forward passes of the references.
-
-        Args:
-            model: the model that trains.
-            references: those that the step queries.
-        """
-        flops = model.trained()
-        for reference in references:
-            flops = flops.with_forward(reference.flops_per_token())
-        return flops
-
-    @property
-    def compares_examples(self) -> bool:
-        """Tells whether the loss of an example depends on the others of its batch, which then has no microbatches."""
-        return False
-
-    def references_in_slot(self, slot: Any, model: LanguageModel) -> Mapping[str, LanguageModel]:
-        """Models by name that the objective keeps in its state, and that `annotate` queries besides `references`.
-
-        Args:
-            model: the model that trains, in the dtypes of the computation, for what the state has no copy of.
-        """
-        return {}
-
-    @property
-    def annotation_key(self) -> Mapping[str, Any] | None:
-        """The facts that annotations on disk depend on, besides references and tokens; None if steps ask the references.
-
-        With a key, each sequence that the phase's steps read is annotated once, before the first step.
-        """
-        return None
-
-    @property
-    def inputs_key(self) -> Mapping[str, Any] | None:
-        """The facts that the model's tokens depend on, besides the example; {} if `read_inputs` are those of the batch.
-        Masks belong to the example (`Examples.arrangement`). None if that is not known, or random: then nothing that depends
-        on them can be stored."""
-        return None
-
-    def read_inputs(self, batch: Any) -> Inputs:
-        """Selects what the model reads of a batch, for an objective with `inputs_key`."""
-        return Inputs.of(batch.supervised())
-
-    def annotate(self, refs: Mapping[str, LanguageModel], batch: Any) -> Any:
-        """Adds what the references say about a microbatch, as its `annotations`. Has no gradient.
-
-        Args:
-            refs: the models named by `references`, and those of `references_in_slot`.
-            batch: {batch, ...}. If it has annotations already, it must be returned unchanged.
-        """
-        return batch
-
-    def with_batch_statistics(self, batch: Any) -> Any:
-        """The batch with what the loss of an example needs to know of all of them, before they are split into microbatches.
+    def prepare_batch(self, batch: Any, key: jax.Array | None) -> Any:
+        """The batch with what the loss of an example needs to know of all of them, and with noise of its own that must not
+        depend on how the batch is split, before it is split into microbatches.
 
         Args:
             batch: {[microbatch,] batch, ...}, the whole batch, not annotated.
+            key: of the step; None in evaluations.
         """
         return batch
 
-    def with_row_keys(self, batch: Any, key: jax.Array) -> Any:
-        """The batch with random keys for its rows, for an objective with noise of its own that must not depend on how the
-        batch is split. Only training calls it.
+    def annotate(self, refs: Mapping[str, LanguageModel], batch: Any, slot: Any = None, model: Any = None) -> Any:
+        """Adds what the references say about a microbatch, as its `annotations`. Has no gradient.
 
         Args:
-            batch: {microbatch, batch, ...}, the whole batch.
-            key: of the step.
+            refs: the models of `references`, by name.
+            batch: {batch, ...}. If it has annotations already, it must be returned unchanged.
+            slot: the state, which may hold a further reference.
+            model: the model that trains, in the dtypes of the computation, for what the slot has no copy of. Not given where
+                annotations are made before training.
         """
         return batch
 
@@ -230,23 +182,41 @@ class ObjectiveConfig(Registry, draccus.ChoiceRegistry, abc.ABC):
         """The loss terms of one microbatch (differentiable totals), metrics to log, and the new slot."""
 
 
-class Trunk(abc.ABC):
-    """Stores the output of frozen lower layers, once per training sequence, when the phase begins.
+def check_data(objective: ObjectiveConfig, data: Any, batch: Any) -> None:
+    """Raises `ConfigError` if an objective does not read the batches of a data section. Args: batch: see `check`."""
+    facts = objective.facts
+    for one in (objective,) if facts.inner is None else (facts.inner, objective):
+        kinds = one.facts.batch_types
+        if not isinstance(batch, kinds):
+            hides = data.batching.masking is not None and TokenBatch in kinds
+            other = "Remove data.masking, or predict what it hides: objective.type: mlm or diffusion"
+            raise ConfigError(
+                f"{_name(one)} cannot train on data.type: {choice_name(type(data))}: it reads"
+                f" {' or '.join(kind.__name__ for kind in kinds)}, and the data makes {type(batch).__name__}."
+                f" {other if hides else one.facts.other_batches}"
+            )
+    if facts.annotation_key is not None and (changes := data.batching.never_repeats) is not None:
+        other = "use the objective inside of it alone" if facts.asks_itself else "set objective.cache: false"
+        raise ConfigError(
+            f"{_name(objective)} stores what a model computes of each sequence, but {changes}, or {other}"
+        )
 
-    `annotate` gets the model that trains as the reference `ITSELF`. The stored output must not change during the phase.
-    """
 
-    objective: ObjectiveConfig
-    """The objective of the layers above."""
+def check_model(objective: ObjectiveConfig, model: ModelConfig) -> None:
+    """Raises `ConfigError` if the loss means nothing for a model of this config."""
+    facts, key = objective.facts, "model.use_bidirectional_attention"
+    name = _name(facts.inner or objective)
+    if facts.reads_later_tokens is False and not model.is_causal:
+        raise ConfigError(
+            f"{name} predicts each token from those before it, but with {key}: true, the model reads the token itself."
+            " Set it to false, or predict hidden tokens: objective.type: diffusion or mlm, with data.masking"
+        )
+    if facts.reads_later_tokens and model.is_causal:
+        raise ConfigError(
+            f"{name} predicts hidden tokens from those on both sides, but tokens of this model attend only to earlier"
+            f" ones. Set {key}: true (families that have it: llama, qwen2, qwen3, gemma3), or objective.type: clm"
+        )
 
-    @abc.abstractmethod
-    def first_layer(self, model: LanguageModel) -> int:
-        """The number of the first layer that a step computes, whose input is stored."""
 
-    @abc.abstractmethod
-    def check_trainable(self, model: LanguageModel, trainable: Any) -> None:
-        """Raises `ConfigError` if what is stored would change while the model trains. Called with shapes.
-
-        Args:
-            trainable: the model, with None in place of frozen leaves.
-        """
+def _name(objective: ObjectiveConfig) -> str:
+    return f"objective.type: {choice_name(type(objective))}"

@@ -3,7 +3,7 @@
 import abc
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any
 
 import equinox as eqx
 import haliax as hax
@@ -18,7 +18,7 @@ from jaxlm.core.tree import is_named
 from jaxlm.core.values.batch_types import PairBatch, TokenBatch
 from jaxlm.models.base import AuxLoss, Inputs, LanguageModel
 from jaxlm.models.loss import ChunkLogits, token_numbers
-from jaxlm.objectives.base import ObjectiveConfig
+from jaxlm.objectives.base import ObjectiveConfig, ObjectiveFacts
 
 _INITIAL, _NONE = "initial", "none"  # references that are not in the section `refs`
 _WHOLE = 1.0
@@ -125,12 +125,15 @@ class ReferencedObjective(ObjectiveConfig):
         sync_mixup: fraction by which such an update moves the reference to the model; 1 replaces it.
     """
 
-    head_in_fp8: ClassVar[bool] = False
-
     reference: str | None = field(default=None, kw_only=True)
     cache: bool = field(default=False, kw_only=True)
     sync_interval: Annotated[NonNegativeInt, STEPS_OF_PHASE] = field(default=0, kw_only=True)
     sync_mixup: PositiveFraction = field(default=_WHOLE, kw_only=True)
+
+    @property
+    @abc.abstractmethod
+    def facts_alone(self) -> ObjectiveFacts:
+        """The facts without those about the reference. Its `annotation_key` has what answers depend on besides the loss."""
 
     @property
     @abc.abstractmethod
@@ -147,12 +150,12 @@ class ReferencedObjective(ObjectiveConfig):
             raise ConfigError(
                 f"objective.reference: '{self.reference}' given, but the loss needs none with these keys. Remove it"
             )
-        if self.cache and not self.references:
+        if self.cache and self._reference in (_INITIAL, _NONE):
             raise ConfigError(
                 f"objective.cache: true given with reference: {self._reference}. Only a model of the section refs can be"
                 " asked before training: set reference to its name, or remove cache"
             )
-        if self.sync_interval and not self.holds_reference:
+        if self.sync_interval and not self._holds_reference:
             raise ConfigError(
                 f"objective.sync_interval: {self.sync_interval} given with reference: {self._reference}, which never"
                 f" changes. Set reference to {_INITIAL}, or remove sync_interval"
@@ -176,22 +179,25 @@ class ReferencedObjective(ObjectiveConfig):
         return self.reference or (_INITIAL if self.needs_reference else _NONE)
 
     @property
-    def references(self) -> tuple[str, ...]:
-        return () if self._reference in (_INITIAL, _NONE) else (self._reference,)
-
-    @property
-    def holds_reference(self) -> bool:
+    def _holds_reference(self) -> bool:
         return self._reference == _INITIAL
 
     @property
-    def annotation_key(self) -> Mapping[str, Any] | None:
-        return {"logps": type(self).__name__} if self.cache else None
+    def facts(self) -> ObjectiveFacts:
+        alone = self.facts_alone
+        return replace(
+            alone,
+            head_in_fp8=False,
+            references=() if self._reference in (_INITIAL, _NONE) else (self._reference,),
+            holds_reference=self._holds_reference,
+            annotation_key={"logps": type(self).__name__, **(alone.annotation_key or {})} if self.cache else None,
+        )
 
     def init_slot(self, trainable: Any) -> HeldReference | None:
         statistics = self.init_statistics()
-        if not self.holds_reference and not statistics:
+        if not self._holds_reference and not statistics:
             return None
-        weights = trainable if self.holds_reference else None
+        weights = trainable if self._holds_reference else None
         if self.sync_mixup != _WHOLE:
             weights = jax.tree.map(lambda array: array.astype(jnp.promote_types(array.dtype, jnp.float32)), weights)
         return HeldReference(weights, statistics)
@@ -200,12 +206,11 @@ class ReferencedObjective(ObjectiveConfig):
         after = slot.synced(trainable, updates, self.sync_interval, self.sync_mixup)
         return replace(after, statistics=self.update_statistics(slot.statistics))
 
-    def references_in_slot(self, slot: HeldReference | None, model: LanguageModel) -> Mapping[str, LanguageModel]:
-        return {_INITIAL: slot.model(model)} if slot is not None and self.holds_reference else {}
-
-    def annotate(self, refs: Mapping[str, LanguageModel], batch: Any) -> Any:
+    def annotate(
+        self, refs: Mapping[str, LanguageModel], batch: Any, slot: HeldReference | None = None, model: Any = None
+    ) -> Any:
         """Adds the reference's log-likelihoods. Without an effect on a batch that has them."""
         if batch.annotations is not None or self._reference == _NONE:
             return batch
-        logps = self.reference_logps(refs[self._reference], batch)
-        return replace(batch, annotations=ReferenceLogps(logps))
+        reference = slot.model(model) if slot is not None and self._holds_reference else refs[self._reference]
+        return replace(batch, annotations=ReferenceLogps(self.reference_logps(reference, batch)))

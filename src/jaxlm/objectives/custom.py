@@ -1,6 +1,5 @@
 """Prediction of labels that the data gives."""
 
-from collections.abc import Mapping
 from typing import Any, ClassVar
 
 import haliax as hax
@@ -10,7 +9,7 @@ from jaxlm.core.values.batch_types import LabeledBatch
 from jaxlm.core.values.sums import Sum
 from jaxlm.models.base import Inputs, LanguageModel
 from jaxlm.models.loss import next_token_sums
-from jaxlm.objectives.base import AUXILIARY, Metrics, ObjectiveConfig, auxiliary_terms, auxiliary_weight
+from jaxlm.objectives.base import AUXILIARY, Metrics, ObjectiveConfig, ObjectiveFacts, auxiliary_terms, auxiliary_weight
 from jaxlm.reading.choices import choice
 
 
@@ -20,14 +19,13 @@ class CustomTargets(ObjectiveConfig):
     is hidden or shifted here: see `data.type: labeled`.
     """
 
-    batch_types: ClassVar[tuple[type, ...]] = (LabeledBatch,)
-    other_batches: ClassVar[str] = "Set data.type: labeled, whose records have a label for each token"
-    head_in_fp8: ClassVar[bool] = False
-    reads_later_tokens: ClassVar[bool | None] = None
-
-    @property
-    def inputs_key(self) -> Mapping[str, Any] | None:
-        return {}
+    facts: ClassVar[ObjectiveFacts] = ObjectiveFacts(
+        batch_types=(LabeledBatch,),
+        other_batches="Set data.type: labeled, whose records have a label for each token",
+        head_in_fp8=False,
+        reads_later_tokens=None,
+        inputs_repeat=True,
+    )
 
     def weights(self, batch: LabeledBatch) -> dict[str, jax.Array]:
         """The number of tokens with a label, and of those that are not padding."""

@@ -7,7 +7,7 @@ et al. 2024 (arXiv:2306.13649), equation 1. Top k: `jaxlm.models.distillation.ch
 
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
 import equinox as eqx
 import haliax as hax
@@ -30,7 +30,15 @@ from jaxlm.models.distillation.chunked import (
     top_k_of,
 )
 from jaxlm.models.distillation.layerwise import hidden_distance, with_streams
-from jaxlm.objectives.base import AUXILIARY, TEACHER_LOSS, Metrics, ObjectiveConfig, auxiliary_terms, auxiliary_weight
+from jaxlm.objectives.base import (
+    AUXILIARY,
+    TEACHER_LOSS,
+    Metrics,
+    ObjectiveConfig,
+    ObjectiveFacts,
+    auxiliary_terms,
+    auxiliary_weight,
+)
 from jaxlm.reading.choices import choice
 
 _EVEN = 0.5
@@ -69,8 +77,6 @@ class Distill(ObjectiveConfig):
             `top_k`, with which the probability of a token is not known.
     """
 
-    head_in_fp8: ClassVar[bool] = False
-
     teacher: str = "teacher"
     divergence: Literal["forward_kl", "reverse_kl", "js"] = "forward_kl"
     beta: ProperFraction = _EVEN
@@ -101,18 +107,17 @@ class Distill(ObjectiveConfig):
             )
 
     @property
-    def references(self) -> tuple[str, ...]:
-        return (self.teacher,)
+    def facts(self) -> ObjectiveFacts:
+        return ObjectiveFacts(
+            head_in_fp8=False,
+            reports_teacher_loss=self.teacher_loss,
+            references=(self.teacher,),
+            annotation_key={"top_k": self.top_k, "temperature": self.temperature} if self.cache else None,
+        )
 
-    @property
-    def annotation_key(self) -> Mapping[str, Any] | None:
-        return {"top_k": self.top_k, "temperature": self.temperature} if self.cache else None
-
-    @property
-    def reports_teacher_loss(self) -> bool:
-        return self.teacher_loss
-
-    def annotate(self, refs: Mapping[str, LanguageModel], batch: TokenBatch) -> TokenBatch:
+    def annotate(
+        self, refs: Mapping[str, LanguageModel], batch: TokenBatch, slot: Any = None, model: Any = None
+    ) -> TokenBatch:
         """Adds the teacher's hidden states and head, or its top k. Without an effect on a batch that has them."""
         if batch.annotations is not None:
             return batch

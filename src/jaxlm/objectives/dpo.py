@@ -4,9 +4,8 @@ Source: Rafailov et al. 2023, "Direct Preference Optimization" (arXiv:2305.18290
 `jaxlm.objectives.pair_losses`, the reference that follows the model in `jaxlm.objectives.completions`.
 """
 
-from collections.abc import Mapping
 from dataclasses import replace
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, Literal
 
 import haliax as hax
 import jax
@@ -21,7 +20,7 @@ from jaxlm.core.values.permutation import in_row_order, in_text_order
 from jaxlm.core.values.sums import Sum
 from jaxlm.models.base import LanguageModel
 from jaxlm.models.loss import ChunkLogits
-from jaxlm.objectives.base import AUXILIARY, Metrics, ObjectiveConfig, auxiliary_terms, auxiliary_weight
+from jaxlm.objectives.base import AUXILIARY, Metrics, ObjectiveConfig, ObjectiveFacts, auxiliary_terms, auxiliary_weight
 from jaxlm.objectives.completions import (
     ReferencedObjective,
     by_pair,
@@ -92,9 +91,6 @@ class Dpo(ReferencedObjective):
             which has it by definition, and otherwise 0.
     """
 
-    batch_types: ClassVar[tuple[type, ...]] = (PairBatch,)
-    sequences_axis: ClassVar[str | None] = PAIR
-
     loss_type: LossName | dict[str, PositiveFloat] = "sigmoid"
     beta: PositiveFloat = 0.1
     label_smoothing: Annotated[float, Interval(ge=0, lt=0.5)] = 0.0
@@ -126,7 +122,7 @@ class Dpo(ReferencedObjective):
         for key, default in (("reduction", "sum"), ("ld_alpha", None)):
             self._check_effective(key, getattr(self, key), default, _OF_REFERENCE)
         self._check_divergence()
-        if self.wpo and self.compares_examples:
+        if self.wpo and self.facts_alone.compares_examples:
             raise ConfigError(
                 f"objective.wpo: true given, but {' and '.join(BATCH_LOSSES)} compare completions of different pairs, which"
                 " have no common weight. Remove one of them"
@@ -169,13 +165,13 @@ class Dpo(ReferencedObjective):
         return bool(set(_OF_REFERENCE) & set(self._losses))
 
     @property
-    def compares_examples(self) -> bool:
-        return bool(BATCH_LOSSES.keys() & self._losses)
-
-    @property
-    def annotation_key(self) -> Mapping[str, Any] | None:
-        key = super().annotation_key
-        return key if key is None or self.ld_alpha is None else {**key, "ld_alpha": self.ld_alpha}
+    def facts_alone(self) -> ObjectiveFacts:
+        return ObjectiveFacts(
+            batch_types=(PairBatch,),
+            sequences_axis=PAIR,
+            compares_examples=bool(BATCH_LOSSES.keys() & self._losses),
+            annotation_key=None if self.ld_alpha is None else {"ld_alpha": self.ld_alpha},
+        )
 
     @property
     def _sft_weight(self) -> float:

@@ -4,9 +4,9 @@ Source: Ethayarajh et al. 2024, "KTO: Model Alignment as Prospect Theoretic Opti
 and 9; without a KL divergence: D'Oosterlinck et al. 2024 (arXiv:2408.06266), equation 7, for one completion at a time.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, ClassVar
+from typing import Any
 
 import haliax as hax
 import jax
@@ -19,8 +19,8 @@ from jaxlm.core.values.batch_types import UnpairedBatch
 from jaxlm.core.values.sums import Sum
 from jaxlm.models.base import LanguageModel
 from jaxlm.models.flops import FlopsPerToken
-from jaxlm.models.step_flops import ModelInStep
-from jaxlm.objectives.base import AUXILIARY, Metrics, ObjectiveConfig, auxiliary_terms, auxiliary_weight
+from jaxlm.models.step_flops import ModelInStep, trained_and_read
+from jaxlm.objectives.base import AUXILIARY, Metrics, ObjectiveConfig, ObjectiveFacts, auxiliary_terms, auxiliary_weight
 from jaxlm.objectives.completions import HeldReference, ReferencedObjective, completion_logps
 from jaxlm.reading.choices import choice
 
@@ -55,8 +55,6 @@ class Kto(ReferencedObjective):
             a larger weight.
     """
 
-    batch_types: ClassVar[tuple[type, ...]] = (UnpairedBatch,)
-
     beta: PositiveFloat = 0.1
     estimate_kl: bool = True
     desirable_weight: NonNegativeFloat = 1.0
@@ -71,12 +69,10 @@ class Kto(ReferencedObjective):
     def needs_reference(self) -> bool:
         return True
 
-    def flops_per_token(self, model: ModelInStep, references: Sequence[ModelInStep]) -> FlopsPerToken:
-        """With `estimate_kl`, model and references also read a mismatched completion, without a backward pass."""
-        flops = super().flops_per_token(model, references)
-        for other in (model, *references) if self.estimate_kl else ():
-            flops = flops.with_forward(other.flops_per_token())
-        return flops
+    @property
+    def facts_alone(self) -> ObjectiveFacts:
+        flops = _with_mismatched if self.estimate_kl else trained_and_read
+        return ObjectiveFacts((UnpairedBatch,), annotation_key={"estimate_kl": self.estimate_kl}, flops=flops)
 
     def init_statistics(self) -> dict[str, jax.Array]:
         names = (_KL, _TOTAL, _COUNT) if self.estimate_kl else ()
@@ -88,11 +84,6 @@ class Kto(ReferencedObjective):
         kl = jnp.maximum(statistics[_TOTAL] / jnp.maximum(statistics[_COUNT], 1.0), 0.0)
         # The loss and its gradient do not show a value that is not finite here, and no later step would be without it.
         return {**self.init_statistics(), _KL: jnp.where(jnp.isfinite(kl), kl, statistics[_KL])}
-
-    @property
-    def annotation_key(self) -> Mapping[str, Any] | None:
-        key = super().annotation_key
-        return key if key is None else {**key, "estimate_kl": self.estimate_kl}
 
     def reference_logps(self, model: LanguageModel, batch: UnpairedBatch) -> hax.NamedArray:
         """{batch, kind}: of the completions, and of those of other records."""
@@ -143,6 +134,11 @@ class Kto(ReferencedObjective):
             _COUNT: before[_COUNT] + jnp.sum(counted, dtype=jnp.float32),
         }
         return replace(slot, statistics={**before, **added})
+
+
+def _with_mismatched(model: ModelInStep, references: Sequence[ModelInStep]) -> FlopsPerToken:
+    """Model and references also read a mismatched completion, without a backward pass."""
+    return trained_and_read(model, (*references, model, *references))
 
 
 def _has_targets(batch: UnpairedBatch) -> hax.NamedArray:

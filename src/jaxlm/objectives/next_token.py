@@ -5,8 +5,7 @@ Understanding by Generative Pre-Training", equation 1); z-loss, label smoothing 
 NEFTune as in `jaxlm.models.layers.token_embeddings`.
 """
 
-from collections.abc import Mapping
-from typing import Any, ClassVar
+from typing import Any
 
 import haliax as hax
 import jax
@@ -17,7 +16,7 @@ from jaxlm.core.values.batch_types import LabeledBatch, MaskedBatch, PairBatch, 
 from jaxlm.core.values.sums import Sum, TokenScores
 from jaxlm.models.base import EmbeddingNoise, Inputs, LanguageModel
 from jaxlm.models.loss import next_token_sums, token_losses
-from jaxlm.objectives.base import AUXILIARY, Metrics, ObjectiveConfig, auxiliary_terms, auxiliary_weight
+from jaxlm.objectives.base import AUXILIARY, Metrics, ObjectiveConfig, ObjectiveFacts, auxiliary_terms, auxiliary_weight
 from jaxlm.reading.choices import choice
 
 
@@ -35,8 +34,6 @@ class NextToken(ObjectiveConfig):
         log_entropy: log the mean entropy of the predictions as `train/entropy`.
     """
 
-    batch_types: ClassVar[tuple[type, ...]] = (TokenBatch, PairBatch)
-
     z_loss_weight: NonNegativeFloat = 0.0
     label_smoothing: BelowOne = 0.0
     dft: bool = False
@@ -50,12 +47,12 @@ class NextToken(ObjectiveConfig):
                 " likelihood. Remove one of them"
             )
 
-    def with_row_keys(self, batch: TokenBatch | PairBatch, key: jax.Array) -> TokenBatch | PairBatch:
-        return batch.with_row_keys(key) if self.neftune_alpha else batch
-
     @property
-    def inputs_key(self) -> Mapping[str, Any] | None:
-        return None if self.neftune_alpha else {}
+    def facts(self) -> ObjectiveFacts:
+        return ObjectiveFacts(batch_types=(TokenBatch, PairBatch), inputs_repeat=not self.neftune_alpha)
+
+    def prepare_batch(self, batch: TokenBatch | PairBatch, key: jax.Array | None) -> TokenBatch | PairBatch:
+        return batch.with_row_keys(key) if self.neftune_alpha and key is not None else batch
 
     def weights(self, batch: TokenBatch | PairBatch) -> dict[str, jax.Array]:
         """The number of tokens in the loss mask, and of those that are not padding."""

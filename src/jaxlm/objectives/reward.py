@@ -17,7 +17,7 @@ from jaxlm.core.values.batch_types import PairBatch, TokenBatch
 from jaxlm.core.values.permutation import text_index
 from jaxlm.core.values.sums import Sum
 from jaxlm.models.base import AuxLoss, Inputs, LanguageModel, reward_head
-from jaxlm.objectives.base import AUXILIARY, Metrics, ObjectiveConfig, auxiliary_terms, auxiliary_weight
+from jaxlm.objectives.base import AUXILIARY, Metrics, ObjectiveConfig, ObjectiveFacts, auxiliary_terms, auxiliary_weight
 from jaxlm.objectives.completions import by_pair, is_pair
 from jaxlm.reading.choices import choice
 
@@ -47,10 +47,9 @@ class RewardObjective(ObjectiveConfig):
         center_coefficient: weight of the squared sum of both rewards of a pair, which keeps their mean near 0; 0 disables it.
     """
 
-    batch_types: ClassVar[tuple[type, ...]] = (PairBatch,)
-    head_in_fp8: ClassVar[bool] = False
-    trains_writing: ClassVar[bool] = False
-    sequences_axis: ClassVar[str | None] = PAIR
+    facts: ClassVar[ObjectiveFacts] = ObjectiveFacts(
+        batch_types=(PairBatch,), sequences_axis=PAIR, head_in_fp8=False, trains_writing=False
+    )
 
     center_coefficient: NonNegativeFloat = 0.0
 

@@ -11,20 +11,10 @@ from jaxlm.observe.events import phase_history
 from jaxlm.observe.logged_run import LoggedRun, Series
 
 COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#333333")  # Okabe and Ito
-
-
 BAND_OPACITY = 0.16  # of the background of some steps
-
-
 _FIRST_BAND = 2  # the colors before are those of the curves on it
-
-
 _SMOOTHING_WIDTH = 0.02  # width of the moving averages, as a fraction of the steps of the longest curve
-
-
 _MAX_HALF_WIDTH = 500
-
-
 _MIN_POINTS = 50  # of a curve that has a moving average
 
 

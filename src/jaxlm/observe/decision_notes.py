@@ -8,8 +8,6 @@ from jaxlm.core.redaction import redact
 from jaxlm.observe.records import is_count, parse_jsonl
 
 _MAX_CHARACTERS = 400  # of a decision in words
-
-
 _MAX_NAME = 60
 
 

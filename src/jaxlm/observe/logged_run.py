@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from jaxlm.core.errors import ConfigError
+from jaxlm.core.errors import ConfigError, listed
 from jaxlm.core.redaction import redact, redacted
 from jaxlm.core.safe_io import read_bytes, read_stored
 from jaxlm.core.stores import is_url, open_store, storage_errors
@@ -31,7 +31,6 @@ from jaxlm.observe.records import (
 )
 
 LOGS = Path("logs")
-_MAX_SHOWN = 8  # names of runs in a message
 _LARGEST = 1e300
 
 
@@ -150,21 +149,20 @@ def _read(name: str, location: str, read: Callable[[str], bytes]) -> LoggedRun:
         records, num_damaged = parse_jsonl(read(METRICS))
     except FileNotFoundError:
         raise ConfigError(_no_run(location)) from None
+    unread = _left_out(METRICS, len(records), num_damaged)
+
+    def parsed(file: str, parse: Callable[[bytes], tuple[list[Any], int]]) -> list[Any]:
+        lines, num_damaged = parse(optional(file))
+        unread.extend(_left_out(file, len(lines), num_damaged))
+        return lines
+
     ends = attempt_ends(records)
-    samples, num_damaged_samples = _valid(optional(SAMPLES), _is_sample)
-    completions, num_damaged_completions = _valid(optional(COMPLETIONS), _is_completion)
-    decisions, num_damaged_decisions = parse_decisions(optional(DECISIONS), ends)
-    unread = [
-        *_left_out(METRICS, len(records), num_damaged),
-        *_left_out(SAMPLES, len(samples), num_damaged_samples),
-        *_left_out(COMPLETIONS, len(completions), num_damaged_completions),
-        *_left_out(DECISIONS, len(decisions), num_damaged_decisions),
-    ]
+    samples = parsed(SAMPLES, lambda content: _valid(content, _is_sample))
+    completions = parsed(COMPLETIONS, lambda content: _valid(content, _is_completion))
+    decisions = parsed(DECISIONS, lambda content: parse_decisions(content, ends))
     goodput = None
     try:
-        lines, num_damaged = parse_lines(optional(LEDGER))
-        goodput = account(lines)
-        unread += _left_out(LEDGER, len(lines), num_damaged)
+        goodput = account(parsed(LEDGER, parse_lines))
     except ConfigError as error:  # the page is about much more
         unread.append(str(error))
     return LoggedRun(
@@ -211,10 +209,9 @@ def _left_out(file: str, num_read: int, num_damaged: int) -> list[str]:
 
 def _no_run(location: str) -> str:
     names = sorted(path.parent.name for path in LOGS.glob(f"*/{METRICS}"))
-    listed = ", ".join(names if len(names) <= _MAX_SHOWN else [*names[:_MAX_SHOWN], "..."])
     return (
         f"report: '{location}' given, which is not a run: it has no {METRICS}. Give the log folder of a run, its URL, or"
-        f" a run's id below ./{LOGS} ({f'runs there: {listed}' if names else 'no runs are there'})"
+        f" a run's id below ./{LOGS} ({f'runs there: {listed(names)}' if names else 'no runs are there'})"
     )
 
 

@@ -74,14 +74,6 @@ class Profile:
         return dict(sorted(sums.items(), key=lambda pair: -pair[1]))
 
 
-def read_profile(trace: Path, program: str, operations: Mapping[str, Operation], num_steps: int) -> Profile | None:
-    """Summarizes a trace; None if it contains no operations of the compiled program with the name `program`."""
-    from jax.profiler import ProfileData
-
-    planes = list(ProfileData.from_file(str(trace)).planes)
-    return summarize(_events(planes, program), operations, num_steps, list(_pauses(planes)))
-
-
 def summarize(
     events: Iterable[ProfileEvent],
     operations: Mapping[str, Operation],
@@ -107,15 +99,16 @@ def summarize(
                 busy[device].append((event.start, event.end))
     if not busy:
         return None
+    gaps = [list(_gaps(parts)) for parts in busy.values()]
     paused = [
-        sum(end - start for start, end in _gaps(parts) if any(begin < end and start < stop for begin, stop in pauses))
-        for parts in busy.values()
+        sum(end - start for start, end in one if any(begin < end and start < stop for begin, stop in pauses))
+        for one in gaps
     ]
     spans = [
         max(end for _, end in parts) - min(start for start, _ in parts) - excluded
         for parts, excluded in zip(busy.values(), paused, strict=True)
     ]
-    covered = [_covered(parts) for parts in busy.values()]
+    idle = sum(end - start for one in gaps for start, end in one) - sum(paused)
     spent = [
         OperationTime(name, operations.get(name) or operation_by_name(name), seconds[name], calls[name])
         for name in seconds
@@ -125,7 +118,7 @@ def summarize(
         num_devices=len(busy),
         num_steps=num_steps,
         seconds=sum(spans) / len(spans) / 1e9,
-        idle=1 - sum(covered) / max(sum(spans), 1e-9),
+        idle=idle / max(sum(spans), 1e-9),
         paused=sum(paused) / len(paused) / 1e9,
     )
 
@@ -218,15 +211,6 @@ def _gaps(parts: list[tuple[float, float]]) -> Iterator[tuple[float, float]]:
         reached = max(end, reached)
 
 
-def _covered(parts: list[tuple[float, float]]) -> float:
-    """The length of the union of the intervals."""
-    total, reached = 0.0, float("-inf")
-    for start, end in sorted(parts):
-        total += max(0.0, end - max(start, reached))
-        reached = max(reached, end)
-    return total
-
-
 SUMMARY = "profile.md"
 
 
@@ -313,13 +297,16 @@ class ProfileHook:
         self._recording = True
 
     def _stop(self) -> None:
+        from jax.profiler import ProfileData
+
         self._recording = False
         jax.profiler.stop_trace()
         traces = sorted(self.folder.glob("plugins/profile/*/*.xplane.pb"), key=lambda path: path.stat().st_mtime_ns)
         text = self.program()
         name = text.partition(",")[0].removeprefix("HloModule ").strip()
         num_steps = self._end - self._begin
-        profile = read_profile(traces[-1], name, operations(text), num_steps) if traces else None
+        planes = list(ProfileData.from_file(str(traces[-1])).planes) if traces else []
+        profile = summarize(_events(planes, name), operations(text), num_steps, list(_pauses(planes)))
         if profile is None:
             self.log(f"profiler: the trace in {self.folder} has no operation of the training step; no summary written")
             return

@@ -18,6 +18,7 @@ from jaxlm.core import tree
 from jaxlm.core.axes import EXPERTS, HEAD_SIZE, POSITION, STACKED_LAYERS, VOCAB
 from jaxlm.core.field_types import BelowOne, NonNegativeFloat, PositiveFloat
 from jaxlm.optim.base import OptimizerConfig, ParameterGroup, chained, clip_by_norm
+from jaxlm.optim.clipping import with_array
 from jaxlm.optim.matrices import matrices
 from jaxlm.reading.choices import choice
 
@@ -82,8 +83,7 @@ class AdamMiniConfig(OptimizerConfig):
 
             def direction(path: str, leaf: Any) -> Any:
                 unbiased = tree.raw(leaf) / (1 - self.beta1**count)
-                array = (unbiased / sizes[path].array).astype(tree.raw(leaf).dtype)
-                return NamedArray(array, leaf.axes) if tree.is_named(leaf) else array
+                return with_array(leaf, (unbiased / sizes[path].array).astype(tree.raw(leaf).dtype))
 
             return tree.map_leaves(direction, mean), AdamMiniState(count, mean, squares)
 

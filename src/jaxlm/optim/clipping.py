@@ -21,7 +21,7 @@ import jax
 import jax.numpy as jnp
 import optax
 from annotated_types import Interval
-from haliax import Axis, NamedArray
+from haliax import NamedArray
 
 from jaxlm.core import tree
 from jaxlm.core.axes import EXPERTS, STACKED_LAYERS
@@ -35,9 +35,10 @@ _SEPARATE = (*STACKED_LAYERS, EXPERTS)
 
 def per_tensor(parameter: Any, value: float, dtype: jax.typing.DTypeLike) -> Any:
     """One number for each tensor of a parameter. A parameter without named axes is one tensor."""
-    axes = _axes(parameter)
-    array = jnp.full([axis.size for axis in axes], value, dtype)
-    return NamedArray(array, axes) if tree.is_named(parameter) else array
+    if not tree.is_named(parameter):
+        return jnp.full([], value, dtype)
+    axes = tuple(axis for axis in parameter.axes if axis.name in _SEPARATE)
+    return NamedArray(jnp.full([axis.size for axis in axes], value, dtype), axes)
 
 
 def sums_per_tensor(leaf: Any) -> jax.Array:
@@ -61,10 +62,6 @@ def with_array(leaf: Any, array: jax.Array) -> Any:
 def with_arrays(old: Any, arrays: Mapping[str, jax.Array]) -> Any:
     """The tree with other arrays of the same axes, by path."""
     return tree.map_leaves(lambda path, leaf: with_array(leaf, arrays[path]), old)
-
-
-def _axes(leaf: Any) -> tuple[Axis, ...]:
-    return tuple(axis for axis in leaf.axes if axis.name in _SEPARATE) if tree.is_named(leaf) else ()
 
 
 def _is_separate(leaf: Any) -> list[bool]:
@@ -218,7 +215,8 @@ class AdaGc:
 
         def update_fn(updates: Any, state: Any, params: Any = None) -> tuple[Any, AdaGcState]:
             gradients = dict(tree.leaves(updates))
-            norms = {path: jnp.sqrt(sums_per_tensor(_square(leaf))) for path, leaf in gradients.items()}
+            square = lambda leaf: with_array(leaf, jnp.square(tree.raw(leaf).astype(jnp.float32)))  # noqa: E731
+            norms = {path: jnp.sqrt(sums_per_tensor(square(leaf))) for path, leaf in gradients.items()}
             count, norm, variance = (
                 {path: tree.raw(leaf) for path, leaf in tree.leaves(numbers)}  # {} of None
                 for numbers in (state.count, state.norm, state.variance)
@@ -259,7 +257,3 @@ class AdaGc:
         rate = jnp.maximum(1 / (count + 1), 1 - self.beta)
         change = clipped - norm
         return count + 1, norm + rate * change, (1 - rate) * (variance + rate * jnp.square(change))
-
-
-def _square(leaf: Any) -> Any:
-    return with_array(leaf, jnp.square(tree.raw(leaf).astype(jnp.float32)))

@@ -155,7 +155,10 @@ def _without_adagc(
         owned_groups = [group for group in groups if group.owner == owner]
         if owned_groups:
             with _errors_of(owner):
-                transformation = _without_clipping(optimizer).build(owned_groups, num_steps)
+                # The norm of the whole gradient is clipped before.
+                clips = {"max_grad_norm"} & {field.name for field in dataclasses.fields(optimizer)}
+                member = dataclasses.replace(optimizer, groups=[], **dict.fromkeys(clips))
+                transformation = member.build(owned_groups, num_steps)
             path = "optimizer" if owner is None else f"optimizer.groups.{owner}"
             paths = frozenset(leaf for group in owned_groups for leaf in group.paths)
             stored = optimizer.state.stored(_with_controls(transformation, optimizer, path))
@@ -283,12 +286,6 @@ def _optimizers(config: OptimizerConfig) -> Iterator[tuple[int | None, Optimizer
     """Each entry of `groups` with its index, and then the outer optimizer."""
     yield from enumerate(config.groups)
     yield None, config
-
-
-def _without_clipping(optimizer: OptimizerConfig) -> OptimizerConfig:
-    """The optimizer of one member: the norm of the whole gradient is clipped before."""
-    clips = {"max_grad_norm"} & {field.name for field in dataclasses.fields(optimizer)}
-    return dataclasses.replace(optimizer, groups=[], **dict.fromkeys(clips))
 
 
 def _owners(config: OptimizerConfig, paths: Sequence[str]) -> dict[str, int | None]:

@@ -13,6 +13,7 @@ import re
 from collections.abc import Callable, Collection
 from typing import Annotated, Any
 
+import draccus
 import equinox as eqx
 import jax
 import jax.numpy as jnp
@@ -28,7 +29,7 @@ from jaxlm.core.axes import STACKED_LAYERS, axis_names
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.products.dynamic_map import nearest_codes, numbers_of
 from jaxlm.core.sharding import current_layout
-from jaxlm.reading.choices import NamedChoice, choice
+from jaxlm.reading.choices import Registry, choice
 from jaxlm.reading.decode import encode
 
 BLOCK_SIZE = 256
@@ -192,7 +193,7 @@ EMBEDDING = r"(^|\.)(tokens|positions)(\.|$)|embedding$"
 _NOT_NEGATIVE = {"nu", "sum_of_squares", "variance"}
 
 
-class StateFormat(NamedChoice, abc.ABC):
+class StateFormat(Registry, draccus.ChoiceRegistry, abc.ABC, by_name=True):
     """The format of an optimizer's state between updates. A plain name selects the format with its default options."""
 
     @abc.abstractmethod

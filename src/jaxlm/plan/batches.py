@@ -221,11 +221,12 @@ def _check_divides(trainer: BatchConfig, size: BatchSize, num_shards: int, per_d
 def check_microbatches(phase: Phase, earliest_start: int, batches: BatchSchedule, num_shards: int) -> None:
     """Raises `ConfigError` if the phase's objective compares examples that are in different microbatches, or microbatches do
     not divide into equal shares for its blocks. Args: earliest_start: see `earliest_starts`."""
-    stages, num_blocks = batches.between(earliest_start, phase.end), phase.objective.num_denoisers or 1
+    facts, stages = phase.objective.facts, batches.between(earliest_start, phase.end)
+    num_blocks = facts.num_shares
     planned = batches.between(phase.start, phase.end)
     early = lambda stage: "" if stage in planned else ", which it reads if an earlier phase ends early,"  # noqa: E731
     split = [stage for stage in stages if stage.num_microbatches > 1]
-    if split and phase.objective.compares_examples:
+    if split and facts.compares_examples:
         raise ConfigError(
             f"phase '{phase.name}': objective: with these keys, the loss compares all examples of a batch with each other,"
             f" but a batch of {split[0].size}{early(split[0])} is split into {split[0].num_microbatches} microbatches of"

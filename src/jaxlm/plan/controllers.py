@@ -22,7 +22,7 @@ def earliest_starts(config: RunConfig, phases: Sequence[Phase]) -> list[int]:
         until = config.phases[phase.index].until if config.phases else None
         if (until := until or config.trainer.until) is not None:
             end = min(end, _first_end(until, start, config.trainer.steps_per_eval))
-        starts.append(end if phase.objective.pacing is None else start + 1)
+        starts.append(end if phase.objective.facts.pacing is None else start + 1)
     return starts[:-1]
 
 
@@ -40,18 +40,18 @@ def phase_controllers(config: RunConfig, phase: PhaseConfig, index: int) -> tupl
     """The controllers of a phase. Raises `ConfigError` if one is invalid, or they do not go together."""
     trainer, optimizer, data = config.trainer, phase.optimizer or config.optimizer, [phase.data or config.data]
     objective = phase.objective or config.objective
+    known = objective.facts
     facts = PhaseFacts(
         **vars(optimizer.facts),
         has_validation=data[0].has_validation,
-        is_annotated=objective.annotation_key is not None,
-        reports_teacher_loss=objective.reports_teacher_loss,
+        is_annotated=known.annotation_key is not None,
+        reports_teacher_loss=known.reports_teacher_loss,
     )
     until, path = (trainer.until, "trainer.until") if phase.until is None else (phase.until, f"phases.{index}.until")
     made: list[Controller] = [BadStreak(optimizer.facts.rewind_rule, trainer.crash_after_skipped)]
-    if objective.pacing is not None:
-        made.append(Finished(objective.pacing.finished_metric))
+    if known.pacing is not None:
+        made.append(Finished(known.pacing.finished_metric))
     if until is not None:
-        until.check(path)
         check_metric(until.metric, f"{path}.metric", config, data, phase.name)
         made.append(EarlyStopping(until))
     written, path = (

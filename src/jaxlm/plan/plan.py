@@ -18,7 +18,6 @@ from jaxlm.core.mesh import MeshShape
 from jaxlm.core.precision import Precision, parse_precision
 from jaxlm.core.sharding import Layout
 from jaxlm.core.stores import is_url, local_copy, open_store
-from jaxlm.core.values.batch_types import TokenBatch
 from jaxlm.data.config import DataConfig
 from jaxlm.data.sources.named import NamedSource
 from jaxlm.data.tokenizer.train_bpe import BpeConfig, bpe_config
@@ -35,7 +34,7 @@ from jaxlm.interop.hf.hub import check_upload_name
 from jaxlm.interop.pretrained import hf_name
 from jaxlm.models.base import LanguageModel, ModelConfig, vocab_axis
 from jaxlm.models.diffusion import check_is_whole
-from jaxlm.objectives.base import ObjectiveConfig
+from jaxlm.objectives.base import ObjectiveConfig, check_data, check_model
 from jaxlm.optim.base import OptimizerConfig
 from jaxlm.optim.groups import group_schedules
 from jaxlm.plan.batches import BatchPlan, check_microbatches, plan_batches, small_batches, unreached_stages
@@ -46,6 +45,7 @@ from jaxlm.plan.mesh import check_phase, plan_mesh
 from jaxlm.plan.refs.base import Ref
 from jaxlm.plan.run_config import PhaseConfig, RunConfig
 from jaxlm.reading.decode import choice_name, encode
+from jaxlm.surgery.base import check_calibration
 
 
 @dataclass(frozen=True)
@@ -111,7 +111,7 @@ class Plan:
         seq_len = phase.model.seq_len
         columns = self.data[phase.index].batch_spec(seq_len).columns.values()
         sizes = {axis.name: axis.size for column in columns for axis in column.axes}
-        return seq_len * sizes.get(phase.objective.sequences_axis or "", 1)
+        return seq_len * sizes.get(phase.objective.facts.sequences_axis or "", 1)
 
     @property
     def log_folder(self) -> Path:
@@ -206,9 +206,8 @@ def make_plan(config: RunConfig, run_id: str, vocab_size: int, devices: Sequence
     check_evaluations(config.evals, [_evaluated(p, d, s.model) for p, d, s in zip(phases, data, states, strict=True)])
     precision.check([state_builder.abstract_initial_model, *(state.model for state in states)])
     for phase, state in zip(phases, states, strict=True):
-        phase.objective.check_columns(data[phase.index].batch_spec(phase.model.seq_len).columns, state.model)
-        if (trunk := phase.objective.trunk) is not None:
-            trunk.check_trainable(state.model, phase.split(state.model)[0])
+        spec = data[phase.index].batch_spec(phase.model.seq_len)
+        phase.objective.check(spec.make(**spec.columns), state.model, phase.split(state.model)[0])
         if config.hf_save_path is not None:
             check_is_whole(state.model.traits.denoisers)
             if is_reward_model(state.model):
@@ -230,7 +229,7 @@ def _schedule_notes(phases: Sequence[Phase]) -> list[str]:
 
 def _evaluated(phase: Phase, data: DataConfig, model: LanguageModel) -> EvalPhase:
     """The phase as evaluations find it. Args: model: as shapes."""
-    annotated = phase.objective.annotation_key is not None and phase.objective.trunk is None
+    annotated = phase.objective.facts.annotation_key is not None and not phase.objective.facts.asks_itself
     return EvalPhase(phase.name, model, _empty_batch(phase, data), data.has_validation, annotated)
 
 
@@ -240,39 +239,20 @@ def _empty_batch(phase: Phase, data: DataConfig) -> Any:
 
 
 def _check_batch(phase: Phase, data: DataConfig) -> None:
-    """Raises `ConfigError` if the phase's objective does not read the batches of its data."""
+    """Raises `ConfigError` if the phase's surgeries or its objective do not read the batches of its data."""
     batch = _empty_batch(phase, data)
-    if any(surgery.num_calibration_batches for surgery in phase.surgeries) and not hasattr(batch, "supervised"):
-        raise ConfigError(
-            f"phase '{phase.name}': surgery: it measures the model on the phase's data, but data.type:"
-            f" {choice_name(type(data))} makes {type(batch).__name__}, which does not say what the model reads"
-            " (`supervised()`). Calibrate in an earlier phase with data.type: tokens, or remove what measures (init: eva)"
-        )
-    trunk = phase.objective.trunk
-    asks = phase.objective.annotation_key is not None and trunk is None
-    for objective in (phase.objective, *([] if trunk is None else [trunk.objective])):
-        if not isinstance(batch, objective.batch_types):
-            hides = data.batching.masking is not None and TokenBatch in objective.batch_types
-            other = "Remove data.masking, or predict what it hides: objective.type: mlm or diffusion"
-            raise ConfigError(
-                f"phase '{phase.name}': objective.type: {choice_name(type(objective))} cannot train on data.type:"
-                f" {choice_name(type(data))}: it reads {' or '.join(t.__name__ for t in objective.batch_types)}, and the"
-                f" data makes {type(batch).__name__}. {other if hides else objective.other_batches}"
-            )
-    if phase.objective.annotation_key is not None and (changes := data.batching.never_repeats) is not None:
-        raise ConfigError(
-            f"phase '{phase.name}': objective.type: {choice_name(type(phase.objective))} stores what a model computes of each"
-            f" sequence, but {changes}, or"
-            f" {'set objective.cache: false' if asks else 'use the objective inside of it alone'}"
-        )
-    phase.objective.check_model(phase.model)
-    phase.objective.check_batch(batch)
+    try:
+        check_calibration(phase.surgeries, batch, choice_name(type(data)))
+        check_data(phase.objective, data, batch)
+    except ConfigError as error:
+        raise ConfigError(f"phase '{phase.name}': {error}") from error
+    check_model(phase.objective, phase.model)
 
 
 def plan_references(config: RunConfig, phases: Sequence[Phase]) -> dict[str, Ref]:
     """The references, unread. Raises `ConfigError` if an objective needs one that is not there, or none needs one that is.
     Tables need all."""
-    needed = {name: ("objective", phase) for phase in phases for name in phase.objective.references}
+    needed = {name: ("objective", phase) for phase in phases for name in phase.objective.facts.references}
     needed |= {name: ("surgery", phase) for phase in phases for name in phase.surgery_references}
     users = {name: f"{section} of phase '{phase.name}'" for name, (section, phase) in needed.items()}
     for evaluation in config.evals:
@@ -368,7 +348,8 @@ def plan_phases(config: RunConfig) -> tuple[tuple[Phase, ...], tuple[DataConfig,
             if (changed := surgery.changed(model)) != model:
                 changed.check()
             model = changed
-        scheduled = None if objective.pacing is None else objective.pacing.scheduled_steps(steps, model)
+        pacing = objective.facts.pacing
+        scheduled = None if pacing is None else pacing.scheduled_steps(steps, model)
         phases.append(
             Phase(
                 index=index,
@@ -437,7 +418,7 @@ def _check_carries(
                 " converted: use the same state, or remove the key"
             )
     for one in (objective, earlier[-1].objective):
-        if one.pacing is not None and one.pacing.restarts_optimizer:
+        if (pacing := one.facts.pacing) is not None and pacing.restarts_optimizer:
             raise ConfigError(
                 f"{key}: true given, but objective {choice_name(type(one))} starts the optimizer and its schedule anew within"
                 " the phase. Remove the key"

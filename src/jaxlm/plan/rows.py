@@ -78,12 +78,12 @@ def fp8_products(plan: Plan) -> dict[str, str]:
 
 
 def _fp8_products(phase: Phase, model: LanguageModel) -> str | None:
-    trunk = phase.objective.trunk
-    objective = phase.objective if trunk is None else trunk.objective
-    if model.traits.head_fp8 is None or objective.head_in_fp8:
+    facts = phase.objective.facts
+    if model.traits.head_fp8 is None or facts.head_in_fp8:
         return describe_products(model)
     others = describe_products(with_traits(model, head_fp8=None)) or "all in the compute dtype"
-    return f"{others}, among them the head: objective {choice_name(type(objective))} does not multiply it in fp8"
+    name = choice_name(type(facts.inner or phase.objective))
+    return f"{others}, among them the head: objective {name} does not multiply it in fp8"
 
 
 def describe_parts(model: LanguageModel) -> str | None:

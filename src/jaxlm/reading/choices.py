@@ -20,8 +20,13 @@ T = TypeVar("T", bound=type)
 
 
 @dataclass_transform(frozen_default=True, field_specifiers=(field,))
-def choice(section: Any, name: str) -> Callable[[T], T]:
-    """Makes a class a frozen dataclass, which `type: name` selects. Args: section: the registry that it extends."""
+def choice(section: Any, name: str, *, role: str = "") -> Callable[[T], T]:
+    """Makes a class a frozen dataclass, which `type: name` selects.
+
+    Args:
+        section: the registry that it extends.
+        role: what it is used for where no type is given (`Registry.of_role`).
+    """
     return lambda kind: section.register_subclass(name)(dataclass(frozen=True)(kind))
 
 
@@ -34,6 +39,7 @@ def sources() -> Mapping[str, str]:
 
 
 _REGISTRATION = re.compile(r'^(?:@choice\((\w+), |(\w+)\.register_subclass\()"([^"]+)"', re.M)
+_ROLE = re.compile(r'^@choice\((\w+), "([^"]+)", role="([^"]+)"', re.M)
 
 
 @functools.cache
@@ -50,15 +56,19 @@ class Registry(draccus.choice_types.ChoiceRegistryBase):
     """A section whose `type:` selects a class. The module that registers it is imported when its name is first asked for.
 
     Draccus knows a registry by its direct base, so a registry also names `draccus.ChoiceRegistry`.
+
+    Attributes:
+        by_name: the name of a type alone selects it too, with its default keys. Given with the bases of the registry.
     """
 
-    def __init_subclass__(cls, **kwargs: Any):
+    by_name: ClassVar[bool] = False
+    _modules: ClassVar[Mapping[str, str]]
+
+    def __init_subclass__(cls, *, by_name: bool = False, **kwargs: Any):
         super().__init_subclass__(**kwargs)
         if Registry in cls.__bases__:
-            cls._choice_registry = {}
+            cls._choice_registry, cls.by_name = {}, by_name
             cls._modules = registrations().get(cls.__name__, {})
-
-    _modules: ClassVar[Mapping[str, str]]
 
     @classmethod
     def register_subclass(cls, name: str, choice_type: Any = None) -> Any:
@@ -77,6 +87,12 @@ class Registry(draccus.choice_types.ChoiceRegistryBase):
         if name not in cls._choice_registry and name in cls._modules:
             importlib.import_module(cls._modules[name])
         return super().get_choice_class(name)
+
+    @classmethod
+    def of_role(cls, role: str) -> str | None:
+        """The name of the type that says that it has this role, without imports; None if there is none."""
+        found = [match for text in sources().values() for match in _ROLE.findall(text)]
+        return next((name for registry, name, given in found if (registry, given) == (cls.__name__, role)), None)
 
     @classmethod
     def known_names(cls) -> list[str]:
@@ -101,15 +117,6 @@ def registered_class(registry: Any, name: str | None) -> type | None:
         return registry.get_choice_class(name)
     except KeyError:
         return None
-
-
-class NamedChoice(draccus.ChoiceRegistry):
-    """A section whose `type:` selects a subclass. The name of a type alone selects it with its default keys."""
-
-    def __init_subclass__(cls, **kwargs: Any):
-        super().__init_subclass__(**kwargs)
-        if NamedChoice in cls.__bases__:
-            cls._choice_registry = {}
 
 
 ENTRY_POINTS = "jaxlm.plugins"

@@ -23,7 +23,7 @@ from jaxlm.core.field_types import LARGEST_FLOAT, bounds_of, describe_type, hint
 from jaxlm.core.redaction import without_secrets
 from jaxlm.core.rules import broken
 from jaxlm.reading.choices import (
-    NamedChoice,
+    Registry,
     import_choice,
     is_import_path,
     names_of,
@@ -403,13 +403,13 @@ def _located(problem: str, kind: Any, path: KeyPath, values: Mapping[str, Any]) 
 
 
 def _as_default(problem: str) -> str:
-    """Says that a value is the default, instead of that it is given."""
-    return re.sub(r"^(\S.*?) given\b", r"\1 is the default", problem)
+    """Says that a value is the default, instead of that it is given. "None of these given" stays."""
+    return re.sub(r"^(?!none of )(\S.*?) given\b", r"\1 is the default", problem)
 
 
 def _is_name(kind: Any, value: Any) -> bool:
     """Tells whether a value is the name of a type that stands for a section of that type."""
-    return isinstance(value, str) and isinstance(kind, type) and issubclass(kind, NamedChoice)
+    return isinstance(value, str) and isinstance(kind, type) and issubclass(kind, Registry) and kind.by_name
 
 
 def _accept(condition: bool, value: Any) -> Any:

@@ -70,14 +70,14 @@ def with_annotations(
         clock: counts the time as annotation, but that of loading references and compiling.
         check_stop: raises an error on all processes if the run is to stop. Called before each block.
     """
-    if phase.objective.annotation_key is None:
+    if phase.objective.facts.annotation_key is None:
         return data
     template = abstract_annotations(plan, phase, abstract_batch(plan, phase))
     annotations = {name: AwaitedAnnotations() for name in data.train}
-    schedule, itself = plan.batches.of(phase), phase.objective.trunk is not None
+    schedule, itself = plan.batches.of(phase), phase.objective.facts.asks_itself
 
     def load() -> dict[str, LanguageModel]:
-        refs = {name: load_reference(plan, name, log) for name in phase.objective.references}
+        refs = {name: load_reference(plan, name, log) for name in phase.objective.facts.references}
         check_sanity(plan, phase, refs, open_batches, log)
         return refs
 
@@ -181,7 +181,7 @@ def _store_missing(
 
     @functools.partial(jax.jit, out_shardings=plan.layout.replicated())
     def program(refs: Mapping[str, LanguageModel], batch: Any) -> Any:
-        with tracing(quantized_products=phase.objective.trunk is not None):  # as in a step
+        with tracing(quantized_products=phase.objective.facts.asks_itself):  # as in a step
             annotations = phase.objective.annotate(refs, batch).annotations
 
         order = getattr(batch, "order", None)  # a batch of your own may have none
@@ -247,8 +247,8 @@ def _made_from(plan: Plan, phase: Phase, examples: Examples, facts: Mapping[str,
     identity = references_identity(plan)
     starts = examples.starts(np.arange(len(examples)))
     return {
-        "references": {name: identity[name] for name in phase.objective.references},
-        "objective": dict(phase.objective.annotation_key or {}),
+        "references": {name: identity[name] for name in phase.objective.facts.references},
+        "objective": dict(phase.objective.facts.annotation_key or {}),
         "tokens": examples.cache.fingerprint,
         "seq_len": examples.seq_len,
         "examples": hashlib.sha256(starts.tobytes()).hexdigest(),

@@ -92,9 +92,9 @@ def how_to_train_longer(plan: Plan) -> list[tuple[str, str]]:
 def how_to_use(plan: Plan, *, chats: bool) -> tuple[str, str]:
     """Writes a row with a command that does what the model was trained for. Args: chats: it was trained on conversations."""
     location = plan.checkpoints.location
-    if chats and plan.phases[-1].objective.trains_writing:
+    if chats and plan.phases[-1].objective.facts.trains_writing:
         return "to chat", f"jaxlm chat --checkpoint {location}"
-    if plan.phases[-1].objective.trains_writing:
+    if plan.phases[-1].objective.facts.trains_writing:
         return "to sample", f'jaxlm sample --checkpoint {location} --prompt "..."'
     folder = f"{plan.run_id}-hf"
     use = f"then open {folder} in transformers, or in a run with rewards: [{{type: model}}]"

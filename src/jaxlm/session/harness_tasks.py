@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from jaxlm.core.errors import ConfigError
+from jaxlm.core.field_types import check_fields
 from jaxlm.evals.harness import HarnessEvalConfig, open_tasks
 from jaxlm.session.generation_options import add_adapter_option
 from jaxlm.session.load_model import open_model
@@ -53,6 +54,7 @@ def evaluate_tasks(options: argparse.Namespace, keys: Mapping[str, Any]) -> None
         limit=options.limit,
         batch_size=HarnessEvalConfig.batch_size if options.batch_size is None else options.batch_size,
     )
+    check_fields(config, "--")
     tasks = open_tasks(config, loaded.model.seq_len)
     with loaded.plan.layout.use():
         model = loaded.for_inference(options.quantize)

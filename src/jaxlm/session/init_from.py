@@ -55,7 +55,7 @@ from jaxlm.plan.plan import Plan
 from jaxlm.plan.run_config import RunConfig
 from jaxlm.plan.trainer_config import StartConfig
 from jaxlm.reading.decode import choice_name
-from jaxlm.surgery.base import merge_surgeries
+from jaxlm.surgery.base import changes_on_read, merge_surgeries
 
 
 @dataclass(frozen=True)
@@ -194,14 +194,9 @@ def _layers(parameter: NamedArray) -> Iterator[NamedArray]:
 
 def _changes_on_read(plan: Plan) -> tuple[dict[str, Change], int]:
     """Returns what the first phase's first surgeries make of parameters as they are read, and how many surgeries."""
-    model, changes, number = plan.state_builder.abstract_initial_model, {}, 0
-    for surgery in plan.phases[0].surgeries:
-        if (of_surgery := surgery.on_read(model)) is None:
-            break
-        changes |= {path: _ChangeOnRead(path, change, plan.layout) for path, change in of_surgery.items()}
-        model = jax.eval_shape(functools.partial(surgery.apply, key=jax.random.key(0)), model)
-        number += 1
-    return changes, number
+    by_surgery = list(changes_on_read(plan.phases[0].surgeries, plan.state_builder.abstract_initial_model))
+    changes = {path: change for of_surgery in by_surgery for path, change in of_surgery.items()}
+    return {path: _ChangeOnRead(path, change, plan.layout) for path, change in changes.items()}, len(by_surgery)
 
 
 @dataclass(frozen=True)

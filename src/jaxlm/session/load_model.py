@@ -26,6 +26,7 @@ from jaxlm.interop.hf.hub import local_folder, may_be_repository
 from jaxlm.interop.peft.merged import MergedAdapter, has_adapters_of, read_merged
 from jaxlm.models.base import LanguageModel, ModelConfig
 from jaxlm.models.inference.quantized import describe_weights, quantized
+from jaxlm.objectives.base import ObjectiveConfig
 from jaxlm.optim.averaging import AS_TRAINED
 from jaxlm.plan.load_config import decode_run, read_saved
 from jaxlm.plan.plan import Plan, make_plan
@@ -371,7 +372,8 @@ def _open_hf_model(
     options = ReadOptions(skip_keys=config.hf_skip_keys, log=to_stderr)
     opened = open_folder(folder, options)
     if not opened.config.is_causal:  # such a model predicts hidden tokens, and is evaluated on them
-        defaults |= {"objective": {"type": "mlm"}, "data": {**defaults["data"], "masking": {}}}
+        objective = {"type": ObjectiveConfig.of_role("hidden_tokens")}
+        defaults |= {"objective": objective, "data": {**defaults["data"], "masking": {}}}
         config = decode_run(override(ConfigSource(defaults), dict(keys), spelling.key), None)
 
     def tokenizer() -> Tokenizer:

@@ -105,7 +105,7 @@ def open_data(plan: Plan, tokenizer: Tokenizer, phase: Phase, log: Log) -> Data:
     """Opens the phase's token caches, and builds them first if they do not exist."""
     section = plan.data[phase.index]
     opened = main_first(lambda: section.open(tokenizer, phase.model.seq_len, log=log))
-    if phase.objective.sequences_axis is not None:
+    if phase.objective.facts.sequences_axis is not None:
         check_signals(opened.train)
     for line in (*small_sources(opened, plan.batches.of(phase).at(phase.start).size), *opened.slow_sources()):
         log(f"warning: {line}")
@@ -248,7 +248,7 @@ def open_probe(run: Run, phase: Phase, data: Data, refs: Mapping[str, LanguageMo
 
     def probe(state: RunState, num_batches: int) -> float:
         context, meter = opened()
-        if not context.validation or phase.objective.annotation_key is not None:
+        if not context.validation or phase.objective.facts.annotation_key is not None:
             raise ConfigError(
                 f"phase '{phase.name}': a controller branches, which compares candidates on validation data, and reads"
                 " batches again, so that nothing may be stored about them (objective.cache). Set data.validation_urls, remove"
@@ -370,7 +370,6 @@ class ObjectiveMeter:
         self, model: LanguageModel, refs: dict[str, LanguageModel], slot: Any, batch: Any
     ) -> tuple[dict[str, Sum], Metrics]:
         objective = self._objective
-        batch = objective.with_batch_statistics(batch)
-        batch = objective.annotate({**refs, **objective.references_in_slot(slot, model)}, batch)
+        batch = objective.annotate(refs, objective.prepare_batch(batch, None), slot, model)
         terms, metrics, _ = objective.terms(model, batch, slot, key=None)
         return terms, metrics

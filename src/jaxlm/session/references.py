@@ -19,7 +19,6 @@ from jaxlm.engine.state import sharded_shapes
 from jaxlm.models.base import LanguageModel, ModelConfig
 from jaxlm.models.flops import FlopsPerToken
 from jaxlm.models.moe import num_multiplied
-from jaxlm.models.stack_paths import without_layers_below
 from jaxlm.models.step_flops import ModelInStep
 from jaxlm.objectives.base import ITSELF
 from jaxlm.plan.context.config import check_context
@@ -36,7 +35,7 @@ def check_references(plan: Plan, tokenizer: Tokenizer, log: Log) -> None:
     Raises:
         ConfigError: a reference does not, or there is no model at its path.
     """
-    Vocab, names = plan.state_builder.Vocab, {name for phase in plan.phases for name in phase.objective.references}
+    Vocab, names = plan.state_builder.Vocab, {name for one in plan.phases for name in one.objective.facts.references}
     names |= {name for evaluation in plan.config.evals for name in evaluation.scope.references}
     for name, ref in plan.active_refs.items():
         seq_len = max(phase.model.seq_len for phase in plan.phases) if name in names else 0
@@ -115,7 +114,8 @@ def references_identity(plan: Plan) -> dict[str, dict[str, str]]:
 
 def asked_in(plan: Plan, phase: Phase) -> tuple[str, ...]:
     """The references that the phase's step queries; none if their answers come from the disk."""
-    return phase.objective.references if phase.objective.annotation_key is None else ()
+    facts = phase.objective.facts
+    return facts.references if facts.annotation_key is None else ()
 
 
 def flops_per_token(plan: Plan, phase: Phase) -> FlopsPerToken:
@@ -124,21 +124,17 @@ def flops_per_token(plan: Plan, phase: Phase) -> FlopsPerToken:
     References that the run no longer reads do not count: their files may be gone. Nor do layers whose output is stored.
     """
     Vocab, model = plan.state_builder.Vocab, plan.state_builder.abstract_state(phase).model
-    trunk, frozen, config = phase.objective.trunk, phase.split(model)[1], phase.model
-    first = 0 if trunk is None else trunk.first_layer(model)
-    if first:
-        config, frozen = config.with_layers(range(first, config.Layers.size)), without_layers_below(frozen, first)
+    facts, config = phase.objective.facts, phase.model
 
     def in_step(config: ModelConfig, model: LanguageModel, frozen: Any = None) -> ModelInStep:
-        counted = functools.partial(num_multiplied, model=model)
-        return ModelInStep(config.flops_per_token(Vocab.size), model, counted, frozen)
+        return ModelInStep(config, Vocab.size, model, functools.partial(num_multiplied, model=model), frozen)
 
-    references = [in_step(config, model)] * phase.objective.holds_reference
+    references = [in_step(config, model)] * facts.holds_reference
     for name in asked_in(plan, phase):
         if name in plan.active_refs:
             of_teacher = replace(plan.refs[name].model_config(), seq_len=phase.model.seq_len)
             references.append(in_step(of_teacher, plan.refs[name].abstract(Vocab)))
-    return phase.objective.flops_per_token(in_step(config, model, frozen), references)
+    return facts.flops(in_step(config, model, phase.split(model)[1]), references)
 
 
 def abstract_references(plan: Plan, phase: Phase) -> dict[str, LanguageModel]:
@@ -158,8 +154,8 @@ def load_reference(plan: Plan, name: str, log: Log) -> LanguageModel:
 
 def abstract_annotations(plan: Plan, phase: Phase, batch: Any) -> Any:
     """Shapes, dtypes and shardings of what the references say about a batch {microbatch, batch, ...} of shapes."""
-    refs = {name: _abstract(plan, name) for name in phase.objective.references}
-    if phase.objective.trunk is not None:
+    refs = {name: _abstract(plan, name) for name in phase.objective.facts.references}
+    if phase.objective.facts.asks_itself:
         model = jax.eval_shape(plan.precision.cast_to_compute, plan.state_builder.abstract_state(phase).model)
         refs[ITSELF] = sharded_shapes(model, plan.layout)
     annotations = jax.eval_shape(lambda refs, batch: annotations_of(phase, refs, batch), refs, batch)
@@ -173,13 +169,13 @@ def abstract_annotations(plan: Plan, phase: Phase, batch: Any) -> Any:
 
 def annotated(plan: Plan, phase: Phase, batches: Sequence[T], log: Log) -> Sequence[T]:
     """The batches as the phase's step reads them: with annotations, if it does not query the references itself."""
-    if phase.objective.annotation_key is None:
+    if phase.objective.facts.annotation_key is None:
         return batches
     abstract = abstract_annotations(plan, phase, batches[0])
-    if phase.objective.trunk is not None:  # there is no trained model to ask, and its numbers cost no time
+    if phase.objective.facts.asks_itself:  # there is no trained model to ask, and its numbers cost no time
         zeros = jax.tree.map(lambda leaf: jax.numpy.zeros(leaf.shape, leaf.dtype, device=leaf.sharding), abstract)
         return [replace(batch, annotations=zeros) for batch in batches]
-    refs = {name: load_reference(plan, name, log) for name in phase.objective.references}
+    refs = {name: load_reference(plan, name, log) for name in phase.objective.facts.references}
     places = jax.tree.map(lambda leaf: leaf.sharding, abstract)
     program = jax.jit(lambda refs, batch: annotations_of(phase, refs, batch), out_shardings=places)
     return [replace(batch, annotations=program(refs, batch)) for batch in batches]

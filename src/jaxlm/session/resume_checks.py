@@ -424,6 +424,6 @@ def _past(plan: Plan, cursor: Cursor | None) -> list[str]:
     ahead = plan.phases[cursor.phase :]
     evals = [one for one in plan.config.evals if any(one.scope.includes(phase.name) for phase in ahead)]
     needed = {name for evaluation in evals for name in evaluation.scope.references}
-    needed |= {name for phase in ahead for name in phase.objective.references}
+    needed |= {name for phase in ahead for name in phase.objective.facts.references}
     needed |= {name for phase in ahead[1:] for name in phase.surgery_references}
     return [name for name in plan.refs if name not in needed]

@@ -99,7 +99,7 @@ def validation_sets(
 
 def names_read(phase: Phase) -> tuple[str, ...]:
     """The references that a phase reads, apart from its evaluations."""
-    return (*phase.objective.references, *phase.surgery_references)
+    return (*phase.objective.facts.references, *phase.surgery_references)
 
 
 def _problem(plan: Plan, phase: Phase, model: LanguageModel) -> str | None:

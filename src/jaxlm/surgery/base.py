@@ -1,8 +1,10 @@
 """The surgery interface: changes a model at the start of a phase."""
 
 import abc
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+import functools
+import itertools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import draccus
@@ -10,16 +12,51 @@ import jax
 import numpy as np
 from haliax import NamedArray
 
+from jaxlm.core import tree
+from jaxlm.core.errors import ConfigError
 from jaxlm.core.values.batch_types import TokenBatch
 from jaxlm.models.base import LanguageModel, ModelConfig
 from jaxlm.models.diffusion import check_is_whole
 from jaxlm.models.growth import whole
 from jaxlm.reading.choices import Registry
 
+Leaves = Mapping[str, np.ndarray | jax.Array]
+
+
+@dataclass(frozen=True)
+class Wants:
+    """Declares what the values of a surgery come from, besides the model and a random key, and what its steps need.
+
+    Attributes:
+        references: names of the models in the section `refs` that `fill` reads.
+        num_batches: number of batches of the phase's training data to `measure`; 0 if `fill` needs none.
+        measure: (the model before the surgery, in the dtypes of the computation; a batch {batch, position}) -> sums over the
+            tokens of the batch, a tree of float32 arrays of a fixed structure. They are added up over the batches. Traced.
+        describe: (the model before the surgery, in the dtype of storage; the sums, maybe sharded over processes) -> what
+            `fill` will decide, for the log, or None. All processes call it.
+        leaves: (shapes, dtypes and axes of the model right after the surgery; its config) -> values that replace leaves made
+            by `apply`, such as adapters read from a file: path -> array of the leaf's shape. Raises `ConfigError` if files
+            are missing, or do not fit the model or the keys. Called once before anything is compiled, to check the files, and
+            once on entering the phase; never on resume. All processes call it and must return the same.
+        compiler_options: platform -> XLA options for the training steps of a run with this surgery.
+    """
+
+    references: tuple[str, ...] = ()
+    num_batches: int = 0
+    measure: Callable[[LanguageModel, TokenBatch], Any] | None = None
+    describe: Callable[[LanguageModel, Any], str | None] = lambda model, sums: None
+    leaves: Callable[[LanguageModel, ModelConfig], Leaves] = lambda model, config: {}
+    compiler_options: Mapping[str, Mapping[str, bool | int | str]] = field(default_factory=dict)
+
 
 @dataclass(frozen=True)
 class SurgeryConfig(Registry, draccus.ChoiceRegistry, abc.ABC):
-    """A change of the model at the start of a phase: `apply`, then `fill`, then `initial_leaves`."""
+    """A change of the model at the start of a phase: `apply`, then `fill`, then the leaves that it reads from files."""
+
+    @property
+    def wants(self) -> Wants:
+        """What it needs besides the model."""
+        return Wants()
 
     @abc.abstractmethod
     def apply(self, model: LanguageModel, *, key: jax.Array) -> LanguageModel:
@@ -31,17 +68,6 @@ class SurgeryConfig(Registry, draccus.ChoiceRegistry, abc.ABC):
         Raises:
             ConfigError: the surgery applies to no part of the model.
         """
-
-    def on_read(self, model: LanguageModel) -> Mapping[str, Callable[[NamedArray], Any]] | None:
-        """Returns what `apply` makes of single arrays, as path -> change, if it changes nothing else; None if it does.
-
-        A run that starts with the weights in a folder then changes each array when it has read it, one layer at a time, and
-        never holds the whole model as it was before.
-
-        Args:
-            model: shapes and dtypes of the model before the surgery.
-        """
-        return None
 
     def changed(self, config: ModelConfig) -> ModelConfig:
         """The config of the model after the surgery. Args: config: of the model before it.
@@ -64,37 +90,6 @@ class SurgeryConfig(Registry, draccus.ChoiceRegistry, abc.ABC):
         """
         return moments
 
-    @property
-    def references(self) -> tuple[str, ...]:
-        """Names of the models in the section `refs` that `fill` reads."""
-        return ()
-
-    @property
-    def num_calibration_batches(self) -> int:
-        """Number of batches of the phase's training data to `measure`; 0 if `fill` needs none."""
-        return 0
-
-    def measure(self, model: LanguageModel, batch: TokenBatch) -> Any:
-        """Sums over the tokens of a batch, which are added up over the calibration batches. Traced.
-
-        Args:
-            model: before the surgery, in the dtypes of the computation.
-            batch: {batch, position}.
-
-        Returns:
-            A tree of arrays of a fixed structure, in float32.
-        """
-        raise AssertionError("the surgery is not calibrated")
-
-    def describe(self, model: LanguageModel, sums: Any) -> str | None:
-        """Says what `fill` will decide from the sums, for the log. All processes call it.
-
-        Args:
-            model: before the surgery, in the dtype of storage.
-            sums: as in `fill`, maybe sharded over processes.
-        """
-        return None
-
     def fill(
         self,
         model: LanguageModel,
@@ -110,8 +105,8 @@ class SurgeryConfig(Registry, draccus.ChoiceRegistry, abc.ABC):
         Args:
             model: from `apply`.
             before: the model that `apply` changed.
-            refs: the models of `references`, by name.
-            sums: what `measure` returned, summed over the calibration batches; None if there are none.
+            refs: the models of `wants.references`, by name.
+            sums: what `wants.measure` returned, summed over the batches; None if there are none.
 
         Raises:
             ConfigError: a reference does not fit. It is also traced on shapes of the references when the run starts.
@@ -135,21 +130,6 @@ class SurgeryConfig(Registry, draccus.ChoiceRegistry, abc.ABC):
         """
         return merged
 
-    def initial_leaves(self, model: LanguageModel, config: ModelConfig) -> Mapping[str, np.ndarray | jax.Array]:
-        """Values that replace leaves made by `apply`, such as adapters read from a file: path -> array of the leaf's shape.
-
-        Called once before anything is compiled, to check the files, and once on entering the phase. Never called on resume:
-        the checkpoint has the values. All processes call it and must return the same.
-
-        Args:
-            model: shapes, dtypes and axes right after this surgery.
-            config: config of the model.
-
-        Raises:
-            ConfigError: the files are missing, or do not fit the model or this surgery's keys.
-        """
-        return {}
-
     def keys_from_files(self, keys: Mapping[str, Any], config: ModelConfig) -> Mapping[str, Any]:
         """Values for keys that the configuration leaves out, read from the files that other keys name, or from the model.
 
@@ -162,9 +142,42 @@ class SurgeryConfig(Registry, draccus.ChoiceRegistry, abc.ABC):
         """
         return {}
 
-    def compiler_options(self, platform: str) -> Mapping[str, bool | int | str]:
-        """XLA options for the training steps of a run with this surgery."""
-        return {}
+
+class ArraySurgery(SurgeryConfig):
+    """A surgery that changes single arrays, and nothing else.
+
+    A run that starts with the weights in a folder changes each array when it has read it, one layer at a time, and never
+    holds the whole model as it was before.
+    """
+
+    @abc.abstractmethod
+    def on_read(self, model: LanguageModel) -> Mapping[str, Callable[[NamedArray], Any]]:
+        """Path -> change of each array. Args: model: shapes and dtypes of the model before the surgery."""
+
+    def apply(self, model: LanguageModel, *, key: jax.Array) -> LanguageModel:
+        changes = self.on_read(model)
+        return tree.map_leaves(lambda path, leaf: changes[path](leaf) if path in changes else leaf, model)
+
+
+def changes_on_read(
+    surgeries: Sequence[SurgeryConfig], model: LanguageModel
+) -> Iterator[Mapping[str, Callable[[NamedArray], Any]]]:
+    """Yields `on_read` of the first surgeries, as long as they change single arrays alone. Args: model: before them."""
+    for surgery in surgeries:
+        if not isinstance(surgery, ArraySurgery):
+            return
+        yield surgery.on_read(model)
+        model = jax.eval_shape(functools.partial(surgery.apply, key=jax.random.key(0)), model)
+
+
+def check_calibration(surgeries: Sequence[SurgeryConfig], batch: Any, data_type: str) -> None:
+    """Raises `ConfigError` if a surgery measures batches that do not say what the model reads."""
+    if any(surgery.wants.num_batches for surgery in surgeries) and not hasattr(batch, "supervised"):
+        raise ConfigError(
+            f"surgery: it measures the model on the phase's data, but data.type: {data_type} makes {type(batch).__name__},"
+            " which does not say what the model reads (`supervised()`). Calibrate in an earlier phase with data.type: tokens,"
+            " or remove what measures (init: eva)"
+        )
 
 
 def merge_surgeries(model: LanguageModel, surgeries: Sequence[SurgeryConfig]) -> LanguageModel:
@@ -175,10 +188,8 @@ def merge_surgeries(model: LanguageModel, surgeries: Sequence[SurgeryConfig]) ->
 
 
 def stored_form(model: LanguageModel, surgeries: Sequence[SurgeryConfig]) -> LanguageModel:
-    """A model with the numbers that the first of these surgeries leave of it: those that change single arrays (`on_read`)."""
-    for surgery in surgeries:
-        if surgery.on_read(model) is None:
-            break
+    """A model with the numbers that the first of these surgeries leave of it: those that change single arrays."""
+    for surgery in itertools.takewhile(lambda one: isinstance(one, ArraySurgery), surgeries):
         model = surgery.merge(surgery.apply(model, key=jax.random.key(0)))
     return model
 

@@ -28,7 +28,7 @@ from jaxlm.models.base import EMBEDDING, Inputs, LanguageModel, ModelConfig, Rew
 from jaxlm.models.decoder import as_transformer
 from jaxlm.models.stacks import Body, taken_layers
 from jaxlm.reading.choices import choice
-from jaxlm.surgery.base import SurgeryConfig
+from jaxlm.surgery.base import SurgeryConfig, Wants
 
 _CALIBRATION_BATCHES = 8
 
@@ -63,10 +63,9 @@ class DropLayersConfig(SurgeryConfig):
         return self._taken(model)
 
     @property
-    def num_calibration_batches(self) -> int:
-        if self.num_layers is None:
-            return 0
-        return _CALIBRATION_BATCHES if self.calibration_batches is None else self.calibration_batches
+    def wants(self) -> Wants:
+        num_batches = 0 if self.num_layers is None else self.calibration_batches or _CALIBRATION_BATCHES
+        return Wants(num_batches=num_batches, measure=self.measure, describe=self.describe)
 
     def measure(self, model: LanguageModel, batch: TokenBatch) -> Mapping[str, jax.Array]:
         """Sums of cosines {layers}, and the number of tokens."""

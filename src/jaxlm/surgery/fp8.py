@@ -12,7 +12,7 @@ those of NVIDIA's matrix units.
 import dataclasses
 import re
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -28,7 +28,7 @@ from jaxlm.core.products.fp8 import Fp8
 from jaxlm.models.base import LanguageModel, with_traits
 from jaxlm.models.linear import Linear
 from jaxlm.reading.choices import choice
-from jaxlm.surgery.base import SurgeryConfig
+from jaxlm.surgery.base import SurgeryConfig, Wants
 
 HEAD = "head"
 _MULTIPLE = 16  # of both sizes of a matrix: what fp8 instructions of NVIDIA's GPUs multiply
@@ -88,9 +88,10 @@ class Fp8Config(SurgeryConfig):
     def merge(self, model: LanguageModel) -> LanguageModel:
         return _with_fp8(model, self._chosen(model), None)
 
-    def compiler_options(self, platform: str) -> Mapping[str, bool | int | str]:
+    @property
+    def wants(self) -> Wants:
         # Otherwise XLA compiles and measures many Triton kernels for each product: minutes instead of 44 s (docs/log.md).
-        return {"xla_gpu_enable_triton_gemm": False} if platform == "gpu" else {}
+        return Wants(compiler_options={"gpu": {"xla_gpu_enable_triton_gemm": False}})
 
     def _chosen(self, model: LanguageModel) -> list[str]:
         """The paths of the layers whose products this surgery computes in fp8."""

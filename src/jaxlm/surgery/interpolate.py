@@ -17,7 +17,7 @@ from jaxlm.core.errors import ConfigError
 from jaxlm.core.field_types import Fraction
 from jaxlm.models.base import LanguageModel
 from jaxlm.reading.choices import choice
-from jaxlm.surgery.base import SurgeryConfig
+from jaxlm.surgery.base import SurgeryConfig, Wants
 
 
 @choice(SurgeryConfig, "interpolate")
@@ -37,8 +37,8 @@ class InterpolateConfig(SurgeryConfig):
     match: str = ".*"
 
     @property
-    def references(self) -> tuple[str, ...]:
-        return (self.ref,)
+    def wants(self) -> Wants:
+        return Wants(references=(self.ref,))
 
     def apply(self, model: LanguageModel, *, key: jax.Array) -> LanguageModel:
         try:

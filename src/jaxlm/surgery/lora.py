@@ -40,7 +40,7 @@ from jaxlm.models.linear import Linear
 from jaxlm.models.stack_paths import NumberedPaths, path_before_splits
 from jaxlm.models.stacks import Body
 from jaxlm.reading.choices import choice
-from jaxlm.surgery.base import SurgeryConfig
+from jaxlm.surgery.base import SurgeryConfig, Wants
 from jaxlm.surgery.input_moments import InputMoments, input_moments
 from jaxlm.surgery.lora_layers import (
     SPLITS_WEIGHT,
@@ -168,8 +168,9 @@ class LoraConfig(SurgeryConfig):
         return self._with_existing(moments, lambda layer: layer.base)
 
     @property
-    def num_calibration_batches(self) -> int:
-        return (self.calibration_batches or _CALIBRATION_BATCHES) if self.init == "eva" else 0
+    def wants(self) -> Wants:
+        num_batches = (self.calibration_batches or _CALIBRATION_BATCHES) if self.init == "eva" else 0
+        return Wants(num_batches=num_batches, measure=self.measure, leaves=self._initial_leaves)
 
     def measure(self, model: LanguageModel, batch: TokenBatch) -> dict[str, InputMoments]:
         names, target = NumberedPaths(model), self.target
@@ -208,7 +209,7 @@ class LoraConfig(SurgeryConfig):
             )
         return merged
 
-    def initial_leaves(self, model: LanguageModel, config: ModelConfig) -> Mapping[str, np.ndarray | jax.Array]:
+    def _initial_leaves(self, model: LanguageModel, config: ModelConfig) -> Mapping[str, np.ndarray | jax.Array]:
         if self.from_peft is None:
             return {}
         folder = main_first(functools.partial(peft_folder, self.from_peft))

@@ -25,14 +25,14 @@ from jaxlm.core.products.stored_weights import HalfWeight, Int8Weight, StoredWei
 from jaxlm.models.base import LanguageModel
 from jaxlm.models.linear import ExpertLinear, Linear
 from jaxlm.reading.choices import choice
-from jaxlm.surgery.base import SurgeryConfig
+from jaxlm.surgery.base import ArraySurgery, SurgeryConfig
 
 Kind = Literal["nf4", "nvfp4", "int8", "bfloat16", "float16"]
 Layer = Linear | ExpertLinear
 
 
 @choice(SurgeryConfig, "quantize")
-class QuantizeConfig(SurgeryConfig):
+class QuantizeConfig(ArraySurgery):
     """Stores the weights of linear layers in few bits. They stay as they are: freeze them, and train adapters on them (a
     surgery `lora` after this one, `trainable: ["\\\\.[ab]$"]`), norms or other layers. Products are computed in the compute
     dtype of `trainer.mp`. Exports have floating-point weights again, with the values that the stored ones stand for.
@@ -50,10 +50,6 @@ class QuantizeConfig(SurgeryConfig):
     kind: Kind = "nf4"
     modules: str | None = None
     double_quant: bool = True
-
-    def apply(self, model: LanguageModel, *, key: jax.Array) -> LanguageModel:
-        changes = self.on_read(model)
-        return tree.map_leaves(lambda path, leaf: changes[path](leaf) if path in changes else leaf, model)
 
     def on_read(self, model: LanguageModel) -> Mapping[str, Callable[[NamedArray], Any]]:
         chosen = self._chosen(model)

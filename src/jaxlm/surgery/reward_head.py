@@ -4,20 +4,18 @@ Source: Stiennon et al. 2020, "Learning to summarize from human feedback" (arXiv
 weights have the variance 1 / (width + 1), as in appendix B.1.
 """
 
-from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
 import haliax as hax
 import jax
-import numpy as np
 
 from jaxlm.core.axes import EMBED
 from jaxlm.core.errors import ConfigError
 from jaxlm.interop.hf.classifier import read_score
-from jaxlm.models.base import LanguageModel, ModelConfig, RewardModel, reward_head
+from jaxlm.models.base import LanguageModel, RewardModel, reward_head
 from jaxlm.reading.choices import choice
-from jaxlm.surgery.base import SurgeryConfig
+from jaxlm.surgery.base import SurgeryConfig, Wants
 
 
 @choice(SurgeryConfig, "reward_head")
@@ -51,7 +49,8 @@ class RewardHeadConfig(SurgeryConfig):
         assert isinstance(model, RewardModel), "the surgery has been applied"
         return replace(model, base=merged)
 
-    def initial_leaves(self, model: LanguageModel, config: ModelConfig) -> Mapping[str, np.ndarray]:
-        if self.from_hf is None:
-            return {}
-        return {"reward": read_score(Path(self.from_hf), "surgery reward_head: from_hf")}
+    @property
+    def wants(self) -> Wants:
+        if (folder := self.from_hf) is None:
+            return Wants()
+        return Wants(leaves=lambda model, config: {"reward": read_score(Path(folder), "surgery reward_head: from_hf")})

@@ -22,7 +22,7 @@ def test_which_steps_are_kept():
     ("keep", "named"),
     [
         ([KeepRule(2), KeepRule(5)], "keep.0.until"),
-        ([KeepRule(2, 10), KeepRule(5, 10)], "must increase"),
+        ([KeepRule(2, 10), KeepRule(5, 10)], "until: 10 given, less than 10 of the next rule"),
     ],
 )
 def test_contradictory_rules_are_refused(keep, named):

@@ -12,7 +12,7 @@ from jaxlm.data.batch import BatchSpec, Column, token_columns
 from jaxlm.data.config import DataConfig
 from jaxlm.data.packing import PackedSequences
 from jaxlm.data.tokens import TokensConfig
-from jaxlm.objectives.base import ObjectiveConfig
+from jaxlm.objectives.base import ObjectiveConfig, ObjectiveFacts
 from jaxlm.objectives.next_token import NextToken
 
 
@@ -98,7 +98,7 @@ class UnscoredData(TokensConfig):
 class GradedLoss(ObjectiveConfig):
     """Next-token loss weighted by grade and age."""
 
-    batch_types = (GradedBatch,)
+    facts = ObjectiveFacts(batch_types=(GradedBatch,))
 
     def weights(self, batch):
         """The sum of the weights."""

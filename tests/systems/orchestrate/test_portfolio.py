@@ -379,7 +379,9 @@ def test_a_portfolio_is_no_entry_of_groups():
 
 def test_a_control_without_a_trend_is_refused():
     updates = Updates(PortfolioConfig(**PLAIN, **LINE))
-    with pytest.raises(ConfigError, match=r"optimizer\.nowcast: null given, but a controller sets"):
+    with pytest.raises(
+        ConfigError, match=r"PortfolioConfig does not read the control 'nowcast', which a controller sets"
+    ):
         updates.step(numbers(1), nowcast=1.0)
 
 

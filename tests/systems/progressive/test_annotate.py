@@ -234,10 +234,11 @@ def test_a_request_to_stop_ends_it_after_a_block(setup, tmp_path, monkeypatch):
 class OfTeacher(CachedTrunk):
     """What a reference computes instead of the model that trains."""
 
-    trunk = None
-    references = ("teacher",)
+    @property
+    def facts(self):
+        return dataclasses.replace(super().facts, asks_itself=False, references=("teacher",))
 
-    def annotate(self, refs, batch):
+    def annotate(self, refs, batch, slot=None, model=None):
         return super().annotate({ITSELF: refs["teacher"]}, batch)
 
 

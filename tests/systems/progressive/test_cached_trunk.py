@@ -231,20 +231,20 @@ def test_what_cannot_be_stored_is_refused(arguments, keys, message):
 )
 def test_what_is_read_alike_each_time_is_stored(model, data, objective):
     (upper,) = planned([GROW], model=model, data=data, objective={"type": objective}).phases
-    assert upper.objective.trunk.objective.inputs_key == {}
+    assert upper.objective.facts.annotation_key["inputs"] == {}
 
 
 def test_dropout_above_the_trunk_is_allowed():
     lora = {"type": "lora", "target": r"body\.1.*q_proj", "rank": 2, "dropout": 0.1}
     (upper,) = planned([GROW, lora], [r"\.[ab]$"]).phases
-    assert upper.objective.trunk is not None
+    assert upper.objective.facts.asks_itself
 
 
 @pytest.mark.parametrize("keys", [{"recipe": "rowwise"}, {"exclude": r"^body\.0"}])
 def test_fp8_is_allowed_where_no_sequence_scales_another(keys):
     surgery = [{**FP8, **keys}, GROW] if "recipe" in keys else [GROW, {**FP8, **keys}]
     (upper,) = planned(surgery).phases
-    assert upper.objective.trunk is not None
+    assert upper.objective.facts.asks_itself
 
 
 def test_stored_layers_cost_nothing():

@@ -55,7 +55,7 @@ def arranged(objective, columns, num_microbatches=1):
     axes = (Axis("microbatch", num_microbatches), Axis("batch", ROWS // num_microbatches), Axis("position", LENGTH))
     shape = [axis.size for axis in axes[:2]]
     named = {k: hax.named(jnp.asarray(v.reshape(*shape, *v.shape[1:])), axes[: v.ndim + 1]) for k, v in columns.items()}
-    batch = objective.with_batch_statistics(MaskedBatch(**named))
+    batch = objective.prepare_batch(MaskedBatch(**named), None)
     return jax.tree.map(lambda column: column["microbatch", 0], batch, is_leaf=tree.is_named)
 
 
@@ -143,13 +143,13 @@ def test_the_step_is_the_same_on_one_and_on_eight_devices_and_with_microbatches(
 
 def test_a_row_costs_its_share_of_the_layers(plain):
     whole = plain.config.flops_per_token(VOCAB)
-    model = ModelInStep(whole, plain, functools.partial(num_multiplied, model=plain))
+    model = ModelInStep(plain.config, VOCAB, plain, functools.partial(num_multiplied, model=plain))
     head = 6 * VOCAB * 16
-    of_blocks = DiffusionBlocks(4).flops_per_token(model, ())
+    of_blocks = DiffusionBlocks(4).facts.flops(model, ())
     of_layer = dataclasses.replace(plain.config, num_layers=1).flops_per_token(VOCAB)
     assert of_blocks == of_layer
     assert of_blocks.causal == (whole.causal - head) / 4 + head
-    assert DiffusionBlocks(1).flops_per_token(model, ()) == whole
+    assert DiffusionBlocks(1).facts.flops(model, ()) == whole
 
 
 def test_the_step_computes_a_share_of_the_layers_for_each_row(plain, blocks):
@@ -168,7 +168,7 @@ def test_blocks_have_no_trunk_to_store():
 
 def test_masks_without_a_bound_are_refused(blocks):
     with pytest.raises(ConfigError, match="diffusion_blocks is a bound only for masks that hide each token"):
-        DiffusionBlocks().check_columns(set(columns_of(2, time_step_mask_fractions=[0.15])), blocks)
+        DiffusionBlocks().check(batch_of(columns_of(2, time_step_mask_fractions=[0.15])), blocks, None)
 
 
 def plan_of(rows=32, masking=None, trainer=None, top=None, **objective):

@@ -16,7 +16,7 @@ from jaxlm.data.masking import Masker, MaskingConfig, stratified
 from jaxlm.models.base import Inputs, vocab_axis
 from jaxlm.models.diffusion import TimeEmbeddingConfig
 from jaxlm.models.families.llama import LlamaConfig
-from jaxlm.objectives.base import ObjectiveConfig
+from jaxlm.objectives.base import ObjectiveConfig, check_model
 from jaxlm.objectives.next_token import NextToken, score_batch
 from jaxlm.systems.progressive.losses import Diffusion, MaskedLanguageModeling
 from tests.engine.helpers import MODEL, TinyRun, layout, one_device, phase
@@ -253,8 +253,8 @@ def test_clm_is_next_token_prediction():
 )
 def test_objective_and_attention_must_suit_each_other(objective, config, message):
     with pytest.raises(ConfigError, match=message):
-        objective.check_model(config)
-    objective.check_model(BOTH if config is CAUSAL else CAUSAL)
+        check_model(objective, config)
+    check_model(objective, BOTH if config is CAUSAL else CAUSAL)
 
 
 def test_scores_refuse_a_model_that_reads_its_targets(model):
@@ -268,9 +268,9 @@ def test_scores_refuse_a_model_that_reads_its_targets(model):
 
 
 def test_diffusion_refuses_masks_without_a_bound(model):
-    spec = set(columns_of(2, time_step_mask_fractions=[0.15]))
+    batch = batch_of(columns_of(2, time_step_mask_fractions=[0.15]))
     with pytest.raises(ConfigError, match="is a bound only for masks that hide each token with the same probability"):
-        Diffusion().check_columns(spec, model)
+        Diffusion().check(batch, model, None)
     narrow = (
         {"min_mask_fraction": 0.5, "max_mask_fraction": 0.5},
         {"max_mask_fraction": 0.85},
@@ -279,4 +279,4 @@ def test_diffusion_refuses_masks_without_a_bound(model):
     for keys in ({"mode": "fixed_count"}, {"random_fraction": 0.1}, {"num_time_steps": 8}, *narrow):
         assert not MaskingConfig(**keys).has_rates
     assert all(MaskingConfig(mask_schedule_type=kind).has_rates for kind in ("linear", "cosine", "exponential"))
-    Diffusion().check_columns(set(columns_of(2)), model)
+    Diffusion().check(batch_of(columns_of(2)), model, None)

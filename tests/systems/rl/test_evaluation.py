@@ -38,7 +38,10 @@ def config_of(file, records=RECORDS, **fields):
     ("fields", "message"),
     [
         ({"temperature": 1e-30}, r"temperature: 1e-30 given, 0 \(greedy\) or 1e-20 to 1e\+20 expected"),
-        ({"num_samples": 2}, "num_samples: 2 given without temperature, without which all answers are the same"),
+        (
+            {"num_samples": 2},
+            r"num_samples: 2 given together with temperature: 0\.0, with which all answers are the same",
+        ),
         (
             {"num_samples": 3, "batch_size": 2, "temperature": 1.0},
             "batch_size: 2 given, but num_samples is 3",

@@ -299,7 +299,7 @@ def test_terms_and_metrics_match_the_logits(case, options):
     objective = grpo(**options)
     loss, advantage, divergence = objective.loss, objective.advantage, objective.kl
     slot = objective.init_slot(reference)
-    asked = objective.annotate(objective.references_in_slot(slot, model), batch)
+    asked = objective.annotate({}, batch, slot, model)
     terms, metrics, _ = objective.terms(model, asked, slot, key=None)
     weights = objective.weights(batch)
 
@@ -418,15 +418,19 @@ def test_terms_on_what_a_sampler_has_recorded(case, options):
     assert ("overlong_penalty" in found) == bool(objective.overlong)
 
 
+def batch_with(*columns, samples_all=True):
+    """Without values, like those that are checked in planning."""
+    tokens = dict.fromkeys(("tokens", "targets", "loss_mask", "segment_ids", "positions"))
+    return GroupBatch.of(None, samples_all=samples_all, **tokens, **{name: object() for name in columns})
+
+
 def test_responses_of_a_filtered_distribution_are_corrected_for():
-    batch = GroupBatch.of(
-        None, samples_all=False, **dict.fromkeys(("tokens", "targets", "loss_mask", "segment_ids", "positions"))
-    )
+    batch, model = batch_with("sampler_logps", samples_all=False), random_model(0)
     for corrected in ("rollout", {"type": "model", "importance_sampling": {"cap": 2.0}}):
-        grpo(kl=None, old_policy=corrected).check_batch(batch)
+        grpo(kl=None, old_policy=corrected).check(batch, model, None)
     message = r"objective\.old_policy: model given, but data\.top_k, .* Set objective\.old_policy\.importance_sampling"
     with pytest.raises(ConfigError, match=message):
-        grpo(kl=None, old_policy="model").check_batch(batch)
+        grpo(kl=None, old_policy="model").check(batch, model, None)
 
 
 @pytest.mark.parametrize(
@@ -463,7 +467,7 @@ def test_responses_of_a_filtered_distribution_are_corrected_for():
 )
 def test_objectives_that_do_not_suit_the_data_are_refused(options, columns, message):
     with pytest.raises(ConfigError, match=message):
-        grpo(**options).check_columns(columns, random_model(0))
+        grpo(**options).check(batch_with(*columns), random_model(0), None)
 
 
 NO_KEY = r"objective\.loss\.%s: no such key in objective\.loss \(type %s\)"
@@ -561,9 +565,9 @@ def test_options_without_an_effect_are_refused(options, message):
 
 
 def test_a_reference_is_only_held_if_the_loss_reads_it():
-    assert Grpo().holds_reference
-    assert grpo(old_policy="model").holds_reference
-    assert not grpo(old_policy="model", kl=None).holds_reference
+    assert Grpo().facts.holds_reference
+    assert grpo(old_policy="model").facts.holds_reference
+    assert not grpo(old_policy="model", kl=None).facts.holds_reference
 
 
 def test_metrics_of_microbatches_are_their_mean_or_their_largest():

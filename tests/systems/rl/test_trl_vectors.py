@@ -129,7 +129,7 @@ def groups():
 
 
 def loss_of_groups(objective, policy, batch, reference):
-    batch = objective.with_batch_statistics(batch)
+    batch = objective.prepare_batch(batch, None)
     batch = replace(batch, annotations=reference if objective.needs_reference else None)
     terms, _, _ = objective.terms(policy, batch, None, key=None)
     return total(terms, objective.weights(batch))
@@ -166,13 +166,13 @@ def test_the_kl_divergence_in_rewards_is_that_of_the_sampler_although_ratios_are
 def test_the_scale_of_a_batch_does_not_depend_on_its_microbatches(groups, of):
     batch, *_ = groups
     objective = grpo_of(old_policy="model", advantage={"type": "batch", "std_of": of}, kl=None)
-    whole = objective.with_batch_statistics(batch)
+    whole = objective.prepare_batch(batch, None)
     split = jax.tree.map(
         lambda column: column.unflatten_axis("batch", (Axis("microbatch", 3), Axis("batch", 1))),
         batch,
         is_leaf=lambda leaf: isinstance(leaf, hax.NamedArray),
     )
-    of_split = objective.with_batch_statistics(split).std_of_batch
+    of_split = objective.prepare_batch(split, None).std_of_batch
     assert [axis.name for axis in of_split.axes] == ["microbatch", "batch"]
     np.testing.assert_allclose(np.unique(of_split.array), np.unique(whole.std_of_batch.array), rtol=1e-6)
     rewards = np.array(VECTORS["groups"]["inputs"]["rewards"])
@@ -215,7 +215,7 @@ def test_normalized_rewards_do_not_depend_on_microbatches(groups):
         batch,
         is_leaf=is_named,
     )
-    found: list[Any] = [objective.with_batch_statistics(each).advantages for each in (batch, split)]
+    found: list[Any] = [objective.prepare_batch(each, None).advantages for each in (batch, split)]
     whole, parts = (np.asarray(each.array) for each in found)
     np.testing.assert_allclose(parts.reshape(whole.shape), whole, rtol=1e-6)
     assert whole[1, 3] == 0, "no reward applies to it"

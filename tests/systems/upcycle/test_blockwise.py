@@ -281,6 +281,7 @@ def test_parameters_without_a_gradient_are_refused_and_others_have_one(target, t
     own = phase(objective=objective, trainable=(trainable,))
     trained, frozen = own.split(model)
     with refused:
+        objective.check(a_batch(length=16), model, trained)
         slot = objective.init_slot(trained)
         annotated = objective.annotate({"teacher": filled(1)}, a_batch(length=16))
 

@@ -232,27 +232,12 @@ class GroupBatch(eqx.Module):
     samples_all: bool = eqx.field(static=True, default=True)
 
     @staticmethod
-    def of(
-        rewards: hax.NamedArray,
-        sampler_logps: hax.NamedArray | None = None,
-        *,
-        finished: hax.NamedArray | None = None,
-        reward_parts: hax.NamedArray | None = None,
-        reward_weights: tuple[float, ...] = (),
-        temperature: float = 1.0,
-        samples_all: bool = True,
-        **columns: hax.NamedArray,
-    ) -> "GroupBatch":
-        return GroupBatch(
-            TokenBatch(**columns),
-            rewards,
-            sampler_logps=sampler_logps,
-            finished=finished,
-            reward_parts=reward_parts,
-            reward_weights=reward_weights,
-            temperature=temperature,
-            samples_all=samples_all,
-        )
+    def of(rewards: hax.NamedArray, sampler_logps: hax.NamedArray | None = None, **fields: Any) -> "GroupBatch":
+        """Makes a batch of the fields of this class and the columns of `responses`."""
+        own = {
+            name: fields.pop(name) for name in fields.keys() & {field.name for field in dataclasses.fields(GroupBatch)}
+        }
+        return GroupBatch(TokenBatch(**fields), rewards, sampler_logps=sampler_logps, **own)
 
     @property
     def order(self) -> hax.NamedArray | None:

@@ -14,6 +14,7 @@ import lzma
 import re
 import sys
 import zlib
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple
@@ -275,9 +276,27 @@ def _texts(path: Path, column: "pa.Array", rows_before: int, text_key: str) -> I
         yield text
 
 
+class _RepeatedKeyError(Exception):
+    """Says which key an object of JSON has twice."""
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        raise _RepeatedKeyError(Counter(name for name, _ in pairs).most_common(1)[0][0])
+    return found
+
+
+_DECODER = json.JSONDecoder(object_pairs_hook=_unique)
+
+
 def _parse_json(path: Path, text: str, where: str) -> Any:
     try:
-        return json.loads(text.rstrip())  # an error at the end of a line is not at column 1 of the next
+        return _DECODER.decode(text.rstrip())  # an error at the end of a line is not at column 1 of the next
+    except _RepeatedKeyError as error:
+        raise ConfigError(
+            f"{path}: {where}the key '{error}' is given twice in one object. Keep one of them: only the last would be read"
+        ) from error
     except RecursionError as error:
         raise ConfigError(f"{path}: {where}the JSON is nested too deeply") from error
     except json.JSONDecodeError as error:

@@ -8,6 +8,7 @@ import json
 import math
 import os
 import re
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -494,8 +495,15 @@ def _check_bounds(content: Mapping[str, Any], file: Path) -> None:
                 " times expected. Use another tokenizer.json"
             )
     vocabulary = content["model"].get("vocab")
-    ids = vocabulary.values() if isinstance(vocabulary, dict) else ()
-    if (largest := max((number for number in ids if isinstance(number, int)), default=0)) >= _LARGEST_VOCABULARY:
+    ids = [number for number in vocabulary.values() if isinstance(number, int)] if isinstance(vocabulary, dict) else []
+    if len(set(ids)) < len(ids):
+        number = Counter(ids).most_common(1)[0][0]
+        tokens = [token for token, other in vocabulary.items() if other == number]
+        raise ConfigError(
+            f"data.tokenizer: '{file}' has the tokens {tokens[0]!r} and {tokens[1]!r} with the same id {number}. Download or"
+            " train it again"
+        )
+    if (largest := max(ids, default=0)) >= _LARGEST_VOCABULARY:
         raise ConfigError(
             f"data.tokenizer: '{file}' has a token with the id {largest:,}, below {_LARGEST_VOCABULARY:,} expected."
             " Download or train it again"

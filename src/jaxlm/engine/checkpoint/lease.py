@@ -19,7 +19,6 @@ import os
 import platform
 import posixpath
 import re
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -27,7 +26,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import IO
 
-from jaxlm.core.errors import ConfigError
+from jaxlm.core.errors import ConfigError, say
 from jaxlm.core.safe_io import NoLocksError, lock, open_regular, parse_json
 from jaxlm.core.stores import is_url, open_store, storage_errors
 
@@ -313,7 +312,7 @@ def locked_file(
             except NoLocksError:
                 lease = path.absolute().with_name(f"{path.name}.lease")
                 lease.mkdir(exist_ok=True)
-                holding = Lease(str(lease), _say, lambda holder: refusal(holder, what)).held()
+                holding = Lease(str(lease), say, lambda holder: refusal(holder, what)).held()
                 holder, check_lease = None, closing.enter_context(holding)
             if holder is not None:
                 raise refusal(holder, what)
@@ -327,10 +326,6 @@ def locked_file(
         finally:
             with contextlib.suppress(OSError):  # the disk is gone, and its locks with it
                 file.truncate(0)  # nobody holds it
-
-
-def _say(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)  # the log is not open yet
 
 
 def _lock(file: IO[bytes], *, shared: bool = False) -> str | None:

@@ -50,7 +50,8 @@ class Saver:
         self._last_saved: int | None = None
         self._before_streak = history.pins.get(BEFORE_STREAK, resumed)
         self._kept: dict[str, _Kept] = {}
-        self._unsettled: _Unsettled | None = None
+        # The pins of the history and `_before_streak`, which are right again if the save in progress fails.
+        self._unsettled: tuple[Mapping[str, str], str | None] | None = None
 
     def due_by_clock(self) -> bool:
         """Tells whether a temporary checkpoint is due by process 0's clock; False on every other process.
@@ -96,8 +97,9 @@ class Saver:
             if kept.controller is not None and kept.step == self._last_saved
         }
         memories = {name: memory for name, memory in {**self.history.controllers, **lost}.items() if memory is not None}
-        self.history = replace(self.history, pins=unsettled.pins, controllers=memories)
-        self._before_streak, self._last_saved = unsettled.before_streak, None
+        pins, self._before_streak = unsettled
+        self.history = replace(self.history, pins=pins, controllers=memories)
+        self._last_saved = None
 
     def save(self, state: RunState, step: int, position: Mapping[str, Any], *, forced: bool) -> None:
         """Saves the state after `step`, unless that was just done. `forced`: the phase or the run ends here.
@@ -128,11 +130,9 @@ class Saver:
             position: the data position after the skipped batches.
         """
         for purpose in (purpose for purpose, name in self.history.pins.items() if name == cursor.folder_name):
-            self.keep(
-                purpose, cursor.step
-            )  # it is the same state, in the attempt to whose checkpoints the run may go back
-        entering, pauses = cursor.entering, WHILE_TRAINING_S
-        self._write(state, cursor.step, position, entering=entering, temporary=True, pauses_s=pauses)
+            self.keep(purpose, cursor.step)  # the same state, in the attempt to whose checkpoints the run may go back
+        saved_as = {"entering": cursor.entering, "temporary": True}
+        self._write(state, cursor.step, position, **saved_as, pauses_s=WHILE_TRAINING_S)
 
     def _write(
         self,
@@ -149,7 +149,7 @@ class Saver:
         for act in self._before_save:
             act()
         cursor = Cursor(step, self._phase.index, self._phase.name, entering, temporary, self.history)
-        self._unsettled = _Unsettled(self.history.pins, self._before_streak)
+        self._unsettled = (self.history.pins, self._before_streak)
         self.history = replace(self.history, pins=self._pins(cursor))
         cursor = replace(cursor, history=self.history)
         if pauses_s is None:
@@ -169,19 +169,6 @@ class Saver:
         elif self._before_streak is not None:
             pins[BEFORE_STREAK] = self._before_streak
         return pins
-
-
-@dataclass(frozen=True)
-class _Unsettled:
-    """Holds what is right again if the save in progress fails.
-
-    Attributes:
-        pins: of the history.
-        before_streak: the newest checkpoint from before the steps that the run may go back to before.
-    """
-
-    pins: Mapping[str, str]
-    before_streak: str | None
 
 
 @dataclass(frozen=True)

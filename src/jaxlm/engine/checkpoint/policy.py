@@ -54,15 +54,12 @@ class CheckpointerConfig:
         for name, value in (("save_interval", self.save_interval), ("retry_for", self.retry_for)):
             if value < timedelta(0):
                 raise ConfigError(f"trainer.checkpointer.{name}: {value} given, but it must not be negative")
-        untils = [rule.until for rule in self.keep]
-        for number, rule in enumerate(self.keep):
-            path = f"trainer.checkpointer.keep.{number}"
-            if rule.until is None and number < len(self.keep) - 1:
-                raise ConfigError(
-                    f"{path}.until: missing. Only the last rule may omit it and apply to the end of the run"
-                )
-        if any(a is not None and b is not None and a >= b for a, b in itertools.pairwise(untils)):
-            raise ConfigError(f"trainer.checkpointer.keep: `until` must increase from rule to rule, but {untils} given")
+        for number, (rule, following) in enumerate(itertools.pairwise(self.keep)):
+            path = f"trainer.checkpointer.keep.{number}.until"
+            if rule.until is None:
+                raise ConfigError(f"{path}: missing. Only the last rule may omit it and apply to the end of the run")
+            if following.until is not None and rule.until >= following.until:
+                raise ConfigError(f"{path}: {rule.until} given, less than {following.until} of the next rule expected")
 
 
 def is_permanent(rules: Sequence[KeepRule], step: int) -> bool:

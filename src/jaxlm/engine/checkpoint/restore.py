@@ -109,60 +109,61 @@ def latest_valid(folder: CheckpointFolder, log: Callable[[str], None]) -> Verifi
     """
     damages: dict[str, DamagedError] = {}  # on process 0
     checkpoints = main_first(folder.checkpoints)
-    for checkpoint in reversed(checkpoints):
-        if _is_undamaged(lambda it=checkpoint: it, functools.partial(damages.__setitem__, checkpoint.name)):
-            main_only(lambda: [_set_aside(folder, name, damage, log) for name, damage in damages.items()])
-            return main_first(functools.partial(VerifiedCheckpoint.of, checkpoint))
-    if checkpoints:
+
+    def set_aside() -> None:
+        for name, damage in damages.items():
+            new_name = folder.set_aside(name)
+            log(
+                f"checkpoint {name} is damaged: {damage}. It was set aside as {new_name}; using the previous checkpoint"
+            )
+
+    found = _last_undamaged({one.name: lambda it=one: it for one in checkpoints}, damages.__setitem__)
+    if found is not None:
+        main_only(set_aside)
+    elif checkpoints:
         lines = "\n".join(f"  {name}: {damage}" for name, damage in damages.items())
         raise NoUsableCheckpointError(
             f"every checkpoint in {folder.location} is damaged:\n{lines}\nNothing was loaded, and nothing"
             " was changed. To train from scratch, set another trainer.id or move the folder away"
         )
-    return None
+    return found
 
 
 def newest_undamaged(
     folder: CheckpointFolder, names: Sequence[str], log: Callable[[str], None]
 ) -> VerifiedCheckpoint | None:
     """The last undamaged one of the run's checkpoints `names`; None if all are damaged. All processes must call this."""
-    for name in reversed(names):
-        find = functools.partial(folder.find, name)
-        if _is_undamaged(find, lambda damage, name=name: log(f"checkpoint {name} is damaged: {damage}")):
-            checkpoint = main_first(find)
-            return main_first(functools.partial(VerifiedCheckpoint.of, checkpoint))
-    return None
+    finds = {name: functools.partial(folder.find, name) for name in names}
+    return _last_undamaged(finds, lambda name, damage: log(f"checkpoint {name} is damaged: {damage}"))
 
 
-def _set_aside(folder: CheckpointFolder, name: str, damage: DamagedError, log: Callable[[str], None]) -> None:
-    new_name = folder.set_aside(name)
-    log(f"checkpoint {name} is damaged: {damage}. It was set aside as {new_name}; using the previous checkpoint")
+def _last_undamaged(
+    finds: dict[str, Callable[[], Checkpoint]], if_damaged: Callable[[str, DamagedError], None]
+) -> VerifiedCheckpoint | None:
+    """The last checkpoint that is undamaged, of functions that find each. Process 0 reads them, and calls `if_damaged`."""
 
-
-def _is_undamaged(find: Callable[[], Checkpoint], if_damaged: Callable[[DamagedError], None]) -> bool:
-    """Tells whether a checkpoint is undamaged. Process 0 reads it, and calls `if_damaged` if it is not."""
-
-    def verify() -> bool:
+    def verify(name: str) -> bool:
         try:
-            find().verify()
+            finds[name]().verify()
         except DamagedError as damage:
-            if_damaged(damage)
+            if_damaged(name, damage)
             return False
         return True
 
-    return from_main(verify)
+    for name in reversed(finds):
+        if from_main(functools.partial(verify, name)):
+            return main_first(lambda: VerifiedCheckpoint.of(finds[name]()))  # noqa: B023 - called at once
+    return None
 
 
 def latest_complete(candidates: Sequence[Checkpoint], location: str, log: Callable[[str], None]) -> VerifiedCheckpoint:
     """Like `latest_valid` for another run, without changing anything in that run's folder."""
-    for candidate in reversed(candidates):
-        path = candidate.location
-        if _is_undamaged(
-            lambda candidate=candidate: candidate,
-            lambda damage, path=path: log(f"{path} is damaged: {damage}. Trying the previous checkpoint"),
-        ):
-            return main_first(functools.partial(VerifiedCheckpoint.of, candidate))
-    raise NoUsableCheckpointError(f"every checkpoint at {location} is damaged. Nothing was loaded")
+    finds = {str(candidate.location): lambda it=candidate: it for candidate in candidates}
+    advice = "Trying the previous checkpoint"
+    found = _last_undamaged(finds, lambda path, damage: log(f"{path} is damaged: {damage}. {advice}"))
+    if found is None:
+        raise NoUsableCheckpointError(f"every checkpoint at {location} is damaged. Nothing was loaded")
+    return found
 
 
 def restore(
@@ -363,20 +364,6 @@ def restore_state(
     Raises:
         ConfigError: the checkpoint does not match the configuration.
     """
-    state = _restored(checkpoint, builder, phase, layout, log, allow_partial=allow_partial)
-    return with_controls(state, phase.controls, layout)
-
-
-def _restored(
-    checkpoint: VerifiedCheckpoint,
-    builder: StateBuilder,
-    phase: Phase,
-    layout: Layout,
-    log: Log,
-    *,
-    allow_partial: bool,
-) -> RunState:
-    """The same without the controls."""
     wanted = without_controls(builder.abstract_state(phase))
     leaves = json.loads(checkpoint.checkpoint.read("run/manifest.json"))["leaves"]
     saved = _SavedSlot.of(leaves, wanted)
@@ -388,10 +375,17 @@ def _restored(
         fresh = lambda: place_state(lambda: saved.stored(make()) if saved.differs() else make(), abstract, layout)  # noqa: E731
     unused = saved.unused | {path for path in leaves if path.startswith(f"slots.{guards.SLOT}.")}
     state = restore(checkpoint, abstract, layout, fresh=fresh, log=log, unused=unused)
-    if not saved.differs():
-        return state
-    for line in saved.describe(wanted):
-        log(line)
+    if saved.differs():
+        for line in saved.describe(wanted):
+            log(line)
+        state = _with_wanted_slot(state, wanted, builder, phase, layout)
+    return with_controls(state, phase.controls, layout)
+
+
+def _with_wanted_slot(
+    state: RunState, wanted: RunState, builder: StateBuilder, phase: Phase, layout: Layout
+) -> RunState:
+    """A state whose slot has the arrays of the checkpoint, with those that the objective wants."""
     if OBJECTIVE_SLOT not in wanted.slots:
         return _with_slot(state, None)
     kept = state.slots.get(OBJECTIVE_SLOT, {})
@@ -415,7 +409,7 @@ def _check_has_reference(checkpoint: VerifiedCheckpoint, phase: Phase, saved: _S
     """Raises `ConfigError` if the objective would compare the model with a later one than that of the phase's start."""
     slot = dict(tree.leaves(wanted.slots.get(OBJECTIVE_SLOT)))
     of_parameters = any(tree.is_named(slot[path]) for path in saved.missing)  # other arrays are numbers of its own
-    if phase.objective.holds_reference and of_parameters and checkpoint.cursor.step != phase.start:
+    if phase.objective.facts.holds_reference and of_parameters and checkpoint.cursor.step != phase.start:
         raise ConfigError(
             f"phase '{phase.name}': the objective holds the model from the start of the phase as its reference, which"
             f" {checkpoint.location} does not have: it was saved with another objective. Start a new run with"

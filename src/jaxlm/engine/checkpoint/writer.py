@@ -1,7 +1,7 @@
 """Writes one state at a time to a `CheckpointFolder`, in a thread of its own, and knows how the saves are going.
 
-The processes of a run tell each other whether their part of a save worked through the key-value store of jax's coordination
-service: at a barrier, the others would wait for a process that has failed until the barrier's timeout.
+The processes of a run tell each other whether their part of a save worked with an `Exchange`: at a barrier, the others would
+wait for a process that has failed until the barrier's timeout.
 """
 
 import asyncio
@@ -23,6 +23,8 @@ from typing import Any, TypeVar
 import jax
 
 from jaxlm.core import tree
+from jaxlm.core.errors import counted
+from jaxlm.core.exchange import exchange
 from jaxlm.core.runtime import is_main_process
 from jaxlm.core.stores import AT_START_S, BRIEFLY_S, WHILE_TRAINING_S, retried
 from jaxlm.engine.checkpoint.lease import LeaseCheck, LeaseLostError
@@ -33,49 +35,8 @@ from jaxlm.engine.state import RunState
 
 T = TypeVar("T")
 
-_SHORTEST_POLL_S, _LONGEST_POLL_S = 0.05, 1.0
-_WORKED = "worked"
-
-
-class Agreement:
-    """Messages between the processes about one save. All processes must number their saves alike. One process sends none."""
-
-    def __init__(self, number: int):
-        """Args: number: which save of this start it is, from 0."""
-        from jax._src import distributed  # there is no public way to the client; Orbax uses it too
-
-        self._client: Any = distributed.global_state.client if jax.process_count() > 1 else None
-        self._folder = _folder(number)
-        if self._client is not None and is_main_process():
-            # A process that takes part in the save before this one has read what was said about the one before that.
-            self._client.key_value_delete(_folder(number - 2))
-
-    def tell(self, stage: str, failure: str) -> None:
-        """Says how a stage ended on this process. Args: failure: empty if it worked."""
-        if self._client is not None:
-            self._client.key_value_set(f"{self._folder}{stage}/{jax.process_index()}", failure or _WORKED)
-
-    def hear(self, stage: str, processes: int) -> str:
-        """Waits until the first `processes` processes have said how a stage ended. Returns a failure; empty if all worked."""
-        if self._client is None:
-            return ""
-        folder, began = f"{self._folder}{stage}/", time.monotonic()
-        while len(outcomes := self._outcomes(folder, processes)) < processes:
-            # A long save is not asked about often: all processes ask the same service.
-            time.sleep(min(max(_SHORTEST_POLL_S, 0.1 * (time.monotonic() - began)), _LONGEST_POLL_S))
-        failures = [f"process {number}: {text}" for number, text in sorted(outcomes.items()) if text != _WORKED]
-        return failures[0] if failures else ""
-
-    def _outcomes(self, folder: str, processes: int) -> dict[int, str]:
-        outcomes = {int(key.rpartition("/")[2]): text for key, text in self._client.key_value_dir_get(folder)}
-        return {number: text for number, text in outcomes.items() if number < processes}
-
-
-def _folder(number: int) -> str:
-    return f"jaxlm/saves/{number}/"
-
-
 _FIRST_PAUSE_S = 5.0
+_PATIENCE_S = 5.0  # until a save that is waited for is mentioned
 
 
 class SaveHealth:
@@ -123,7 +84,9 @@ class SaveHealth:
     def saved(self, name: str) -> None:
         if self._streak:
             since = self._now() - (self._failing_since or 0.0)
-            self._log(f"checkpoints are saved again: {name} ({_times(self._streak)} failed in the last {since:.0f} s)")
+            self._log(
+                f"checkpoints are saved again: {name} ({counted(self._streak, 'save')} failed in the last {since:.0f} s)"
+            )
         self.is_owed = False
         self._newest, self._saved_at = name, self._now()
         self._streak, self._failing_since, self._next_at = 0, None, 0.0
@@ -167,13 +130,6 @@ class SaveHealth:
             f"Training goes on. The next try is in {wait_s:g} s{made_up}. Failed so far: {self._streak}; the run ends if"
             f" saves still fail in {left_s:.0f} s (trainer.checkpointer.retry_for)"
         )
-
-
-def _times(number: int) -> str:
-    return f"{number} save" if number == 1 else f"{number} saves"
-
-
-_PATIENCE_S = 5.0  # until a save that is waited for is mentioned
 
 
 def flat_arrays(state: Any) -> dict[str, Any]:
@@ -221,7 +177,7 @@ class CheckpointWriter:
         # Not an `AsyncCheckpointer`: its barriers would wait for a process that has failed (docs/design/0016).
         self._orbax = ocp.PyTreeCheckpointHandler(use_ocdbt=True)
         self._save_args = ocp.args.PyTreeSave
-        self._number = 0
+        self._others = exchange("jaxlm/saves/")
         self._cursor: Cursor | None = None  # of the save whose outcome has not been looked at
         self._thread = threading.Thread()
         self._error: SaveError | None = None
@@ -246,8 +202,8 @@ class CheckpointWriter:
         assert self._cursor is None, "the last save has not been waited for"
         name = cursor.folder_name
         files = self._small_files(state, cursor, position)
-        save = _Save(Agreement(self._number), name, files, flat_arrays(state), _orbax_path(self._folder.arrays(name)))
-        self._number, self._cursor = self._number + 1, cursor
+        save = _Save(name, files, flat_arrays(state), _orbax_path(self._folder.arrays(name)))
+        self._cursor = cursor
         self._thread = threading.Thread(target=self._run, args=(save,), name="checkpoint")
         self._thread.start()
         save.copied.result()
@@ -333,7 +289,7 @@ class CheckpointWriter:
         try:
             self._begin(save)
             failure = _failure_of(lambda: [write.result() for write in writes])  # of this process
-            failure = self._commit(save, failure)
+            failure = self._concluded(failure, lambda failures: self._commit(save, failures))
         except Exception as error:  # the coordination service is gone
             failure = _text(error)
         self._error = self._cannot(failure) if failure else None
@@ -346,12 +302,8 @@ class CheckpointWriter:
         return writes or ()
 
     def _begin(self, save: "_Save") -> None:
-        if is_main_process():
-            failure = _failure_of(lambda: self._begin_folder(save))
-            save.agreement.tell("begin", failure)
-        else:
-            failure = save.agreement.hear("begin", 1)
-        if failure:
+        failure = _failure_of(lambda: self._begin_folder(save)) if is_main_process() else ""
+        if failure := self._concluded(failure, lambda failures: failures[0]):
             save.begun.set_exception(OSError(failure))
         else:
             save.begun.set_result(None)
@@ -367,20 +319,19 @@ class CheckpointWriter:
             self._lost = lost
             raise
 
-    def _commit(self, save: "_Save", failure: str) -> str:
-        """Makes the checkpoint visible, if all processes have written their part. Returns why it is not.
+    def _concluded(self, failure: str, conclusion: Callable[[Sequence[str]], str]) -> str:
+        """What process 0 concludes of why the processes have failed; empty stands for no failure."""
+        if self._others is None:
+            return conclusion([failure])
+        conclude = lambda said: conclusion([text.decode() for text in said]).encode()  # noqa: E731
+        return self._others.conclude(failure.encode(), conclude).decode()
 
-        Args:
-            failure: why this process has not written its part; empty if it has.
-        """
-        save.agreement.tell("write", failure)
-        if not is_main_process():
-            return save.agreement.hear("commit", 1)
-        of_others = save.agreement.hear("write", jax.process_count())
-        failure = failure or of_others or _failure_of(lambda: self._make_visible(save))
+    def _commit(self, save: "_Save", failures: Sequence[str]) -> str:
+        """Makes the checkpoint visible, if all processes have written their part. Returns why it is not."""
+        of_others = (f"process {number}: {text}" for number, text in enumerate(failures) if text)
+        failure = failures[0] or next(of_others, "") or _failure_of(lambda: self._make_visible(save))
         if failure and self._lost is None:
             _failure_of(self._folder.tidy)
-        save.agreement.tell("commit", failure)
         return failure
 
     def _make_visible(self, save: "_Save") -> None:
@@ -411,7 +362,6 @@ class _Save:
         begun: done when the arrays may be written.
     """
 
-    agreement: Agreement
     name: str
     files: Mapping[str, bytes]
     arrays: dict[str, Any]

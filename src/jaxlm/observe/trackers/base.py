@@ -52,22 +52,23 @@ class FilesError(Exception):
     """All records were sent, but not all files."""
 
 
-class ForwardLog:
-    """Logs to a tracker that cannot remove steps: skips those that it already has, which a resumed run repeats bit for bit.
+class ForwardTracker(Tracker):
+    """Logs to a service that cannot remove steps: skips those that it already has, which a resumed run repeats bit for bit.
 
     Steps are counted on after the run went back to an earlier one. The metric `global_step` has their number.
     """
 
     def __init__(self, handle: Any, first_new_step: int, abandoned_steps: int):
         """Args: handle: an open run with the method `log`. abandoned_steps: steps lost by going back."""
-        self.abandoned_steps = abandoned_steps
-        self._handle = handle
-        self._first_new_step = first_new_step
+        self._handle, self._first_new_step, self._abandoned_steps = handle, first_new_step, abandoned_steps
 
-    def log(self, step: int, values: dict[str, Any]) -> None:
-        number = step + self.abandoned_steps
+    def log(self, step: int, metrics: Mapping[str, Any]) -> None:
+        number = step + self._abandoned_steps
         if number >= self._first_new_step:
-            self._handle.log(values, step=number)
+            self._handle.log(dict(metrics), step=number)
+
+    def begin_attempt(self, attempt: int, step: int, abandoned_steps: int) -> None:
+        self._abandoned_steps = abandoned_steps
 
 
 @dataclass(frozen=True)
@@ -101,7 +102,6 @@ class TrackerConfig(Registry, draccus.ChoiceRegistry, abc.ABC):
     def default_choice_name(cls) -> str:
         return "wandb"
 
-    @abc.abstractmethod
     def check(self) -> None:
         """Raises `ConfigError` for invalid settings. Does not touch disk or network."""
 

@@ -9,12 +9,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
-from jaxlm.core.errors import ConfigError
 from jaxlm.core.install import install_command
 from jaxlm.core.redaction import redacted
 from jaxlm.core.values.logged import Completion, Sample
 from jaxlm.observe import environment
-from jaxlm.observe.trackers.base import ForwardLog, MissingLibraryError, RunInfo, Tracker, TrackerConfig
+from jaxlm.observe.trackers.base import ForwardTracker, MissingLibraryError, RunInfo, Tracker, TrackerConfig
 from jaxlm.reading.choices import choice
 from jaxlm.reading.decode import flattened
 
@@ -41,10 +40,6 @@ class MlflowConfig(TrackerConfig):
     tracking_uri: str | None = None
     experiment: str = "jaxlm"
     name: str | None = None
-
-    def check(self) -> None:
-        if not self.experiment.strip():
-            raise ConfigError("trainer.tracker (mlflow): experiment: must not be empty. Set it to an experiment's name")
 
     def how_to_open(self, run_id: str) -> str | None:
         uri = redacted(self._uri())
@@ -78,14 +73,14 @@ class MlflowConfig(TrackerConfig):
         return tracker
 
 
-class MlflowTracker(Tracker):
+class MlflowTracker(ForwardTracker):
     """Passes metrics to MLflow, those of some seconds in one request. It has no histograms: `histograms.jsonl` has them."""
 
     def __init__(self, client: Any, handle: Any, abandoned_steps: int = 0):
         """Args: handle: an MLflow run. abandoned_steps: steps lost by going back, which MLflow cannot remove."""
         self._client, self._id = client, handle.info.run_id
         self._requests = _Requests(client, self._id)
-        self._forward = ForwardLog(self._requests, int(handle.data.tags.get(_NEXT_STEP, 0)), abandoned_steps)
+        super().__init__(self._requests, int(handle.data.tags.get(_NEXT_STEP, 0)), abandoned_steps)
 
     def describe(self, facts: Mapping[str, Any], known: Mapping[str, str]) -> None:
         """Logs facts as parameters. Args: known: those that the run has, which MLflow does not change."""
@@ -97,9 +92,6 @@ class MlflowTracker(Tracker):
         for first in range(0, len(params), _MAX_PARAMS):
             self._client.log_batch(self._id, params=params[first : first + _MAX_PARAMS])
 
-    def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        self._forward.log(step, dict(metrics))
-
     def log_samples(self, step: int, samples: Sequence[Sample]) -> None:
         """Stores a file for each step."""
         self._store(f"samples/step-{step}.json", [asdict(sample) for sample in samples])
@@ -107,9 +99,6 @@ class MlflowTracker(Tracker):
     def log_completions(self, step: int, completions: Sequence[Completion]) -> None:
         """Stores a file for each step."""
         self._store(f"completions/step-{step}.json", [asdict(one) for one in completions])
-
-    def begin_attempt(self, attempt: int, step: int, abandoned_steps: int) -> None:
-        self._forward.abandoned_steps = abandoned_steps
 
     def flush(self) -> None:
         self._requests.send()

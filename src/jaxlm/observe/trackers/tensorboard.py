@@ -44,12 +44,6 @@ class TensorboardConfig(TrackerConfig):
                 f"trainer.tracker (tensorboard): logdir: '{self.logdir}' given, a local folder expected. Copy the"
                 " events to a bucket with the bucket's own tools"
             )
-        for name, text in (("comment", self.comment), ("filename_suffix", self.filename_suffix)):
-            if "/" in text:
-                raise ConfigError(
-                    f"trainer.tracker (tensorboard): {name}: '{text}' given, but it becomes part of a file name and must"
-                    " not contain '/'"
-                )
 
     def how_to_open(self, run_id: str) -> str | None:
         return f"tensorboard --logdir {self.logdir}" if self.write_to_disk else None

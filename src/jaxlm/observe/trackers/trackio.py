@@ -1,12 +1,10 @@
 """Trackio: metrics in a local database, with a dashboard (`trackio show`)."""
 
-from collections.abc import Mapping
 from typing import Any
 
-from jaxlm.core.errors import ConfigError
 from jaxlm.core.install import install_command
 from jaxlm.observe import environment
-from jaxlm.observe.trackers.base import ForwardLog, MissingLibraryError, RunInfo, Tracker, TrackerConfig
+from jaxlm.observe.trackers.base import ForwardTracker, MissingLibraryError, RunInfo, Tracker, TrackerConfig
 from jaxlm.reading.choices import choice
 
 
@@ -25,10 +23,6 @@ class TrackioConfig(TrackerConfig):
     name: str | None = None
     group: str | None = None
     space_id: str | None = None
-
-    def check(self) -> None:
-        if not self.project.strip():
-            raise ConfigError("trainer.tracker (trackio): project: must not be empty. Set it to a project name")
 
     def how_to_open(self, run_id: str) -> str | None:
         return f"trackio show --project {self.project}" if self.space_id is None else f"hf.co/spaces/{self.space_id}"
@@ -54,7 +48,7 @@ class TrackioConfig(TrackerConfig):
         return TrackioTracker(handle, run.abandoned_steps)
 
 
-class TrackioTracker(Tracker):
+class TrackioTracker(ForwardTracker):
     """Passes metrics to Trackio, which writes them in a thread of its own, and flushes by itself twice a second.
 
     It has no histograms, and its tables need pandas: histograms, samples and completions are in jaxlm's own files alone.
@@ -62,14 +56,7 @@ class TrackioTracker(Tracker):
 
     def __init__(self, handle: Any, abandoned_steps: int = 0):
         """Args: handle: an open run. abandoned_steps: steps lost by going back, which Trackio cannot remove."""
-        self._handle = handle
-        self._forward = ForwardLog(handle, handle._next_step, abandoned_steps)  # Trackio has no public name for it
-
-    def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        self._forward.log(step, dict(metrics))
-
-    def begin_attempt(self, attempt: int, step: int, abandoned_steps: int) -> None:
-        self._forward.abandoned_steps = abandoned_steps
+        super().__init__(handle, handle._next_step, abandoned_steps)  # Trackio has no public name for it
 
     def close(self) -> None:
         self._handle.finish()

@@ -16,7 +16,7 @@ from jaxlm.core.redaction import redacted, redacted_bytes
 from jaxlm.core.safe_io import read_bytes
 from jaxlm.core.values.logged import Completion, Histogram, Sample
 from jaxlm.observe import environment
-from jaxlm.observe.trackers.base import FilesError, ForwardLog, RunInfo, Tracker, TrackerConfig
+from jaxlm.observe.trackers.base import FilesError, ForwardTracker, RunInfo, Tracker, TrackerConfig
 from jaxlm.reading.choices import choice
 
 _INIT_TIMEOUT_S = 30.0
@@ -184,7 +184,7 @@ class FilesThread:
             self._failure = failure
 
 
-class WandbTracker(Tracker):
+class WandbTracker(ForwardTracker):
     """Passes metrics to wandb, which sends them from a process of its own. That has every record, so nothing is flushed."""
 
     def __init__(self, handle: Any, xla_dumps: Path | None, abandoned_steps: int = 0, files: FilesThread | None = None):
@@ -194,20 +194,15 @@ class WandbTracker(Tracker):
         abandoned_steps: steps lost by going back, which wandb cannot remove.
         files: logs the run's files; None if it has none.
         """
-        self._handle = handle
-        self._files = files
-        # Read once: each read is a request to wandb's process, as expensive as a record.
-        self._forward = ForwardLog(handle, handle.step, abandoned_steps)
-        self._xla_dumps = xla_dumps
-
-    def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        self._forward.log(step, dict(metrics))
+        # The step is read once: each read is a request to wandb's process, as expensive as a record.
+        super().__init__(handle, handle.step, abandoned_steps)
+        self._files, self._xla_dumps = files, xla_dumps
 
     def log_histograms(self, step: int, histograms: Mapping[str, Histogram]) -> None:
         import wandb
 
         pairs = {name: (np.asarray(h.counts), np.asarray(h.edges)) for name, h in histograms.items() if not h.is_empty}
-        self._forward.log(step, {name: wandb.Histogram(np_histogram=pair) for name, pair in pairs.items()})
+        self.log(step, {name: wandb.Histogram(np_histogram=pair) for name, pair in pairs.items()})
 
     def log_samples(self, step: int, samples: Sequence[Sample]) -> None:
         """Logs a table for the weights, and one for each of their averages."""
@@ -215,7 +210,7 @@ class WandbTracker(Tracker):
 
         for name in dict.fromkeys(sample.name for sample in samples):
             rows: list[Any] = [[step, sample.prompt, sample.text] for sample in samples if sample.name == name]
-            self._forward.log(step, {f"{name}/samples": wandb.Table(["step", "prompt", "text"], rows)})
+            self.log(step, {f"{name}/samples": wandb.Table(["step", "prompt", "text"], rows)})
 
     def log_completions(self, step: int, completions: Sequence[Completion]) -> None:
         import wandb
@@ -228,10 +223,7 @@ class WandbTracker(Tracker):
                 for one in group
             ]
             columns: list[Any] = ["step", "prompt", "completion", "reward", *names, "advantage", "finished"]
-            self._forward.log(step, {f"{name}/completions": wandb.Table(columns, rows)})
-
-    def begin_attempt(self, attempt: int, step: int, abandoned_steps: int) -> None:
-        self._forward.abandoned_steps = abandoned_steps
+            self.log(step, {f"{name}/completions": wandb.Table(columns, rows)})
 
     def close(self) -> None:
         """Uploads the XLA dumps if configured, and waits until everything is sent or written.

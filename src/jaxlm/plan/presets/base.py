@@ -90,8 +90,8 @@ class PresetConfig(Registry, draccus.ChoiceRegistry, abc.ABC):
     """The keys that decide which phases there are and how long they last; empty for a preset that leaves phases alone."""
 
     @classmethod
-    def default_choice_name(cls) -> str:
-        return "depth_dial"
+    def default_choice_name(cls) -> str | None:
+        return cls.of_role("default")
 
     @abc.abstractmethod
     def derive(self, source: ConfigSource) -> Derivation:

@@ -259,7 +259,7 @@ def compiler_options(platform: str, surgeries: Sequence[SurgeryConfig] = ()) -> 
     """The XLA options of the table for a platform and of surgeries, without those that XLA_FLAGS sets."""
     options = dict(TABLE[platform])
     for surgery in surgeries:
-        options |= surgery.compiler_options(platform)
+        options |= surgery.wants.compiler_options.get(platform, {})
     return _not_set_by_user(options)
 
 

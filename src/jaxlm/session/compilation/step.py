@@ -131,7 +131,7 @@ def trace_step(
     abstract = plan.state_builder.abstract_state(phase)
     step = make_train_step(phase, plan.layout, plan.precision, abstract, plan.config.trainer.watch)
     refs, batch = abstract_references(plan, phase), abstract_batch(plan, phase, stage)
-    if phase.objective.annotation_key is not None:
+    if phase.objective.facts.annotation_key is not None:
         batch = replace(batch, annotations=abstract_annotations(plan, phase, batch))
     with tracing(auto_remat=remat_policy, block_sizes=sizes or BlockSizes()):
         return step.trace(sharded_shapes(abstract, plan.layout), refs, batch, FlagSync.abstract(plan.layout))
@@ -265,7 +265,7 @@ def _fewer_at_once(plan: Plan, phase: Phase, stage: BatchStage) -> str:
     for name in ("per_device_parallelism", "per_device_train_parallelism", "max_per_device_parallelism"):
         if getattr(trainer, name) not in (-1, None):
             return f"lower trainer.{name} ({getattr(trainer, name)})"
-    if phase.objective.compares_examples:
+    if phase.objective.facts.compares_examples:
         return f"lower trainer.train_batch_size ({stage.size})"
     return (
         f"set trainer.per_device_parallelism (a device computes its {at_once} sequences at once; the batch stays the same)"

@@ -201,15 +201,13 @@ def _baselines(file: Path, names: Sequence[str]) -> dict[str, float]:
         lines = io.StringIO(read_text(file).removeprefix("\ufeff"))  # spreadsheets put a mark in front
         rows = [row for row in csv.DictReader(lines) if row["Eval Task"] in names]
         baselines = {row["Eval Task"]: 0.01 * float(row["Random baseline"]) for row in rows}
+        if wrong := [name for name, baseline in baselines.items() if not 0 <= baseline < 1]:
+            raise ValueError(f"'{wrong[0]}': {100 * baselines[wrong[0]]:g}")
     except (KeyError, ValueError, TypeError, csv.Error) as error:
         raise ConfigError(
-            f"{_WHERE}: {file} is damaged: the columns `Eval Task` and `Random baseline` (in percent) expected"
+            f"{_WHERE}: {file} is damaged ({error}): the columns `Eval Task` and `Random baseline` (in percent, 0 or more and"
+            " below 100) expected"
         ) from error
-    for name, baseline in baselines.items():
-        if not 0 <= baseline < 1:
-            raise ConfigError(
-                f"{_WHERE}: {file}: Random baseline of '{name}': {100 * baseline:g} given, 0 or more and below 100 expected"
-            )
     return baselines
 
 
@@ -416,11 +414,9 @@ def build_bundle(path: str, files: str, log: Callable[[str], None]) -> None:
 
 def _files(path: str) -> Path:
     """The folder with the tasks' files. Raises `ConfigError` if some of them are missing."""
-    if is_url(path):
-        raise ConfigError(f"{FILES_OPTION}: '{path}' given, a local folder expected. Run git clone {FILES_URL} first")
     root = Path(path).expanduser()
-    if not path or not root.is_dir():
-        raise ConfigError(f"{FILES_OPTION}: '{path}' given, a folder expected. Run git clone {FILES_URL} first")
+    if not path or is_url(path) or not root.is_dir():
+        raise ConfigError(f"{FILES_OPTION}: '{path}' given, a local folder expected. Run git clone {FILES_URL} first")
     source = root / _IN_CLONE if (root / _IN_CLONE).is_dir() else root
     if missing := [name for name in _BLOBS if not (source / name).is_file()]:
         shown = ", ".join([*missing[:3], *["..."] * (len(missing) > 3)])

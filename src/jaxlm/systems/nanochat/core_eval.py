@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import field
 from typing import Any, ClassVar, NamedTuple
 
-import jax
 import numpy as np
 
 from jaxlm.core.errors import ConfigError
@@ -77,11 +76,10 @@ class CoreEval(Eval):
     """Measures CORE during training."""
 
     def __init__(self, core: "OpenCore", ctx: EvalContext):
-        self._core, self._progress = core, ctx.progress
-        self._cast = jax.jit(ctx.precision.cast_to_compute)
+        self._core, self._ctx = core, ctx
 
     def run(self, model: LanguageModel) -> dict[str, float]:
-        return core_metrics(self._core.run(self._cast(model), self._progress))
+        return core_metrics(self._core.run(self._ctx.cast(model), self._ctx.progress))
 
 
 class CoreResult(NamedTuple):

@@ -37,7 +37,7 @@ _POWER_LINES = "arXiv:2505.13738"
 Depth = Annotated[int, Interval(ge=1, le=1024)]
 
 
-@choice(PresetConfig, "depth_dial")
+@choice(PresetConfig, "depth_dial", role="default")
 class DepthDialConfig(PresetConfig):
     """Fills in `model`, `optimizer`, `data.vocab_size`, and the length and batch of `trainer`.
 

@@ -178,9 +178,8 @@ class PortfolioConfig(OptimizerConfig):
         adagc = next((_adagc(row.adagc) for row in rows if row.adagc), None)
         directions = Superset.of(rows, names.index(self._first), self.weight_decay, adagc, groups).build()
         rate = scale_by_learning_rate(self.schedule(num_steps))
-        if self.nowcast is not None:
-            return optax.with_extra_args_support(optax.chain(directions, rate, self.nowcast.build()))
-        return _without_nowcast(optax.with_extra_args_support(optax.chain(directions, rate)))
+        nowcast = [] if self.nowcast is None else [self.nowcast.build()]
+        return optax.with_extra_args_support(optax.chain(directions, rate, *nowcast))
 
     @property
     def _first(self) -> str:
@@ -189,19 +188,3 @@ class PortfolioConfig(OptimizerConfig):
 
 def _adagc(section: bool | AdaGc) -> AdaGc:
     return section if isinstance(section, AdaGc) else AdaGc()
-
-
-def _without_nowcast(optimizer: optax.GradientTransformationExtraArgs) -> optax.GradientTransformationExtraArgs:
-    """The optimizer, which refuses the control `nowcast` when it is traced."""
-
-    def update_fn(
-        updates: Any, state: Any, params: Any = None, *, controls: Mapping[str, jax.Array] | None = None, **extra: Any
-    ) -> tuple[Any, Any]:
-        if NOWCAST in (controls or {}):
-            raise ConfigError(
-                "optimizer.nowcast: null given, but a controller sets the control 'nowcast'. Set optimizer.nowcast:"
-                " {window: 20}, or let the controller not use it"
-            )
-        return optimizer.update(updates, state, params, controls=controls, **extra)
-
-    return optax.GradientTransformationExtraArgs(optimizer.init, update_fn)

@@ -4,9 +4,9 @@ What a frozen, deterministic trunk computes of a sequence never changes. It is s
 another order, and later starts of the run read it too.
 """
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import field, replace
-from typing import Any, ClassVar
+from typing import Any
 
 import equinox as eqx
 import haliax as hax
@@ -22,13 +22,13 @@ from jaxlm.core.products.stored_weights import Weight
 from jaxlm.core.tracing import used_arguments
 from jaxlm.core.values.batch_types import LabeledBatch, MaskedBatch, TokenBatch
 from jaxlm.core.values.sums import Sum
-from jaxlm.models.base import Hidden, Inputs, LanguageModel, ModelConfig, layer_tap
+from jaxlm.models.base import Hidden, Inputs, LanguageModel, layer_tap
 from jaxlm.models.decoder import as_transformer
 from jaxlm.models.distillation.layerwise import Int8Array
 from jaxlm.models.linear import Linear
 from jaxlm.models.stack_paths import newest_stack
 from jaxlm.models.stacks import Body
-from jaxlm.objectives.base import ITSELF, Metrics, ObjectiveConfig, Trunk
+from jaxlm.objectives.base import ITSELF, Metrics, ObjectiveConfig, ObjectiveFacts
 from jaxlm.objectives.next_token import NextToken
 from jaxlm.reading.choices import choice
 from jaxlm.reading.decode import choice_name
@@ -77,10 +77,11 @@ class ModelPart(LanguageModel):
 
 
 Sequences = TokenBatch | MaskedBatch | LabeledBatch
+_SEQUENCES = (TokenBatch, MaskedBatch, LabeledBatch)
 
 
 @choice(ObjectiveConfig, "cached_trunk")
-class CachedTrunk(ObjectiveConfig, Trunk):
+class CachedTrunk(ObjectiveConfig):
     """Trains upper layers on the stored output of frozen lower ones (the trunk). When the phase begins, the trunk reads each
     sequence that its steps will read, once, and what it computes is kept on disk beside the tokens; the steps start from
     there. Everything that it depends on must be frozen, and nothing in it random (dropout). Where tokens are hidden,
@@ -94,21 +95,19 @@ class CachedTrunk(ObjectiveConfig, Trunk):
         int8: store 8-bit integers with a scale for each token. The losses are then those of a slightly different trunk.
     """
 
-    batch_types: ClassVar[tuple[type, ...]] = (TokenBatch, MaskedBatch, LabeledBatch)
-
     objective: ObjectiveConfig = field(default_factory=NextToken)
     num_layers: PositiveInt | None = None
     int8: bool = False
 
     def __post_init__(self):
-        inner = self.objective
-        name = choice_name(type(inner))
-        if isinstance(inner, CachedTrunk):
+        inner = self.objective.facts
+        name = choice_name(type(self.objective))
+        if inner.asks_itself:
             raise ConfigError(
                 f"objective.objective: {name} given inside of {name}, but there is one trunk to store. Give the objective"
                 " inside of it, such as next_token"
             )
-        if inner.num_denoisers is not None:
+        if inner.num_shares > 1:
             raise ConfigError(
                 f"objective.objective: {name} given, under which no block reads the output of another: there is no"
                 " trunk to store. Use it without cached_trunk"
@@ -117,12 +116,12 @@ class CachedTrunk(ObjectiveConfig, Trunk):
             raise ConfigError(
                 f"objective.objective: {name} given, which asks another model in every step. Use it without cached_trunk"
             )
-        if inner.pacing is not None or not set(self.batch_types) & set(inner.batch_types):
+        if inner.pacing is not None or not self.facts.batch_types:
             raise ConfigError(
                 f"objective.objective: {name} given, which does not train on sequences by the final hidden states of the"
                 " model. Use it without cached_trunk"
             )
-        if inner.inputs_key is None:
+        if not inner.inputs_repeat:
             raise ConfigError(
                 f"objective.objective: {name} given, with which the model may not read the same each time that a sequence"
                 " comes (noise on embeddings), so that the output of a trunk cannot be stored. Remove the noise"
@@ -130,22 +129,29 @@ class CachedTrunk(ObjectiveConfig, Trunk):
             )
 
     @property
-    def trunk(self) -> Trunk:
-        return self
+    def facts(self) -> ObjectiveFacts:
+        inner = self.objective.facts
+        return replace(
+            inner,
+            inner=self.objective,
+            batch_types=tuple(kind for kind in inner.batch_types if kind in _SEQUENCES),
+            asks_itself=True,
+            annotation_key={"trunk": self.num_layers, "int8": self.int8, "inputs": {}},
+            flops=lambda model, references: inner.flops(model.above(self._first_layer(model.model)), references),
+        )
 
-    @property
-    def annotation_key(self) -> Mapping[str, Any]:
-        return {"trunk": self.num_layers, "int8": self.int8, "inputs": dict(self.objective.inputs_key or {})}
-
-    def annotate(self, refs: Mapping[str, LanguageModel], batch: Sequences) -> Sequences:
-        model = refs.get(ITSELF)
-        if batch.annotations is not None or model is None:
+    def annotate(
+        self, refs: Mapping[str, LanguageModel], batch: Sequences, slot: Any = None, model: Any = None
+    ) -> Sequences:
+        trunk = refs.get(ITSELF)
+        if batch.annotations is not None or trunk is None:
             return batch
-        stream = _stream(model, self.first_layer(model), self.objective.read_inputs(batch)).rearrange((BATCH, ...))
+        stream = _stream(trunk, self._first_layer(trunk), Inputs.of(batch.supervised())).rearrange((BATCH, ...))
         stored = _Int8Stream(Int8Array.of(stream), stream.dtype) if self.int8 else stream
         return replace(batch, annotations={"stream": stored})
 
-    def first_layer(self, model: LanguageModel) -> int:
+    def _first_layer(self, model: LanguageModel) -> int:
+        """The number of the first layer that a step computes, whose input is stored."""
         body = _body(model)
         if self.num_layers is None:
             newest = newest_stack(body)
@@ -168,15 +174,17 @@ class CachedTrunk(ObjectiveConfig, Trunk):
             )
         return self.num_layers
 
-    def check_trainable(self, model: LanguageModel, trainable: Any) -> None:
+    def check(self, batch: Any, model: LanguageModel, trainable: Any) -> None:
+        """Raises `ConfigError` if what is stored would change while the model trains, too."""
+        self.objective.check(batch, model, trainable)
         if model.traits.denoisers:
             raise ConfigError(
                 "objective cached_trunk: which layers of this model compute a text depends on the share of its tokens that is"
                 " hidden (surgery denoisers), so that no trunk reads all of them. Use the objective alone, or grow the model"
                 " in this phase, after which all layers read each text"
             )
-        first, trained = self.first_layer(model), {path for path, _ in tree.leaves(trainable)}
-        inputs = _abstract_inputs(model, has_fractions=MaskedBatch in self.objective.batch_types)
+        first, trained = self._first_layer(model), {path for path, _ in tree.leaves(trainable)}
+        inputs = _abstract_inputs(model, has_fractions=MaskedBatch in self.facts.batch_types)
         key = jax.eval_shape(lambda: jax.random.key(0))
         arrays, structure = jax.tree.flatten(model)
         paths = [path for path, leaf in tree.leaves(model) for _ in jax.tree.leaves(leaf)]
@@ -217,17 +225,8 @@ class CachedTrunk(ObjectiveConfig, Trunk):
             return self.objective.terms(model, batch, slot, key=key)
         stored = batch.annotations["stream"]
         stream = stored.floats() if isinstance(stored, _Int8Stream) else stored
-        upper = ModelPart.of(model, self.first_layer(model), stream=stream)
+        upper = ModelPart.of(model, self._first_layer(model), stream=stream)
         return self.objective.terms(upper, replace(batch, annotations=None), slot, key=key)
-
-    def check_model(self, model: ModelConfig) -> None:
-        self.objective.check_model(model)
-
-    def check_columns(self, columns: Collection[str], model: LanguageModel) -> None:
-        self.objective.check_columns(columns, model)
-
-    def check_batch(self, batch: Any) -> None:
-        self.objective.check_batch(batch)
 
     def init_slot(self, trainable: Any) -> Any:
         return self.objective.init_slot(trainable)
@@ -235,15 +234,8 @@ class CachedTrunk(ObjectiveConfig, Trunk):
     def update_slot(self, slot: Any, trainable: Any, updates: jax.Array) -> Any:
         return self.objective.update_slot(slot, trainable, updates)
 
-    @property
-    def compares_examples(self) -> bool:
-        return self.objective.compares_examples
-
-    def with_batch_statistics(self, batch: Any) -> Any:
-        return self.objective.with_batch_statistics(batch)
-
-    def with_row_keys(self, batch: Any, key: jax.Array) -> Any:
-        return self.objective.with_row_keys(batch, key)
+    def prepare_batch(self, batch: Any, key: jax.Array | None) -> Any:
+        return self.objective.prepare_batch(batch, key)
 
     def weights(self, batch: Sequences) -> dict[str, jax.Array]:
         return self.objective.weights(batch)

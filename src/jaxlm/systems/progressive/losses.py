@@ -19,7 +19,7 @@ Source:
     equally probable, each trained alone.
 """
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, ClassVar
 
@@ -40,34 +40,28 @@ from jaxlm.models.flops import FlopsPerToken
 from jaxlm.models.loss import next_token_sums
 from jaxlm.models.stacks import Body
 from jaxlm.models.step_flops import ModelInStep
-from jaxlm.objectives.base import AUXILIARY, Metrics, ObjectiveConfig, auxiliary_terms, auxiliary_weight
+from jaxlm.objectives.base import AUXILIARY, Metrics, ObjectiveConfig, ObjectiveFacts, auxiliary_terms, auxiliary_weight
 from jaxlm.plan.run_config import PhaseConfig
 from jaxlm.reading.choices import choice
 from jaxlm.reading.decode import choice_name
 from jaxlm.systems.progressive.cached_trunk import ModelPart
 from jaxlm.systems.progressive.surgery import DenoisersConfig
 
-
-class HiddenTokens(ObjectiveConfig):
-    """An objective that predicts hidden tokens, at their own positions."""
-
-    batch_types: ClassVar[tuple[type, ...]] = (MaskedBatch,)
-    other_batches: ClassVar[str] = (
-        "Set data.masking (of data.type: tokens), which hides tokens ({} hides a random fraction of each sequence)"
-    )
-    head_in_fp8: ClassVar[bool] = False
-    reads_later_tokens: ClassVar[bool | None] = True
-
-    @property
-    def inputs_key(self) -> Mapping[str, Any] | None:
-        return {}
+_FACTS = ObjectiveFacts(
+    batch_types=(MaskedBatch,),
+    other_batches="Set data.masking (of data.type: tokens), which hides tokens ({} hides a random fraction of each sequence)",
+    head_in_fp8=False,
+    reads_later_tokens=True,
+    inputs_repeat=True,
+)
+"""Of an objective that predicts hidden tokens, at their own positions."""
 
 
-class DiffusionBound(HiddenTokens):
+class DiffusionBound(ObjectiveConfig):
     """An objective that is the bound of masked diffusion."""
 
-    def check_columns(self, columns: Collection[str], model: LanguageModel) -> None:
-        if "rates" not in columns:
+    def check(self, batch: MaskedBatch, model: LanguageModel, trainable: Any) -> None:
+        if batch.rates is None:
             raise ConfigError(
                 f"objective.type: {choice_name(type(self))} is a bound only for masks that hide each token with the same"
                 " probability, from none at time 0 to all at time 1. Set objective.type: mlm, or remove from data.masking"
@@ -109,11 +103,13 @@ def hidden_token_terms(
     return {"loss": Sum(sums.total, weight), **terms}, metrics
 
 
-@choice(ObjectiveConfig, "mlm")
-class MaskedLanguageModeling(HiddenTokens):
+@choice(ObjectiveConfig, "mlm", role="hidden_tokens")
+class MaskedLanguageModeling(ObjectiveConfig):
     """Mean cross-entropy of the tokens that `data.masking` hides, which the model predicts from those on both sides. For a
     model that generates text, take `diffusion`.
     """
+
+    facts: ClassVar[ObjectiveFacts] = _FACTS
 
     def weights(self, batch: MaskedBatch) -> dict[str, jax.Array]:
         """The number of hidden tokens, and of those that are not padding."""
@@ -136,6 +132,8 @@ class Diffusion(DiffusionBound):
     It is an upper bound of the negative log-likelihood, so it can be compared with the loss of next tokens. Tokens that are
     not hidden are known, and the mask token has no probability.
     """
+
+    facts: ClassVar[ObjectiveFacts] = _FACTS
 
     def terms(
         self, model: LanguageModel, batch: MaskedBatch, slot: Any, *, key: jax.Array | None
@@ -165,8 +163,8 @@ class DiffusionBlocks(DiffusionBound):
     num_blocks: PositiveInt = 4
 
     @property
-    def num_denoisers(self) -> int:
-        return self.num_blocks
+    def facts(self) -> ObjectiveFacts:
+        return replace(_FACTS, num_shares=self.num_blocks, flops=self._flops)
 
     def prepare(self, phase: PhaseConfig) -> PhaseConfig:
         """The phase, which begins with a surgery that makes the blocks. Batches must have equal shares for them."""
@@ -183,7 +181,7 @@ class DiffusionBlocks(DiffusionBound):
             ) from error
         return replace(phase, surgery=[*phase.surgery, blocks])
 
-    def flops_per_token(self, model: ModelInStep, references: Sequence[ModelInStep]) -> FlopsPerToken:
+    def _flops(self, model: ModelInStep, references: Sequence[ModelInStep]) -> FlopsPerToken:
         """A K-th of those of the layers, and those of the head."""
         whole, every = model.trained(), [path for path, _ in tree.leaves(model.model)]
         layers = [path for path in every if path.startswith(f"{_body_path(model.model)}.")]
@@ -191,7 +189,7 @@ class DiffusionBlocks(DiffusionBound):
         head = without_layers.causal - attention.causal
         return whole.plus(-head).share(1 / self.num_blocks).plus(head)
 
-    def with_batch_statistics(self, batch: MaskedBatch) -> MaskedBatch:
+    def prepare_batch(self, batch: MaskedBatch, key: jax.Array | None) -> MaskedBatch:
         """The rows in the order of their mask fractions, {microbatch, denoiser, batch, ...}: every microbatch has the same
         number for each block."""
         Microbatch, Batch = (batch.mask_fractions.resolve_axis(name) for name in (MICROBATCH, BATCH))

@@ -14,6 +14,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated, Literal, NamedTuple
 
+import draccus
 import jax
 import jax.numpy as jnp
 from annotated_types import Interval
@@ -25,11 +26,11 @@ from jaxlm.core.field_types import NonNegativeFloat, PositiveFloat, PositiveInt
 from jaxlm.core.values.batch_types import GroupBatch
 from jaxlm.core.values.sums import Largest, Sum
 from jaxlm.objectives.base import Metrics
-from jaxlm.reading.choices import NamedChoice, choice
+from jaxlm.reading.choices import Registry, choice
 
 
 @dataclass(frozen=True)
-class Advantage(NamedChoice, abc.ABC):
+class Advantage(Registry, draccus.ChoiceRegistry, abc.ABC, by_name=True):
     """Defines how advantages are computed.
 
     Attributes:

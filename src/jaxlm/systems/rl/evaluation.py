@@ -7,29 +7,19 @@ from dataclasses import field
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
-import jax
 import numpy as np
 
 from jaxlm.core.errors import ConfigError
-from jaxlm.core.field_types import (
-    Fraction,
-    NonNegativeFloat,
-    PositiveFloat,
-    PositiveFraction,
-    PositiveInt,
-    Seconds,
-    Seed,
-)
+from jaxlm.core.field_types import PositiveInt, Seconds
 from jaxlm.core.hashing import note
-from jaxlm.core.rules import Rules, only, ordered
+from jaxlm.core.rules import Rules, excludes, ordered
 from jaxlm.core.runtime import broadcast_from_main, from_main, main_only
 from jaxlm.core.safe_io import read_json_lines
 from jaxlm.core.values.logged import TOTAL, ScoredRows
 from jaxlm.evals.base import Eval, EvalConfig, EvalContext, EvalMetrics, EvalScope
-from jaxlm.evals.samples import prompt_ids
+from jaxlm.evals.samples import SamplingKeys, prompt_ids
 from jaxlm.models.base import LanguageModel
-from jaxlm.models.inference.generate import CacheDtype, GenerationConfig, generate_tokens, how_to_fit
-from jaxlm.models.inference.sampling import check_temperature
+from jaxlm.models.inference.generate import GenerationConfig, generate_tokens, how_to_fit
 from jaxlm.models.inference.unstacked import Generator
 from jaxlm.reading.choices import choice
 from jaxlm.systems.rl.rewards.base import RewardConfig, RewardContext, Rewards, reward_names
@@ -38,7 +28,7 @@ _KEY = "evals: type rollouts"
 
 
 @choice(EvalConfig, "rollouts")
-class RolloutsEvalConfig(EvalConfig):
+class RolloutsEvalConfig(SamplingKeys, EvalConfig):
     """Answers held-out prompts and rewards the answers. Logs `eval/<name>/reward`, the mean of each reward, and the lengths.
 
     Attributes:
@@ -52,20 +42,10 @@ class RolloutsEvalConfig(EvalConfig):
         max_new_tokens: maximum number of tokens per answer.
         stop_tokens: special tokens that end an answer, besides the tokenizer's end-of-sequence tokens. For chats, the one
             that ends the assistant's turn.
-        temperature: sampling temperature; 0 decodes greedily.
-        top_k: sample only from the `top_k` most likely tokens; null samples from all.
-        top_p: sample only from the most likely tokens whose probabilities add up to `top_p`; null samples from all.
-        min_p: sample only from tokens with at least this fraction of the most likely token's probability; null samples from
-            all.
-        repetition_penalty: makes tokens that the text has so far less likely: it divides their logits, or multiplies negative
-            ones; 1 changes nothing.
-        seed: random seed; the same model and seed give the same answers.
         batch_size: number of answers that are generated at a time.
         reward_timeout_s: maximum seconds for a reward to score all answers.
         name: first part of the names of its metrics, and in those of its completions. Several evaluations of this type need
             different names.
-        cache_dtype: dtype of keys and values in the cache: float32, bfloat16 or int8, which needs the least memory. Null uses
-            that of the activations.
     """
 
     scope: ClassVar[EvalScope] = EvalScope(next_tokens=True)
@@ -78,24 +58,14 @@ class RolloutsEvalConfig(EvalConfig):
     num_samples: PositiveInt = 1
     max_new_tokens: PositiveInt = 256
     stop_tokens: list[str] = field(default_factory=list)
-    temperature: NonNegativeFloat = 0.0
-    top_k: PositiveInt | None = None
-    top_p: PositiveFraction | None = None
-    min_p: Fraction | None = None
-    repetition_penalty: PositiveFloat = 1.0
-    seed: Seed = 0
     batch_size: PositiveInt = 32
     reward_timeout_s: Seconds = 300.0
     name: str = "rollouts"
-    cache_dtype: CacheDtype | None = None
 
     rules: ClassVar[Rules] = (
         ordered("num_samples", "batch_size"),
-        only("num_samples", when="temperature", why="without which all answers are the same"),
+        excludes("num_samples", when="temperature", is_=0.0, why="with which all answers are the same"),
     )
-
-    def __post_init__(self):
-        check_temperature(self.temperature)
 
     @property
     def metrics(self) -> EvalMetrics:
@@ -196,13 +166,12 @@ class RolloutsEval(Eval):
         self._prompts = [prompt for prompt in prompts for _ in range(config.num_samples)]
         self._stop_ids = config.stop_ids(ctx.tokenizer)
         self._warned: set[str] = set()
-        self._cast = jax.jit(ctx.precision.cast_to_compute)
         names = dict.fromkeys(name for prompt in prompts for name in prompt.columns)
         self._columns = {name: [prompt.columns.get(name) for prompt in self._prompts] for name in names}
 
     def run(self, model: LanguageModel) -> dict[str, float]:
         config = self._config
-        ids = self._generate(Generator.of(self._cast(model)))
+        ids = self._generate(Generator.of(self._ctx.cast(model)))
         finished = [bool(row) and row[-1] in self._stop_ids for row in ids]
         rows = ScoredRows(
             prompts=[prompt.text for prompt in self._prompts],

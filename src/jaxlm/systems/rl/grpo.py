@@ -4,9 +4,9 @@ Source: Shao et al. 2024, "DeepSeekMath" (arXiv:2402.03300), equation 3; the var
 `jaxlm.systems.rl.policy_losses` and `jaxlm.systems.rl.advantages`.
 """
 
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import field, replace
-from typing import Any, ClassVar
+from typing import Any
 
 import haliax as hax
 import jax
@@ -16,12 +16,12 @@ from haliax import NamedArray
 from jaxlm.core.axes import BATCH, GROUP, POSITION, REWARD
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.field_types import PositiveFloat, PositiveFraction
-from jaxlm.core.values.batch_types import SAMPLER_LOGPS, GroupBatch
+from jaxlm.core.values.batch_types import GroupBatch
 from jaxlm.core.values.sums import Sum
 from jaxlm.models.base import AuxLoss, LanguageModel
 from jaxlm.models.inference.responses import check_samples_as_trained
 from jaxlm.models.loss import ChunkLogits
-from jaxlm.objectives.base import AUXILIARY, Metrics, ObjectiveConfig, auxiliary_terms, auxiliary_weight
+from jaxlm.objectives.base import AUXILIARY, Metrics, ObjectiveConfig, ObjectiveFacts, auxiliary_terms, auxiliary_weight
 from jaxlm.objectives.completions import ReferencedObjective, token_logps
 from jaxlm.reading.choices import choice
 from jaxlm.systems.rl.advantages import (
@@ -93,9 +93,6 @@ class Grpo(ReferencedObjective):
         top_entropy: the share of the tokens of a batch, those with the largest entropies, that the policy loss counts.
     """
 
-    batch_types: ClassVar[tuple[type, ...]] = (GroupBatch,)
-    sequences_axis: ClassVar[str | None] = GROUP
-
     loss: PolicyLoss = field(default_factory=Clip)
     loss_agg: LossAgg = field(default_factory=TokenMean)
     old_policy: OldPolicy = field(default_factory=OfReference)
@@ -142,18 +139,18 @@ class Grpo(ReferencedObjective):
             )
         self.check_reference()
 
-    def check_columns(self, columns: Collection[str], model: LanguageModel) -> None:
-        is_sampled = SAMPLER_LOGPS in columns
+    def check(self, batch: GroupBatch, model: LanguageModel, trainable: Any) -> None:
+        is_sampled = batch.sampler_logps is not None
         of_model = isinstance(self.old_policy, OfModel) and self.off_policy_threshold is not None
         probabilities, is_of_parts = "the probabilities of its sampler", isinstance(self.advantage, NormalizeThenSum)
         needs = {
-            "old_policy: rollout": (isinstance(self.old_policy, OfRollout), SAMPLER_LOGPS, probabilities),
-            _SAMPLING: (self._importance_sampling is not None, SAMPLER_LOGPS, probabilities),
-            "off_policy_threshold": (of_model, SAMPLER_LOGPS, probabilities),
-            "mask_truncated": (self.mask_truncated, "finished", "which responses have been cut off"),
-            "advantage: normalize_then_sum": (is_of_parts, "reward_parts", "the rewards that it is the sum of"),
+            "old_policy: rollout": (isinstance(self.old_policy, OfRollout), batch.sampler_logps, probabilities),
+            _SAMPLING: (self._importance_sampling is not None, batch.sampler_logps, probabilities),
+            "off_policy_threshold": (of_model, batch.sampler_logps, probabilities),
+            "mask_truncated": (self.mask_truncated, batch.finished, "which responses have been cut off"),
+            "advantage: normalize_then_sum": (is_of_parts, batch.reward_parts, "the rewards that it is the sum of"),
         }
-        for key in (key for key, (is_needed, column, _) in needs.items() if is_needed and column not in columns):
+        for key in (key for key, (is_needed, column, _) in needs.items() if is_needed and column is None):
             raise ConfigError(
                 f"objective.{key} given, but the data does not record {needs[key][2]}. Set data.type: rollouts, or remove it"
             )
@@ -169,8 +166,6 @@ class Grpo(ReferencedObjective):
             )
         if is_sampled:
             check_samples_as_trained(model)
-
-    def check_batch(self, batch: GroupBatch) -> None:
         is_corrected = not isinstance(self.old_policy, OfModel) or self._importance_sampling is not None
         if not batch.samples_all and not is_corrected:
             raise ConfigError(
@@ -192,8 +187,8 @@ class Grpo(ReferencedObjective):
         return of_tokens.unflatten_axis(BATCH, (tokens.resolve_axis(BATCH), tokens.resolve_axis(GROUP)))
 
     @property
-    def compares_examples(self) -> bool:
-        return self.top_entropy < 1
+    def facts_alone(self) -> ObjectiveFacts:
+        return ObjectiveFacts((GroupBatch,), sequences_axis=GROUP, compares_examples=self.top_entropy < 1)
 
     def weights(self, batch: GroupBatch) -> dict[str, jax.Array]:
         """The denominators of the loss, the KL divergence and the entropy, and the number of tokens that are not padding."""
@@ -204,10 +199,10 @@ class Grpo(ReferencedObjective):
         entropy = {"entropy": jnp.sum(counted)} if self.entropy.has_weight else {}
         return {"loss": denominator, **kl, **entropy, AUXILIARY: auxiliary_weight(batch.responses)}
 
-    def with_batch_statistics(self, batch: GroupBatch) -> GroupBatch:
+    def prepare_batch(self, batch: GroupBatch, key: jax.Array | None) -> GroupBatch:
         lengths = _lengths(batch).rearrange(batch.rewards.axes)
         if isinstance(self.advantage, NormalizeThenSum):
-            assert batch.reward_parts is not None, "see check_columns"
+            assert batch.reward_parts is not None, "see check"
             parts = batch.reward_parts.rearrange((..., GROUP, REWARD))
             rows = tuple(axis for axis in parts.axes if axis.name != REWARD)
             is_response = lengths.rearrange(rows).array > 0
@@ -234,7 +229,7 @@ class Grpo(ReferencedObjective):
         """The loss mask, 0 for responses that are left out."""
         if not self.mask_truncated:
             return batch.responses.loss_mask
-        assert batch.finished is not None, "see check_columns"
+        assert batch.finished is not None, "see check"
         return batch.responses.loss_mask * batch.finished
 
     def terms(
@@ -318,7 +313,7 @@ class Grpo(ReferencedObjective):
     def _policy_losses(self, tokens: ResponseTokens, ratio_NS: jax.Array, advantage_N: jax.Array) -> jax.Array:
         sampling, corrected_NS = self._importance_sampling, 1.0
         if sampling is not None:
-            assert tokens.sampler is not None, "see check_columns"
+            assert tokens.sampler is not None, "see check"
             corrected_NS = sampling.weights(tokens.logps, tokens.sampler, tokens.mask)
             if self.loss.corrects_ratio:
                 ratio_NS += jnp.clip(jnp.log(corrected_NS), SMALLEST_LOG_WEIGHT, LARGEST_LOG_WEIGHT)

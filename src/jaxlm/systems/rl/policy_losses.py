@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
+import draccus
 import jax
 import jax.numpy as jnp
 
@@ -20,7 +21,7 @@ from jaxlm.core.errors import ConfigError
 from jaxlm.core.field_types import AboveOne, BelowOne, NonNegativeFloat, PositiveFloat, PositiveInt, is_float32
 from jaxlm.core.values.sums import Sum
 from jaxlm.objectives.base import Metrics
-from jaxlm.reading.choices import NamedChoice, choice
+from jaxlm.reading.choices import Registry, choice
 from jaxlm.systems.rl.advantages import ResponseTokens
 
 Importance = Literal["token", "sequence", "sequence_product"]
@@ -43,7 +44,7 @@ def log_ratios(logps_NS: jax.Array, others_NS: jax.Array, mask_NS: jax.Array, le
 
 
 @dataclass(frozen=True)
-class PolicyLoss(NamedChoice, abc.ABC):
+class PolicyLoss(Registry, draccus.ChoiceRegistry, abc.ABC, by_name=True):
     """Defines what is minimized at each token, from the ratio of its probability to that under the old policy."""
 
     importance: ClassVar[Importance] = "token"
@@ -261,7 +262,7 @@ def most_uncertain(entropy_NS: jax.Array, mask_NS: jax.Array, share: float) -> j
 
 
 @dataclass(frozen=True)
-class LossAgg(NamedChoice):
+class LossAgg(Registry, draccus.ChoiceRegistry, by_name=True):
     """Defines what the losses of tokens are averaged over."""
 
     def token_weights(self, mask_NS: jax.Array) -> jax.Array:
@@ -358,7 +359,7 @@ class ImportanceSampling:
 
 
 @dataclass(frozen=True)
-class OldPolicy(NamedChoice):
+class OldPolicy(Registry, draccus.ChoiceRegistry, by_name=True):
     """The model whose probabilities the ratios compare with."""
 
 
@@ -401,7 +402,7 @@ Source: Schulman 2020, "Approximating KL divergence"; `squared` is twice k2.
 
 
 @dataclass(frozen=True)
-class Kl(NamedChoice):
+class Kl(Registry, draccus.ChoiceRegistry, by_name=True):
     """The KL divergence from the reference.
 
     Attributes:

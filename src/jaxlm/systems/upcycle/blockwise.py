@@ -11,7 +11,7 @@ Source: Bick et al. 2024, "Transformers to SSMs" (MOHAWK, arXiv:2408.10189), sec
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, Literal
 
 import equinox as eqx
 import jax
@@ -37,7 +37,7 @@ from jaxlm.models.distillation.layerwise import Int8Streams, Target, layer_body,
 from jaxlm.models.flops import FlopsPerToken
 from jaxlm.models.stack_paths import path_before_splits
 from jaxlm.models.step_flops import ModelInStep
-from jaxlm.objectives.base import Metrics, ObjectiveConfig
+from jaxlm.objectives.base import Metrics, ObjectiveConfig, ObjectiveFacts
 from jaxlm.plan.run_config import PhaseConfig
 from jaxlm.reading.choices import choice
 from jaxlm.reading.decode import choice_name
@@ -247,9 +247,6 @@ class Blockwise(ObjectiveConfig, Pacing):
             for each token of each layer, in half or a quarter of the space.
     """
 
-    head_in_fp8: ClassVar[bool] = False
-    trains_writing: ClassVar[bool] = False
-
     teacher: str = "teacher"
     target: Target = "attention"
     order: Literal["parallel", "sequential"] = "parallel"
@@ -270,16 +267,15 @@ class Blockwise(ObjectiveConfig, Pacing):
             )
 
     @property
-    def references(self) -> tuple[str, ...]:
-        return (self.teacher,)
-
-    @property
-    def annotation_key(self) -> Mapping[str, Any] | None:
-        return {"target": self.target, "cache": self.cache} if self.cache else None
-
-    @property
-    def pacing(self) -> Pacing:
-        return self
+    def facts(self) -> ObjectiveFacts:
+        return ObjectiveFacts(
+            head_in_fp8=False,
+            trains_writing=False,
+            references=(self.teacher,),
+            annotation_key={"target": self.target, "cache": self.cache} if self.cache else None,
+            pacing=self,
+            flops=self._flops,
+        )
 
     @property
     def finished_metric(self) -> str:
@@ -322,7 +318,7 @@ class Blockwise(ObjectiveConfig, Pacing):
             )
         return max_steps
 
-    def flops_per_token(self, model: ModelInStep, references: Sequence[ModelInStep]) -> FlopsPerToken:
+    def _flops(self, model: ModelInStep, references: Sequence[ModelInStep]) -> FlopsPerToken:
         """Of the model what the targets depend on, and the layers that the next one reads; of the teacher all layers. The
         head is not needed. In sequential order, the mean over blocks."""
         flops = model.trained(unreached(model.model, self.target))
@@ -338,14 +334,15 @@ class Blockwise(ObjectiveConfig, Pacing):
             flops = flops.with_forward(teacher.flops_per_token(unreached(teacher.model, "residual")))
         return flops
 
-    def init_slot(self, trainable: Any) -> BlockProgress:
-        body = layer_body(trainable, self.target, "objective blockwise")
+    def check(self, batch: TokenBatch, model: LanguageModel, trainable: Any) -> None:
         if paths := unreached(trainable, self.target):
             raise ConfigError(
                 f"trainable: {paths[0]} is given, but target: {self.target} does not depend on it, so that it has no"
                 " gradient. Set phases[i].trainable to patterns for what it depends on, such as ['attn\\.[qk]_']"
             )
-        return BlockProgress.init(body.num_layers)
+
+    def init_slot(self, trainable: Any) -> BlockProgress:
+        return BlockProgress.init(layer_body(trainable, self.target, "objective blockwise").num_layers)
 
     def update_slot(self, slot: BlockProgress, trainable: Any, updates: jax.Array) -> BlockProgress:
         return slot.after_update(self._trains(slot), self.convergence, self.autotune)
@@ -361,7 +358,9 @@ class Blockwise(ObjectiveConfig, Pacing):
             return Pace(by_path)
         return Pace(by_path, slot.steps[jnp.minimum(slot.current, body.num_layers - 1)])
 
-    def annotate(self, refs: Mapping[str, LanguageModel], batch: TokenBatch) -> TokenBatch:
+    def annotate(
+        self, refs: Mapping[str, LanguageModel], batch: TokenBatch, slot: Any = None, model: Any = None
+    ) -> TokenBatch:
         """Adds the streams of the teacher's layers. Without an effect on a batch that has them."""
         if batch.annotations is not None:
             return batch

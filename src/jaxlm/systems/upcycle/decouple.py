@@ -47,7 +47,7 @@ from jaxlm.models.norms import RMSNorm, UnweightedRMSNorm
 from jaxlm.models.rope import Places, RotaryConfig
 from jaxlm.models.stacks import LayerKind
 from jaxlm.reading.choices import choice
-from jaxlm.surgery.base import SurgeryConfig
+from jaxlm.surgery.base import SurgeryConfig, Wants
 from jaxlm.surgery.input_moments import InputMoments, by_layer, heads_of_layers, input_moments, moment_of_layers
 from jaxlm.systems.upcycle.bottleneck import (
     Bottleneck,
@@ -185,7 +185,7 @@ class DecoupleConfig(SurgeryConfig):
                 f"method: exact given, but the model has {num_rotated} rotated and {num_unrotated} other features in each of"
                 f" {heads} heads. Set geo_dim: {num_rotated * heads} and sem_dim: {num_unrotated * heads}, or another method"
             )
-        if self.method in _WHITENED and not self.num_calibration_batches:
+        if self.method in _WHITENED and self.calibration_batches == 0:
             raise ConfigError(f"method: {self.method} given with calibration_batches: 0. Set at least 1")
         if self.num_key_heads is not None and self.method not in _SHARE_KEYS:
             raise ConfigError(
@@ -194,10 +194,10 @@ class DecoupleConfig(SurgeryConfig):
             )
 
     @property
-    def num_calibration_batches(self) -> int:
-        if self.method not in ("svd_joint", *_WHITENED):
-            return 0
-        return 8 if self.calibration_batches is None else self.calibration_batches
+    def wants(self) -> Wants:
+        measures = self.method in ("svd_joint", *_WHITENED)
+        num_batches = 8 if self.calibration_batches is None else self.calibration_batches
+        return Wants(num_batches=measures * num_batches, measure=self.measure, describe=self.describe)
 
     def measure(self, model: LanguageModel, batch: TokenBatch) -> InputMoments:
         return input_moments(model, [_QUERIES], Inputs.of(batch))[_QUERIES]

@@ -171,10 +171,6 @@ class MemoryTableConfig(TableConfig):
 
     def check(self, key: str, max_tokens: int) -> None:
         self._lengths(key, max_tokens)
-        if not self.cache_dtypes:
-            raise ConfigError(
-                f"{key}.cache_dtypes: an empty list given. Name at least one of {', '.join(CACHE_DTYPES)}"
-            )
         check_distinct(f"{key}.cache_dtypes", self.cache_dtypes)
 
     def rows(self, subject: Subject) -> list[Row]:
@@ -297,8 +293,6 @@ class LatencyTableConfig(TableConfig):
     def check(self, key: str, max_tokens: int) -> None:
         self._lengths(key, max_tokens)
         if self.cache_dtypes is not None:
-            if not self.cache_dtypes:
-                raise ConfigError(f"{key}.cache_dtypes: an empty list given. Name a dtype, or remove it")
             check_distinct(f"{key}.cache_dtypes", self.cache_dtypes)
 
     def rows(self, subject: Subject) -> list[Row]:

@@ -46,7 +46,7 @@ from jaxlm.models.linear import Linear
 from jaxlm.models.norms import RMSNorm
 from jaxlm.models.stacks import Body
 from jaxlm.reading.choices import choice
-from jaxlm.surgery.base import SurgeryConfig
+from jaxlm.surgery.base import SurgeryConfig, Wants
 from jaxlm.surgery.input_moments import InputMoments, by_layer, heads_of_layers, input_moments, moment_of_layers
 from jaxlm.systems.upcycle.bottleneck import HeadFeatures
 
@@ -163,10 +163,9 @@ class PoolKvHeadsConfig(SurgeryConfig):
             )
 
     @property
-    def num_calibration_batches(self) -> int:
-        if not self.align:
-            return 0
-        return _CALIBRATION_BATCHES if self.calibration_batches is None else self.calibration_batches
+    def wants(self) -> Wants:
+        num_batches = _CALIBRATION_BATCHES if self.calibration_batches is None else self.calibration_batches
+        return Wants(num_batches=self.align * num_batches, measure=self.measure, describe=self.describe)
 
     def measure(self, model: LanguageModel, batch: TokenBatch) -> dict[str, InputMoments]:
         """Path of an attention -> moments of its inputs."""
@@ -175,7 +174,7 @@ class PoolKvHeadsConfig(SurgeryConfig):
         return {attention: moments[path] for path, attention in paths.items()}
 
     def apply(self, model: LanguageModel, *, key: jax.Array) -> LanguageModel:
-        if self.num_calibration_batches:  # `fill` turns the heads
+        if self.wants.num_batches:  # `fill` turns the heads
             return self._pooled(model, key)
         return self._pooled(self._aligned(model, {}), key)
 
