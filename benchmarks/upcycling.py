@@ -213,7 +213,7 @@ class Texts:
         student = jax.jit(lambda model: surgery.apply(model, key=keys[0]))(teacher)
         if not surgery.wants.num_batches:
             return student
-        measure = jax.jit(surgery.wants.measure)
+        measure = jax.jit(surgery.measure)
         sums = [measure(teacher, self.batch(TRAIN, number)) for number in range(surgery.wants.num_batches)]
         total = jax.tree.map(lambda *parts: sum(parts[1:], parts[0]), *sums)
         fill = jax.jit(lambda new, old, sums: surgery.fill(new, old, refs={}, sums=sums, key=keys[1]))
