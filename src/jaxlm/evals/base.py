@@ -150,15 +150,19 @@ class EvalContext:
     measure: Measure | None = None
     reference: LoadReference = _no_reference
 
-    @functools.cached_property
-    def cast(self) -> Callable[[LanguageModel], LanguageModel]:
+    def cast(self, model: LanguageModel) -> LanguageModel:
         """Casts a model to the dtype of the computation."""
-        return jax.jit(self.precision.cast_to_compute)
+        return _cast(self.precision, model)
 
     def go_on(self, _tokens: Sequence[int]) -> bool:
         """Ends no row that is generated: only says after each piece that there is progress."""
         self.progress()
         return False
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _cast(precision: Precision, model: LanguageModel) -> LanguageModel:
+    return precision.cast_to_compute(model)
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
-from jaxlm.core.errors import ConfigError
+from jaxlm.core.errors import ConfigError, counted
 from jaxlm.core.field_types import (
     Fraction,
     NonNegativeFloat,
@@ -159,7 +159,8 @@ def check_fits(prompt: str, num_tokens: int, max_new_tokens: int, seq_len: int) 
     if num_tokens + max_new_tokens > seq_len:
         and_new = f" and max_new_tokens is {max_new_tokens}, which together" if max_new_tokens else ", which"
         raise ConfigError(
-            f"{prompt} has {num_tokens} tokens{and_new} exceed model.seq_len: {seq_len}. {how_to_fit(num_tokens, seq_len)}"
+            f"{prompt} has {counted(num_tokens, 'token')}{and_new} exceed model.seq_len: {seq_len}."
+            f" {how_to_fit(num_tokens, seq_len)}"
         )
 
 

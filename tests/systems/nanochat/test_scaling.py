@@ -140,7 +140,10 @@ def test_members_are_ordinary_runs_by_budget_and_depth():
         ({"preset": {"type": "depth_dial", "depth": 4}}, r"preset\.depth: given beside scaling"),
         ({"trainer": {"num_train_steps": 5}}, r"trainer\.num_train_steps: given beside scaling"),
         ({"trainer": {"log_dir": "s3://bucket/logs"}}, r"trainer\.log_dir: 's3://bucket/logs' given, but results"),
-        ({"trainer": {"distributed": {"num_processes": 2}}}, r"trainer\.distributed: given, but jaxlm scaling"),
+        (
+            {"trainer": {"distributed": {"coordinator_address": "a:1", "num_processes": 2, "process_id": 0}}},
+            r"trainer\.distributed: given, but jaxlm scaling",
+        ),
     ],
 )
 def test_mistakes_are_found_before_anything_is_trained(own, message):

@@ -78,7 +78,7 @@ def test_a_dry_run_says_what_does_not_open(config, tmp_path):
         assert re.search("/v1/models gave no answer: .*refused.* 1 attempts", answer), answer
     assert openings(config(tokenizer="bpe"))["data rollouts"].startswith("not checked: whether it opens")
     (answer,) = openings(config([{"type": "samples", "prompts": ["a"], "max_new_tokens": 10**6}])).values()
-    assert "a start would end with: evals: type samples: a prompt of" in answer
+    assert "a start would end with: evals: type samples: a prompt has 1 token and" in answer
     assert not {"cache", "w"} & {path.name for path in tmp_path.iterdir()}, "it writes nothing"
 
 
