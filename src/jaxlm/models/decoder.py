@@ -134,12 +134,6 @@ class TransformerConfig(SizedConfig):
     head_dim: PositiveInt | None = None
     mlp_matrices: ClassVar[int] = 3
     """Weight matrices of an MLP: 3 with a gate, 2 without."""
-    num_experts: PositiveInt = 0
-    num_experts_per_token: PositiveInt = 1
-    shared_expert_intermediate_dim: PositiveInt = 0
-    decoder_sparse_step: PositiveInt = 1
-    mlp_only_layers: Sequence[NonNegativeInt] = ()
-    dense_intermediate_dim: PositiveInt | None = None
     local_layers: Sequence[NonNegativeInt] | None = None
     hybrid_norm: bool = False
     input_embedding_norm: bool = False
@@ -195,9 +189,14 @@ class TransformerConfig(SizedConfig):
     def block(self, *, key: jax.Array) -> Block:
         """Initializes one block."""
 
-    def dense_block(self, *, key: jax.Array) -> Block:
-        """Initializes one block of `dense_layers`, which only families with experts have."""
-        raise NotImplementedError
+    def layer_block(self, layer: int) -> Callable[..., Block]:
+        """Returns what initializes the block of a layer with a key."""
+        return self.block
+
+    @property
+    def mlp_weights(self) -> int:
+        """Number of weights in the matrix products of a token with the MLPs of all layers."""
+        return self.num_layers * self.mlp_matrices * self.hidden_dim * self.Mlp.size
 
     def with_layers(self, kept: Sequence[int]) -> "TransformerConfig":
         changed = dataclasses.replace(self, num_layers=len(kept), **self.layer_keys(kept))
@@ -212,8 +211,7 @@ class TransformerConfig(SizedConfig):
     @property
     def dense_layers(self) -> tuple[int, ...]:
         """The numbers of the layers without experts, in a family with experts."""
-        step = self.decoder_sparse_step
-        return tuple(layer for layer in range(self.num_layers) if layer in self.mlp_only_layers or (layer + 1) % step)
+        return ()
 
     @property
     def stack_of_layer(self) -> tuple[int, ...]:
@@ -223,20 +221,11 @@ class TransformerConfig(SizedConfig):
 
     def transformer(self, final_norm: Norm, *, key: jax.Array) -> Body:
         """Initializes all blocks."""
-        dense = self.dense_layers
-        block = lambda layer: self.dense_block if layer in dense else self.block  # noqa: E731
-        return initial_body(self, block, lambda layer: self.RotarySize, final_norm, key=key)
+        return initial_body(self, self.layer_block, lambda layer: self.RotarySize, final_norm, key=key)
 
     def flops_per_token(self, vocab_size: int) -> FlopsPerToken:
-        """FLOPs per training token. Of the experts, only those that the token is routed to and the shared one count."""
-        mlp_width = self.num_experts_per_token * self.Mlp.size + self.shared_expert_intermediate_dim
-        mlp = self.mlp_matrices * self.hidden_dim * mlp_width
-        router = self.hidden_dim * (self.num_experts + bool(self.shared_expert_intermediate_dim))
-        num_dense = len(self.dense_layers)
-        dense_mlp = self.mlp_matrices * self.hidden_dim * (self.dense_intermediate_dim or 0)
-        mlps = (self.num_layers - num_dense) * (mlp + router) + num_dense * dense_mlp
         return FlopsPerToken.of(
-            weights=self.num_layers * self.attention_weights + mlps + vocab_size * self.hidden_dim,
+            weights=self.num_layers * self.attention_weights + self.mlp_weights + vocab_size * self.hidden_dim,
             attention_dim=self.num_heads * (self.KeySize.size + self.HeadSize.size) // 2,
             seq_len=self.seq_len,
             windows=[kind.window for kind in self.kinds],

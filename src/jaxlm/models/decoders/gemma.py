@@ -1,36 +1,27 @@
 """Base config of Gemma 2 and 3: pre- and post-norms, scaled embeddings, alternating local and global layers."""
 
 import abc
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import jax
 from haliax import Axis
 
-from jaxlm.core.field_types import NonNegativeFloat, NonNegativeInt, NumLayers, PositiveFloat, PositiveInt
+from jaxlm.core.field_types import NonNegativeFloat, NumLayers, PositiveFloat, PositiveInt
 from jaxlm.models.attention.scores import ScoreRule
-from jaxlm.models.decoder import Decoder, DecoderBlock, DecoderConfig, check_sizes, gated_mlp, projections
-from jaxlm.models.decoders.pre_norm import check_pattern, pattern_keys, pattern_kinds
+from jaxlm.models.decoder import Decoder, DecoderBlock, DecoderConfig, gated_mlp, projections
+from jaxlm.models.decoders.pre_norm import PatternConfig
 from jaxlm.models.layers import SelfAttention
 from jaxlm.models.norms import RMSNorm
-from jaxlm.models.rope import RotaryConfig, check_rope
-from jaxlm.models.stacks import LayerKind
 
 
 @dataclass(frozen=True)
-class GemmaConfig(DecoderConfig):
+class GemmaConfig(PatternConfig):
     """A Gemma family. Subclasses define the rotary embeddings and the norms of queries and keys.
 
     Attributes:
         query_pre_attn_scalar: attention scores are divided by the square root of this number.
         attn_soft_cap: soft cap of the attention scores, `cap * tanh(score / cap)`. Null applies no cap.
         final_soft_cap: soft cap of the logits, `cap * tanh(logit / cap)`. Null applies no cap.
-        sliding_window: number of tokens that each token attends to in local layers, including itself.
-        sliding_window_pattern: layers are grouped by this number; the last of each group is global (full attention),
-            the others are local (sliding window). Null if `local_layers` is set.
-        local_layers: numbers of the local layers, counted from 0, instead of `sliding_window_pattern`.
-        attention_bias: add biases to the query, key, value and output projections.
     """
 
     seq_len: PositiveInt = 8192
@@ -42,36 +33,10 @@ class GemmaConfig(DecoderConfig):
     query_pre_attn_scalar: PositiveInt = 256
     attn_soft_cap: PositiveFloat | None = None
     final_soft_cap: PositiveFloat | None = None
-    sliding_window: PositiveInt = 4096
-    sliding_window_pattern: PositiveInt | None = 2
-    local_layers: list[NonNegativeInt] | None = None
-    attention_bias: bool = False
-
-    @property
-    @abc.abstractmethod
-    def rotations(self) -> tuple[RotaryConfig, RotaryConfig]:
-        """The rotary embeddings of local and of global layers."""
 
     @abc.abstractmethod
     def head_norms(self) -> tuple[RMSNorm | None, RMSNorm | None]:
         """The norms of each head's queries and keys; None for no norm."""
-
-    @property
-    def kinds(self) -> tuple[LayerKind, ...]:
-        local_rope, global_rope = self.rotations
-        # Bidirectional layers have half of the window on either side.
-        window = self.sliding_window if self.is_causal else self.sliding_window // 2 + 1
-        local_kind, global_kind = LayerKind(local_rope, window), LayerKind(global_rope)
-        return pattern_kinds(self, local_kind, global_kind)
-
-    def layer_keys(self, kept: Sequence[int]) -> dict[str, Any]:
-        return pattern_keys(self, kept)
-
-    def check(self) -> None:
-        check_sizes(self)
-        check_pattern(self)
-        for rope in self.rotations:
-            check_rope(rope, self.num_heads, self.HeadSize.size)
 
     def block(self, *, key: jax.Array) -> DecoderBlock:
         keys = jax.random.split(key, 7)

@@ -2,7 +2,7 @@
 
 import abc
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -27,7 +27,7 @@ from jaxlm.models.layers import Attention, ForCache, GatedMlp, LayerCache, Layer
 from jaxlm.models.linear import ExpertLinear, Linear
 from jaxlm.models.moe import Experts, RouterStats
 from jaxlm.models.norms import Norm
-from jaxlm.models.stacks import LayerKind
+from jaxlm.models.stacks import Block, LayerKind
 
 
 class SharedExpert(eqx.Module):
@@ -74,8 +74,15 @@ class MoeBlock(StartsAsIdentity):
         return dataclasses.replace(self, attn=attn, mlp=mlp, shared_expert=shared)
 
 
+class ExpertsConfig(PreNormConfig):
+    """What layers with experts may have beside them. Families declare these values as config keys, or keep those here."""
+
+    shared_expert_intermediate_dim: PositiveInt = 0
+    dense_intermediate_dim: PositiveInt | None = None
+
+
 @dataclass(frozen=True)
-class MoeConfig(PreNormConfig):
+class MoeConfig(ExpertsConfig):
     """A family with a mixture of experts. Each expert is `intermediate_dim` wide.
 
     Attributes:
@@ -107,11 +114,14 @@ class MoeConfig(PreNormConfig):
             return {}
         return {"local_layers": list(renumbered(self.local_layers, kept))}
 
-    def dense_block(self, *, key: jax.Array) -> DecoderBlock:
-        keys = jax.random.split(key, 7)
-        assert self.dense_intermediate_dim is not None
-        mlp = gated_mlp(self, keys[4:], Features=Axis(MLP, self.dense_intermediate_dim))
-        return pre_norm_block(self, self.attention(keys[:4]), mlp)
+    @property
+    def mlp_weights(self) -> int:
+        """Of the experts, only those that the token is routed to and the shared one count."""
+        width = self.num_experts_per_token * self.Mlp.size + self.shared_expert_intermediate_dim
+        router = self.hidden_dim * (self.num_experts + bool(self.shared_expert_intermediate_dim))
+        num_dense, per_width = len(self.dense_layers), self.mlp_matrices * self.hidden_dim
+        sparse = (self.num_layers - num_dense) * (per_width * width + router)
+        return sparse + num_dense * per_width * (self.dense_intermediate_dim or 0)
 
     def block(self, *, key: jax.Array) -> MoeBlock:
         keys = jax.random.split(key, 8)
@@ -163,6 +173,20 @@ class MixedMoeConfig(MoeConfig):
     decoder_sparse_step: PositiveInt = 1
     mlp_only_layers: list[NonNegativeInt] = field(default_factory=list)
     dense_intermediate_dim: PositiveInt | None = None
+
+    @property
+    def dense_layers(self) -> tuple[int, ...]:
+        step = self.decoder_sparse_step
+        return tuple(layer for layer in range(self.num_layers) if layer in self.mlp_only_layers or (layer + 1) % step)
+
+    def layer_block(self, layer: int) -> Callable[..., Block]:
+        return self._dense_block if layer in self.dense_layers else self.block
+
+    def _dense_block(self, *, key: jax.Array) -> DecoderBlock:
+        keys = jax.random.split(key, 7)
+        assert self.dense_intermediate_dim is not None
+        mlp = gated_mlp(self, keys[4:], Features=Axis(MLP, self.dense_intermediate_dim))
+        return pre_norm_block(self, self.attention(keys[:4]), mlp)
 
     def layer_keys(self, kept: Sequence[int]) -> dict[str, Any]:
         dense = renumbered(self.dense_layers, kept)

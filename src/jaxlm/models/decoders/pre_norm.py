@@ -53,42 +53,70 @@ def local_kinds(
     return tuple(local_kind if layer in local else global_kind for layer in range(num_layers))
 
 
-def pattern_kinds(config: Any, local_kind: LayerKind, global_kind: LayerKind) -> tuple[LayerKind, ...]:
-    """The kinds of layers by `local_layers`, or by `sliding_window_pattern`: the last of each group is global."""
-    every, local, num_layers = config.sliding_window_pattern, config.local_layers, config.num_layers
-    if local is None:
-        local = [layer for layer in range(num_layers) if (layer + 1) % every]
-    return local_kinds(local_kind, global_kind, local, num_layers)
-
-
-def pattern_keys(config: Any, kept: Sequence[int]) -> dict[str, Any]:
-    """The same two keys for a model with only these layers: the pattern if they still follow it, their numbers otherwise."""
-    every, num_layers = config.sliding_window_pattern, config.num_layers
-    if every is None:
-        return {"local_layers": list(renumbered(config.local_layers, kept))}
-    local = renumbered([layer for layer in range(num_layers) if (layer + 1) % every], kept)
-    if local == tuple(layer for layer in range(len(kept)) if (layer + 1) % every):
-        return {}
-    return {"sliding_window_pattern": None, "local_layers": list(local)}
-
-
-def check_pattern(config: Any) -> None:
-    """Raises `ConfigError` unless exactly one of `sliding_window_pattern` and a valid `local_layers` is set."""
-    every, local = config.sliding_window_pattern, config.local_layers
-    if (every is None) == (local is None):
-        raise ConfigError(
-            f"model.local_layers: {'null' if local is None else list(local)} given, and sliding_window_pattern:"
-            f" {'null' if every is None else every}. Set one of the two, and the other to null"
-        )
-    check_layer_numbers("model.local_layers", local or (), config.num_layers)
-
-
 def check_layer_numbers(key: str, layers: Sequence[int], num_layers: int) -> None:
     """Raises `ConfigError` if these are not numbers of layers, each at most once."""
     if any(layer >= num_layers for layer in layers) or len(set(layers)) < len(layers):
         raise ConfigError(
             f"{key}: {list(layers)} given, different numbers from 0 to {num_layers - 1} expected (num_layers - 1)"
         )
+
+
+@dataclass(frozen=True)
+class PatternConfig(DecoderConfig):
+    """A family with local and global layers. Subclasses define the rotary embeddings.
+
+    Attributes:
+        sliding_window: number of tokens that each token attends to in local layers, including itself.
+        sliding_window_pattern: layers are grouped by this number; the last of each group is global (full attention),
+            the others are local (sliding window). Null if `local_layers` is set.
+        local_layers: numbers of the local layers, counted from 0, instead of `sliding_window_pattern`.
+        attention_bias: add biases to the query, key, value and output projections.
+    """
+
+    sliding_window: PositiveInt = 4096
+    sliding_window_pattern: PositiveInt | None = 2
+    local_layers: list[NonNegativeInt] | None = None
+    attention_bias: bool = False
+
+    @property
+    @abc.abstractmethod
+    def rotations(self) -> tuple[RotaryConfig, RotaryConfig]:
+        """The rotary embeddings of local and of global layers."""
+
+    @property
+    def kinds(self) -> tuple[LayerKind, ...]:
+        local_rope, global_rope = self.rotations
+        # Bidirectional layers have half of the window on either side.
+        window = self.sliding_window if self.is_causal else self.sliding_window // 2 + 1
+        return local_kinds(LayerKind(local_rope, window), LayerKind(global_rope), self._local, self.num_layers)
+
+    @property
+    def _local(self) -> Sequence[int]:
+        if self.local_layers is not None:
+            return self.local_layers
+        assert self.sliding_window_pattern is not None, "`check` has refused this"
+        return [layer for layer in range(self.num_layers) if (layer + 1) % self.sliding_window_pattern]
+
+    def layer_keys(self, kept: Sequence[int]) -> dict[str, Any]:
+        """The pattern if the layers still follow it, their numbers otherwise."""
+        every, local = self.sliding_window_pattern, renumbered(self._local, kept)
+        if every is None:
+            return {"local_layers": list(local)}
+        if local == tuple(layer for layer in range(len(kept)) if (layer + 1) % every):
+            return {}
+        return {"sliding_window_pattern": None, "local_layers": list(local)}
+
+    def check(self) -> None:
+        check_sizes(self)
+        every, local = self.sliding_window_pattern, self.local_layers
+        if (every is None) == (local is None):
+            raise ConfigError(
+                f"model.local_layers: {'null' if local is None else list(local)} given, and sliding_window_pattern:"
+                f" {'null' if every is None else every}. Set one of the two, and the other to null"
+            )
+        check_layer_numbers("model.local_layers", local or (), self.num_layers)
+        for rope in self.rotations:
+            check_rope(rope, self.num_heads, self.HeadSize.size)
 
 
 @dataclass(frozen=True)
