@@ -18,11 +18,10 @@ from jaxlm.core import tree
 from jaxlm.core.axes import BATCH, POSITION
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.field_types import PositiveInt
-from jaxlm.core.products.stored_weights import Weight
 from jaxlm.core.tracing import used_arguments
 from jaxlm.core.values.batch_types import LabeledBatch, MaskedBatch, TokenBatch
 from jaxlm.core.values.sums import Sum
-from jaxlm.models.base import Hidden, Inputs, LanguageModel, layer_tap
+from jaxlm.models.base import Hidden, Inputs, LanguageModel, WrappedModel, layer_tap
 from jaxlm.models.decoder import as_transformer
 from jaxlm.models.distillation.layerwise import Int8Array
 from jaxlm.models.linear import Linear
@@ -34,17 +33,17 @@ from jaxlm.reading.choices import choice
 from jaxlm.reading.decode import choice_name
 
 
-class ModelPart(LanguageModel):
+class ModelPart(WrappedModel):
     """Some layers of a model, with its embeddings, final norm and head.
 
     Attributes:
-        whole: the model.
+        base: the model.
         first, stop: numbers of the first layer that runs, and of the one after the last; None for all from the first on.
         stream: {batch, position, embed}, the input of the first layer, whatever tokens the model reads; None for the
             embeddings of the tokens.
     """
 
-    whole: LanguageModel
+    base: LanguageModel
     first: int = eqx.field(static=True)
     stop: int | None = eqx.field(static=True, default=None)
     stream: NamedArray | None = None
@@ -54,26 +53,12 @@ class ModelPart(LanguageModel):
         traits = replace(whole.traits, denoisers=())
         return ModelPart(whole, first, stop, stream, is_causal=whole.is_causal, traits=traits)
 
-    @property
-    def Vocab(self) -> Axis:
-        return self.whole.Vocab
-
-    @property
-    def Pos(self) -> Axis:
-        return self.whole.Pos
-
     def hidden(
         self, inputs: Inputs, *, cache: Any = None, taps: Sequence[str] = (), key: jax.Array | None = None
     ) -> Hidden:
         assert cache is None, "objectives do not decode"
-        whole = as_transformer(self.whole, "cannot run only some of its layers")
+        whole = as_transformer(self.base, "cannot run only some of its layers")
         return whole.forward_layers(self.first, self.stop, inputs, self.stream, taps=taps, key=key)
-
-    def lm_head(self) -> Weight | None:
-        return self.whole.lm_head()
-
-    def init_cache(self, Batch: Axis, capacity: int, dtype: Any) -> Any:
-        return self.whole.init_cache(Batch, capacity, dtype)
 
 
 Sequences = TokenBatch | MaskedBatch | LabeledBatch
