@@ -21,7 +21,7 @@ import json
 from pathlib import Path
 
 import yaml
-from training_runs import ROOT, read, series, spread, start
+from training_runs import ROOT, mean_and_deviation, read, series, start
 
 RECIPES = ROOT / "src/jaxlm/systems/progressive/recipes/progressive"
 DIFFUSION, CAUSAL, BLOCKS, WHOLE = "diffusion", "autoregressive", "blocks", "whole"
@@ -51,7 +51,8 @@ def main() -> None:
             print(f"{form}, seed {seed}: {runs[-1]}", flush=True)
     (options.folder / "diffusion.json").write_text(json.dumps(results, indent=1))
     summary = {
-        form: {metric: spread([run[metric] for run in runs]) for metric in METRICS} for form, runs in results.items()
+        form: {metric: mean_and_deviation([run[metric] for run in runs]) for metric in METRICS}
+        for form, runs in results.items()
     }
     print(json.dumps(summary))
 

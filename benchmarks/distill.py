@@ -21,7 +21,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import yaml
-from training_runs import LLAMA, plot_losses, spread, start, trainer, validation_losses
+from training_runs import LLAMA, mean_and_deviation, plot_losses, start, trainer, validation_losses
 
 EVALS_PER_RUN = 10
 DATA = {
@@ -110,7 +110,7 @@ def train(folder: Path, name: str, config: dict) -> dict[int, float]:
 def report(folder: Path, losses: Mapping[str, Mapping[int, Mapping[int, float]]]) -> None:
     """Writes the results so far, and prints the last losses."""
     last = {form: [by_step[max(by_step)] for by_step in seeds.values()] for form, seeds in losses.items()}
-    summary = {form: spread(values) for form, values in last.items()}
+    summary = {form: mean_and_deviation(values) for form, values in last.items()}
     (folder / "distill.json").write_text(json.dumps({"summary": summary, "losses": losses}, indent=1))
     plot(folder / "distill.png", losses)
     print(json.dumps(summary))

@@ -15,11 +15,10 @@ number of steps of each stack. Each model ends with the same layers:
 FLOPs are those of matrix products in the traced steps, forward and backward, times steps. Prints the duration of each run,
 then a Markdown table of the validation losses (nats per token: the mean over seeds, and their range) at the end of each
 phase, and of the last loss as a multiple of that of the whole model. Finished runs are recorded in the folder
-(`results.jsonl`), so the same command goes on where it was stopped.
+(`results.json`), so the same command goes on where it was stopped.
 """
 
 import argparse
-import json
 import statistics
 import time
 from collections.abc import Mapping
@@ -29,6 +28,7 @@ from typing import Any
 from jaxlm.core.imports import gc_paused  # noqa: F401  # before haliax
 
 import jax
+from training_runs import Figures, read, series
 
 from jaxlm.models.flops import matrix_operations
 from jaxlm.plan.load_config import decode_run
@@ -71,20 +71,17 @@ def config(keys: Mapping[str, Any], folder: Path, seed: int, layers: int, learni
 
 
 def run(tree: dict[str, Any]) -> dict[str, Any]:
-    """Trains, and returns tokens, FLOPs and the validation loss at the end of each phase."""
-    result = train(decode_run(ConfigSource(tree), "run"))
-    plan, losses = result.plan, {}
-    for line in (plan.log_folder / "metrics.jsonl").read_text().splitlines():
-        record = json.loads(line)
-        if "eval/loss" in record:
-            losses[record["step"]] = record["eval/loss"]
-    flops = 0
+    """Trains, and returns seconds, tokens, FLOPs and the validation loss at the end of each phase."""
+    begun = time.monotonic()
+    plan = train(decode_run(ConfigSource(tree), "run")).plan
+    seconds, flops = round(time.monotonic() - begun, 1), 0
+    losses = dict(series(read(plan.log_folder / "metrics.jsonl"), "eval/loss"))
     for phase in plan.phases:
         with plan.layout.use():
             flops += matrix_operations(trace_step(plan, phase).jaxpr.jaxpr) * (phase.end - phase.start)
     steps = plan.phases[-1].end
     ends = {phase.name: losses[phase.end] for phase in plan.phases}
-    return {"steps": steps, "tokens": steps * BATCH * SEQ_LEN, "flops": flops, "losses": ends}
+    return {"steps": steps, "tokens": steps * BATCH * SEQ_LEN, "flops": flops, "losses": ends, "seconds": seconds}
 
 
 def polished(steps: int, stacks: int) -> dict[str, Any]:
@@ -96,47 +93,24 @@ def polished(steps: int, stacks: int) -> dict[str, Any]:
     )
 
 
-class Results:
-    """The finished runs of a folder. Raises `SystemExit` if they had other settings.
-
-    Attributes:
-        by_run: (name, seed) -> what `run` returned, and the seconds that it took.
-    """
-
-    def __init__(self, folder: Path, settings: dict[str, Any]):
-        self.path, self.settings = folder / "results.jsonl", settings
-        self.by_run: dict[tuple[str, int], dict[str, Any]] = {}
-        folder.mkdir(parents=True, exist_ok=True)
-        for line in self.path.read_text().splitlines() if self.path.exists() else []:
-            record = json.loads(line)
-            if record["settings"] != settings:
-                raise SystemExit(
-                    f"{self.path}: a run with {record['settings']}, but {settings} given. Choose another --folder"
-                )
-            self.by_run[record["name"], record["seed"]] = record
-
-    def add(self, name: str, seed: int, result: dict[str, Any]) -> None:
-        record = {"name": name, "seed": seed, "settings": self.settings, **result}
-        with self.path.open("a") as file:
-            file.write(json.dumps(record) + "\n")
-        self.by_run[name, seed] = record
-
-
 def with_range(values: list[float]) -> str:
     spread = f" ({min(values):.3f} to {max(values):.3f})" if len(values) > 1 else ""
     return f"{statistics.fmean(values):.3f}{spread}"
 
 
-def table(results: Results, names: list[str], seeds: list[int]) -> str:
+def table(results: Figures, names: list[str], seeds: list[int]) -> str:
     """A Markdown table. A run is compared with the joint ones of the same seed."""
     joints = ("joint, tokens", "joint, FLOPs")
     lines = [f"| run | steps | tokens | FLOPs | validation loss | {' | '.join(f'/ {joint}' for joint in joints)} |"]
     lines.append("|---|---|---|---|---|---|---|")
-    last = {run: list(record["losses"].values())[-1] for run, record in results.by_run.items()}
+    last = {run: list(record["losses"].values())[-1] for run, record in results.by_name.items()}
     for name in names:
-        records = [results.by_run[name, seed] for seed in seeds]
+        records = [results.by_name[f"{name} {seed}"] for seed in seeds]
         losses = {phase: [record["losses"][phase] for record in records] for phase in records[0]["losses"]}
-        ratios = [[last[name, seed] / last[joint, seed] for seed in seeds if (joint, seed) in last] for joint in joints]
+        ratios = [
+            [last[f"{name} {seed}"] / last[f"{joint} {seed}"] for seed in seeds if f"{joint} {seed}" in last]
+            for joint in joints
+        ]
         cells = [name, str(records[0]["steps"]), f"{records[0]['tokens']:,}", f"{records[0]['flops']:.3g}"]
         cells.append(", ".join(f"{phase} {with_range(values)}" for phase, values in losses.items()))
         lines.append(f"| {' | '.join([*cells, *(with_range(values) if values else '' for values in ratios)])} |")
@@ -164,19 +138,15 @@ def main() -> None:
     chosen = [name for name in growing if not options.only or name.replace(", ", " ") in options.only.split(",")]
     seeds = [int(seed) for seed in options.seeds.split(",")]
     settings = {key: getattr(options, key) for key in ("steps", "stacks", "layers", "learning_rate")}
-    results = Results(options.folder, settings)
+    results = Figures(options.folder / "results.json", settings)
     for seed in seeds:
         for name in chosen:
-            if (name, seed) in results.by_run:
-                continue
-            keys = growing[name]
+            keys, folder = growing[name], options.folder / f"{name.replace(', ', '-')}-{seed}"
             if name == "joint, FLOPs":
-                frozen, joint = results.by_run["frozen", seed], results.by_run["joint, tokens", seed]
+                frozen, joint = (results.by_name[f"{other} {seed}"] for other in ("frozen", "joint, tokens"))
                 keys = whole(max(1, round(frozen["flops"] / (joint["flops"] / joint["steps"]))), stacks, options.layers)
-            folder, begun = options.folder / f"{name.replace(', ', '-')}-{seed}", time.monotonic()
-            result = run(config(keys, folder, seed, options.layers, options.learning_rate))
-            results.add(name, seed, {**result, "seconds": round(time.monotonic() - begun, 1)})
-            print(json.dumps(results.by_run[name, seed]), flush=True)
+            tree = config(keys, folder, seed, options.layers, options.learning_rate)
+            results.get(f"{name} {seed}", lambda tree=tree: run(tree))
     print(
         f"\n{stacks} stacks of {options.layers} layers, {steps} steps each, seeds {options.seeds}, jax {jax.__version__}\n"
     )

@@ -9,10 +9,11 @@ the seconds that both took. The last line printed is JSON. Needs the extras `eva
 import argparse
 import json
 import os
-import subprocess
 import sys
 import time
 from pathlib import Path
+
+from processes import answer_of
 
 TASKS = Path(__file__).parents[1] / "examples" / "tasks"
 SKIPPED = ("alias", "sample_len")
@@ -51,21 +52,10 @@ def timed(fun) -> tuple[dict, float]:
 
 def jaxlm_metrics(options: argparse.Namespace, task: str) -> dict:
     """Metric -> value, from `python -m jaxlm evaluate`."""
-    command = [
-        sys.executable,
-        "-m",
-        "jaxlm.commands.evaluate",
-        "--checkpoint",
-        options.checkpoint,
-        "--trainer.mp",
-        "f32",
-    ]
+    command = [sys.executable, *["-m", "jaxlm", "evaluate", "--trainer.mp", "f32", "--checkpoint"], options.checkpoint]
     command += ["--tasks", task, "--task_folder", options.tasks, "--limit", options.limit]
     command += ["--batch_size", options.batch_size]
-    process = subprocess.run([*map(str, command)], capture_output=True, text=True, check=False)
-    if process.returncode:
-        raise SystemExit(f"jaxlm failed:\n{process.stderr[-3000:]}")
-    return json.loads(process.stdout.splitlines()[-1])["tasks"][task]
+    return answer_of([*map(str, command)])["tasks"][task]
 
 
 def hf_metrics(options: argparse.Namespace, task: str) -> dict:

@@ -29,7 +29,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from training_runs import ROOT, plot_losses, spread, start, validation_losses
+from training_runs import ROOT, mean_and_deviation, plot_losses, start, validation_losses
 
 NAME = "muon_vs_adamw"
 DEFAULTS = {"a": "adamw", "b": "muon"}
@@ -150,10 +150,10 @@ def summary(runs: Mapping[str, Mapping[int, Losses]]) -> dict[str, Any]:
     return {
         "num_steps": num_steps,
         "seeds": seeds,
-        **{f"last_loss_{side}": spread(values) for side, values in lasts.items()},
+        **{f"last_loss_{side}": mean_and_deviation(values) for side, values in lasts.items()},
         "steps_of_b_to_the_last_loss_of_a": reached,
-        "their_spread": spread(there) if there else None,
-        "ratio_to_all_steps": spread([steps / num_steps for steps in there]) if there else None,
+        "their_spread": mean_and_deviation(there) if there else None,
+        "ratio_to_all_steps": mean_and_deviation([steps / num_steps for steps in there]) if there else None,
     }
 
 

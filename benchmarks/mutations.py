@@ -15,7 +15,7 @@ import itertools
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -34,7 +34,7 @@ class Mutation(NamedTuple):
     file: str
     right: str
     wrong: str
-    tests: list[str]
+    tests: Sequence[str]
 
 
 # FILE: its tests; then pairs of lines, as in a patch.
@@ -61,8 +61,8 @@ engine/entry.py: tests/engine/test_entry.py tests/engine
 - guard=UpdateCounts(updates=jnp.zeros((), jnp.int32), skipped=jnp.asarray(before.skipped, jnp.int32))
 + guard=UpdateCounts(updates=jnp.zeros((), jnp.int32), skipped=jnp.zeros((), jnp.int32))
 engine/control.py: tests/engine/test_control.py tests/engine
-- done.number + MAX_IN_FLIGHT - 1
-+ done.number + MAX_IN_FLIGHT
+- effective=step + MAX_IN_FLIGHT)
++ effective=step + MAX_IN_FLIGHT + 1)
 engine/phase_runner.py: tests/engine
 - self.num_skipped = outcome.last - self.resumed.cursor.step
 + self.num_skipped = outcome.first - self.resumed.cursor.step

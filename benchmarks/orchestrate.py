@@ -18,7 +18,6 @@ not repeated.
 """
 
 import argparse
-import json
 import math
 import statistics
 from collections.abc import Mapping
@@ -29,6 +28,7 @@ from jaxlm.core.imports import gc_paused  # noqa: F401  # before haliax
 
 import jax
 import yaml
+from training_runs import Figures, read
 
 from jaxlm.plan.load_config import decode_run, load_config
 from jaxlm.reading.decode import dump
@@ -82,39 +82,25 @@ def orchestrator(steps: int) -> dict[str, Any]:
 
 
 class Runs:
-    """Trains, and remembers what came out.
-
-    Attributes:
-        results: the name of a run -> its validation loss at the end, and further figures.
-    """
+    """Trains, and remembers what came out."""
 
     def __init__(self, folder: Path, model: str, steps: int, rows: int | None):
         self._folder, self._model, self._steps, self._rows = folder, model, steps, rows
-        self.results: dict[str, dict[str, Any]] = {}
-        for path in folder.glob(f"{model}-{steps}-*.json"):
-            self.results |= json.loads(path.read_text())
+
+    def result(self, name: str, rate: float, seed: int) -> dict[str, Any]:
+        """The last validation loss of a run, and further figures. Each name has a file: other processes train others."""
+        file = self._folder / f"{self._model}-{self._steps}-{_in_file_names(name)}.json"
+        return Figures(file).get(f"{name} {rate:g} {seed}", lambda: self._train(name, rate, seed))
 
     def loss(self, name: str, rate: float, seed: int) -> float:
         """The loss of a run; of one that diverged, infinity."""
-        key = f"{name} {rate:g} {seed}"
-        if key not in self.results:
-            self.results[key] = self._train(name, rate, seed)
-            self._folder.mkdir(parents=True, exist_ok=True)
-            own = {
-                other: result
-                for other, result in self.results.items()
-                if other.rpartition(" ")[0].rpartition(" ")[0] == name
-            }
-            path = self._folder / f"{self._model}-{self._steps}-{name.replace(', ', '-').replace(' ', '-')}.json"
-            path.write_text(json.dumps(own, indent=1))  # other processes train others
-            print(key, json.dumps(self.results[key]), flush=True)
-        loss = self.results[key]["loss"]
+        loss = self.result(name, rate, seed)["loss"]
         return math.inf if loss is None or not math.isfinite(loss) else loss
 
     def _train(self, name: str, rate: float, seed: int) -> dict[str, Any]:
         tree = sections(self._model, self._rows)
         steps = round(self._steps * (1 + BUDGET)) if name == LONGER else self._steps
-        place = self._folder / "runs" / f"{self._model}-{name.replace(', ', '-').replace(' ', '-')}-{rate:g}-{seed}"
+        place = self._folder / "runs" / f"{self._model}-{_in_file_names(name)}-{rate:g}-{seed}"
         trainer = {
             **tree["trainer"],
             "id": "run",
@@ -137,15 +123,19 @@ class Runs:
         }
         result = train(decode_run(ConfigSource(run), "run"))
         logs = result.plan.log_folder
-        records = [json.loads(line) for line in (logs / "metrics.jsonl").read_text().splitlines()]
-        found: dict[str, Any] = {"loss": [record["eval/loss"] for record in records if "eval/loss" in record][-1]}
+        losses = [record["eval/loss"] for record in read(logs / "metrics.jsonl") if "eval/loss" in record]
+        found: dict[str, Any] = {"loss": losses[-1]}
         decisions = logs / "decisions.jsonl"
         if decisions.exists():
-            notes = [json.loads(line) for line in decisions.read_text().splitlines()]
+            notes = read(decisions)
             found["extra_steps"] = sum(note.get("extra_steps", 0) for note in notes if note["event"] == "branch")
             found["switches"] = [(note["effective"], note["to"]) for note in notes if note["event"] == "switch"]
             found["rollbacks"] = sum(note["event"] == "rollback" for note in notes)
         return found
+
+
+def _in_file_names(name: str) -> str:
+    return name.replace(", ", "-").replace(" ", "-")
 
 
 def described(losses: list[float], base: list[float]) -> str:
@@ -169,10 +159,8 @@ def main() -> None:
     parser.add_argument("--rows", type=int, help="rows of a batch; each value needs a folder of its own")
     parser.add_argument("--only", help="trains these, separated by commas, and prints no table: for several processes")
     options = parser.parse_args()
-    seeds, runs = (
-        [int(seed) for seed in options.seeds.split(",")],
-        Runs(options.folder, options.model, options.steps, options.rows),
-    )
+    seeds = [int(seed) for seed in options.seeds.split(",")]
+    runs = Runs(options.folder, options.model, options.steps, options.rows)
     names = [ADAMW, *GUIDE, ORCHESTRATED]
     chosen = options.only.split(",") if options.only else names
     rates: dict[str, float] = {}
@@ -190,7 +178,7 @@ def main() -> None:
     print("|---|---|---|---|")
     for name in (ADAMW, LONGER, *GUIDE, ORCHESTRATED):
         print(f"| {name} | {rates[name]:g} | {described(losses[name], losses[ADAMW])} |")
-    spent = [runs.results[f"{ORCHESTRATED} {rates[ORCHESTRATED]:g} {seed}"] for seed in seeds]
+    spent = [runs.result(ORCHESTRATED, rates[ORCHESTRATED], seed) for seed in seeds]
     print(f"\nExtra steps of branches: {[one.get('extra_steps') for one in spent]} of {options.steps}.")
     for seed, one in zip(seeds, spent, strict=True):
         print(f"Seed {seed}: {one.get('rollbacks', 0)} rollbacks; switches {one.get('switches')}")

@@ -235,6 +235,11 @@ class Case:
         return True
 
 
+def on_one_and_eight(name: str, text: str, **keys: Any) -> tuple[Case, Case]:
+    """A case on one and on eight devices."""
+    return Case(name, text, cuts=(CUT,), **keys), Case(f"{name} 8", text, devices=8, cuts=(CUT,), **keys)
+
+
 TWO_PHASES = Case("two phases", COMMON + LLAMA + PHASES, 60, cuts=(25, 50), runs_bench=False, adapters=True)
 CASES = (
     Case("quickstart", None, cuts=(CUT,)),
@@ -244,24 +249,13 @@ CASES = (
     Case("gpt2 dropout", COMMON + GPT2),
     TWO_PHASES,
     replace(TWO_PHASES, name="two phases 8", devices=8, cuts=(), adapters=False),
-    *(
-        Case(f"nano{name}", merged(COMMON, NANO), devices=n, cuts=(CUT,), exports=False)
-        for name, n in (("", 1), (" 8", 8))
-    ),
-    *(
-        Case(f"{kind}{name}", merged(TASK, LLAMA, text), devices=n, cuts=(CUT,), runs_bench=False, has_task=True)
-        for kind, text in (("dpo", DPO), ("grpo", GRPO))
-        for name, n in (("", 1), (" 8", 8))
-    ),
-    *(
-        Case(f"distill{name}", merged(COMMON, LLAMA, DISTILL), devices=n, cuts=(CUT,), runs_bench=False)
-        for name, n in (("", 1), (" 8", 8))
-    ),
-    *(
-        Case(f"{kind}{name}", merged(COMMON, LLAMA, text), devices=n, cuts=(CUT,), runs_bench=False)
-        for kind, text in (("upcycle", UPCYCLE), ("orchestrated", ORCHESTRATED), ("progressive", PROGRESSIVE))
-        for name, n in (("", 1), (" 8", 8))
-    ),
+    *on_one_and_eight("nano", merged(COMMON, NANO), exports=False),
+    *on_one_and_eight("dpo", merged(TASK, LLAMA, DPO), runs_bench=False, has_task=True),
+    *on_one_and_eight("grpo", merged(TASK, LLAMA, GRPO), runs_bench=False, has_task=True),
+    *on_one_and_eight("distill", merged(COMMON, LLAMA, DISTILL), runs_bench=False),
+    *on_one_and_eight("upcycle", merged(COMMON, LLAMA, UPCYCLE), runs_bench=False),
+    *on_one_and_eight("orchestrated", merged(COMMON, LLAMA, ORCHESTRATED), runs_bench=False),
+    *on_one_and_eight("progressive", merged(COMMON, LLAMA, PROGRESSIVE), runs_bench=False),
 )
 
 

@@ -19,6 +19,26 @@ LLAMA = {"type": "llama", "seq_len": 256, "hidden_dim": 128, "intermediate_dim":
 LLAMA |= {"tie_word_embeddings": True, "initializer_range": 0.08}
 
 
+class Figures:
+    """Figures by name, in a file that is written after each of them. Another program's with other settings end this one."""
+
+    def __init__(self, path: Path, settings: Mapping[str, Any] | None = None):
+        self.path, self.settings = path, dict(settings or {})
+        found = json.loads(path.read_text()) if path.is_file() else {"settings": self.settings, "figures": {}}
+        if found["settings"] != self.settings:
+            raise SystemExit(f"{path} has {found['settings']}, but {self.settings} given. Choose another --folder")
+        self.by_name: dict[str, Any] = found["figures"]
+
+    def get(self, name: str, measure: Callable[[], Any]) -> Any:
+        """The figure of this name, measured unless it was before."""
+        if name not in self.by_name:
+            self.by_name[name] = measure()
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            self.path.write_text(json.dumps({"settings": self.settings, "figures": self.by_name}, indent=1))
+            print(name, json.dumps(self.by_name[name]), file=sys.stderr, flush=True)
+        return self.by_name[name]
+
+
 def write(path: Path, lines: Iterable[str]) -> None:
     """Writes lines, unless the file has them: a run that goes on must find its files unchanged."""
     text = "".join(f"{line}\n" for line in lines)
@@ -74,7 +94,7 @@ def validation_losses(folder: Path, name: str) -> dict[int, float]:
     return dict(series(read(path), "eval/loss")) if path.is_file() else {}
 
 
-def spread(values: Sequence[float]) -> list[float]:
+def mean_and_deviation(values: Sequence[float]) -> list[float]:
     """[mean, standard deviation]."""
     return [statistics.fmean(values), statistics.stdev(values) if len(values) > 1 else 0.0]
 

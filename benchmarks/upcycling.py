@@ -20,7 +20,6 @@ import argparse
 import itertools
 import json
 import statistics
-import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -31,7 +30,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import yaml
-from training_runs import LLAMA, start
+from training_runs import LLAMA, Figures, start
 
 from jaxlm.core.mesh import AxisMappings, make_layout, mesh_shape
 from jaxlm.core.values.batch_types import TokenBatch
@@ -90,7 +89,7 @@ def main() -> None:
     options = parser.parse_args()
     options.folder.mkdir(parents=True, exist_ok=True)
     seeds, parts = list(map(int, options.seeds.split(","))), options.only.split(",")
-    results = Results(options.folder / "upcycling.json")
+    results = Figures(options.folder / "upcycling.json")
     if "teachers" in parts:
         for seed in seeds:
             run(options.folder, f"teacher-{seed}", teacher_config(seed))
@@ -104,24 +103,9 @@ def main() -> None:
     report_recovery(results)
 
 
-class Results:
-    """Figures by name, in a file that is written after each of them."""
-
-    def __init__(self, path: Path):
-        self.path = path
-        self.figures: dict[str, float | list] = json.loads(path.read_text()) if path.is_file() else {}
-
-    def get(self, name: str, measure: Callable[[], float | list]) -> float | list:
-        """The figure of this name, measured unless it was before."""
-        if name not in self.figures:
-            self.figures[name] = measure()
-            self.path.write_text(json.dumps(self.figures, indent=1))
-            print(name, self.figures[name], file=sys.stderr, flush=True)
-        return self.figures[name]
-
-    def of_seeds(self, name: str) -> list:
-        """The figures whose names are this one followed by a seed."""
-        return [figure for key, figure in self.figures.items() if key.rpartition(" of teacher ")[0] == name]
+def of_seeds(results: Figures, name: str) -> list:
+    """The figures whose names are this one followed by a seed."""
+    return [figure for key, figure in results.by_name.items() if key.rpartition(" of teacher ")[0] == name]
 
 
 def teacher_folder(folder: Path, seed: int) -> Path:
@@ -171,7 +155,7 @@ def records(metrics: Path) -> list[dict]:
     return [json.loads(line) for line in lines]
 
 
-def measure_starts(teacher: Path, seed: int, results: Results) -> None:
+def measure_starts(teacher: Path, seed: int, results: Figures) -> None:
     """The teacher's loss, and that right after each surgery."""
     texts = Texts(teacher)
     model = loaded_lazily(teacher)
@@ -253,7 +237,7 @@ def _mean_nll(model: LanguageModel, batch: TokenBatch) -> jax.Array:
     return jnp.mean(token_losses(final, model.lm_head(), batch.targets).array)
 
 
-def measure_recovery(folder: Path, method: str, seed: int, first_seed: int, results: Results) -> None:
+def measure_recovery(folder: Path, method: str, seed: int, first_seed: int, results: Figures) -> None:
     """Trains until the perplexity is near the teacher's: [steps or None, learning rate, last ratio]."""
     steps, rates = RECOVERIES[method]
     if seed != first_seed:
@@ -268,11 +252,11 @@ def measure_recovery(folder: Path, method: str, seed: int, first_seed: int, resu
         )
 
 
-def recoveries(results: Results, method: str, seed: int) -> list[list]:
+def recoveries(results: Figures, method: str, seed: int) -> list[list]:
     """The figures of a method and a teacher, one for each learning rate."""
     rates = RECOVERIES[method][1]
     names = [f"recovery of {method}, learning rate {rate:g}, of teacher {seed}" for rate in rates]
-    return [results.figures[name] for name in names if name in results.figures]  # pyright: ignore[reportReturnType]
+    return [results.by_name[name] for name in names if name in results.by_name]
 
 
 def recovery_order(figures: list) -> tuple[float, float]:
@@ -322,9 +306,9 @@ def cache_values(semantic: int, geometric: int) -> int:
     return KV_HEADS * (semantic + geometric + HEAD_SIZE)
 
 
-def report_starts(results: Results, picture: Path) -> None:
+def report_starts(results: Figures, picture: Path) -> None:
     """Prints the losses right after each surgery, as means and ranges over teachers, and draws them."""
-    teachers = results.of_seeds("loss")
+    teachers = of_seeds(results, "loss")
     if not teachers:
         return
     whole = 2 * KV_HEADS * HEAD_SIZE
@@ -335,7 +319,7 @@ def report_starts(results: Results, picture: Path) -> None:
     for size in SIZES:
         cells = []
         for name in METHODS:
-            losses = results.of_seeds(f"loss with {name}, {size[0]} + {size[1]},")
+            losses = of_seeds(results, f"loss with {name}, {size[0]} + {size[1]},")
             curves[name].append(losses)
             cells.append(f" {statistics.fmean(losses):.3f} ({min(losses):.3f} to {max(losses):.3f}) |")
         print(f"| {size[0]} + {size[1]} | {cache_values(*size) / whole - 1:+.0%} |" + "".join(cells))
@@ -358,15 +342,15 @@ def report_starts(results: Results, picture: Path) -> None:
     figure.savefig(picture, dpi=120)
 
 
-def report_recovery(results: Results) -> None:
+def report_recovery(results: Figures) -> None:
     """Prints the steps and tokens until the perplexity was near the teacher's."""
-    names = [key for key in results.figures if key.startswith("recovery of ")]
+    names = [key for key in results.by_name if key.startswith("recovery of ")]
     if not names:
         return
     print(f"\n| start, {STUDENT[0]} + {STUDENT[1]} features | teacher | learning rate | steps | tokens | last ratio |")
     print("|---|---|---|---|---|---|")
     for name in names:
-        steps, rate, ratio = results.figures[name]  # pyright: ignore[reportGeneralTypeIssues]
+        steps, rate, ratio = results.by_name[name]
         method, _, rest = name.removeprefix("recovery of ").partition(", learning rate")
         tokens = "not reached" if steps is None else f"{steps * ROWS * SEQ_LEN:,}"
         number = f"> {RECOVERIES[method][0]}" if steps is None else f"{steps}"

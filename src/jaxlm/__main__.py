@@ -114,11 +114,11 @@ def _run(command: str, arguments: Sequence[str]) -> int:
     try:
         from jaxlm.core.imports import gc_paused
     except Exception as error:  # jax reads the environment, and compares its versions, when it is imported
-        given = " ".join(f"{name}={value}" for name, value in os.environ.items() if name.startswith("JAX_"))
-        print(
-            f"error: jax cannot be imported: {error}. Correct its variables ({given or 'none is set'}), or reinstall",
-            file=sys.stderr,
+        given = (
+            " ".join(f"{name}={value}" for name, value in os.environ.items() if name.startswith("JAX_"))
+            or "none is set"
         )
+        print(f"error: jax cannot be imported: {error}. Correct its variables ({given}), or reinstall", file=sys.stderr)
         return EXIT_CONFIG
     # As `python -m` does: your own classes may be in this folder.
     if "" not in sys.path and os.getcwd() not in sys.path:

@@ -56,46 +56,34 @@ _MAX_CORNERS = 16  # corner points of a schedule to list
 
 def assumed_vocabulary(config: RunConfig) -> tuple[int, str]:
     """The vocabulary size to plan with before a run has opened its tokenizer, and a description of where it comes from."""
-    data = _first_data(config)
+    data = config.phases[0].data if config.phases and config.phases[0].data else config.data
+    by_default = (_DEFAULT_VOCAB_SIZE, "GPT-2's, assumed because data.vocab_size is not set")
+    size, source = next(_vocabularies(config, data), by_default)
+    return size, f"{size:,} ({source})"
+
+
+def _vocabularies(config: RunConfig, data: DataConfig) -> Iterator[tuple[int, str]]:
+    """Yields the sizes that a configuration and what it names tell. Mistakes are listed below the plan, or end the start."""
     if data.vocab_size is not None:
-        return data.vocab_size, f"{data.vocab_size:,} (data.vocab_size)"
+        yield data.vocab_size, "data.vocab_size"
     if bpe_config(data.tokenizer) is not None:
-        return DEFAULT_VOCAB_SIZE, f"{DEFAULT_VOCAB_SIZE:,} (of a tokenizer that is trained without data.vocab_size)"
-    for find in (_of_tokenizer, _of_weights, _of_checkpoint):
-        with contextlib.suppress(ConfigError, OSError):  # what is wrong is listed below the plan, or ends the start
-            if (vocabulary := find(config, str(data.tokenizer))) is not None:
-                return vocabulary[0], f"{vocabulary[0]:,} ({vocabulary[1]})"
-    return _DEFAULT_VOCAB_SIZE, f"{_DEFAULT_VOCAB_SIZE:,} (GPT-2's, assumed because data.vocab_size is not set)"
-
-
-def _first_data(config: RunConfig) -> DataConfig:
-    return config.phases[0].data if config.phases and config.phases[0].data else config.data
-
-
-def _of_tokenizer(config: RunConfig, path: str) -> tuple[int, str]:
-    added = _first_data(config).added_tokens
-    which = f"tokens of {path}{' and data.added_tokens' if added else ''}"
-    return open_tokenizer(path, added, None).vocab_size, which
-
-
-def _of_weights(config: RunConfig, tokenizer: str) -> tuple[int, str] | None:
-    name = hf_name(config.initialize_from_hf, tokenizer)
-    if name is None or not Path(name).exists():
-        return None
-    opened = open_pretrained(Path(name), ReadOptions(skip_keys=config.hf_skip_keys))
-    return opened.vocab_size, f"rows of the embedding in {name}"
-
-
-def _of_checkpoint(config: RunConfig, tokenizer: str) -> tuple[int, str] | None:
-    del tokenizer
+        yield DEFAULT_VOCAB_SIZE, "of a tokenizer that is trained without data.vocab_size"
+    with contextlib.suppress(ConfigError, OSError):
+        size = open_tokenizer(str(data.tokenizer), data.added_tokens, None).vocab_size
+        yield size, f"tokens of {data.tokenizer}{' and data.added_tokens' if data.added_tokens else ''}"
+    with contextlib.suppress(ConfigError, OSError):
+        name = hf_name(config.initialize_from_hf, str(data.tokenizer))
+        if name is not None and Path(name).exists():
+            opened = open_pretrained(Path(name), ReadOptions(skip_keys=config.hf_skip_keys))
+            yield opened.vocab_size, f"rows of the embedding in {name}"
     trainer = config.trainer
-    for path in (trainer.load_checkpoint_path, trainer.initialize_from_state, trainer.initialize_from):
-        if path is None or is_url(path):
-            continue
-        for checkpoint in resolve_checkpoints(path, Path(trainer.checkpointer.staging_dir))[-1:]:
-            with checkpoint.local("run/tokenizer") as folder:
-                return load_tokenizer(str(folder), of_run=True).vocab_size, f"tokens of {checkpoint.location}"
-    return None
+    starts = (trainer.load_checkpoint_path, trainer.initialize_from_state, trainer.initialize_from)
+    for path in (path for path in starts if path is not None and not is_url(path)):
+        with contextlib.suppress(ConfigError, OSError):
+            for newest in resolve_checkpoints(path, Path(trainer.checkpointer.staging_dir))[-1:]:
+                with newest.local("run/tokenizer") as folder:
+                    size = load_tokenizer(str(folder), of_run=True).vocab_size
+                yield size, f"tokens of {newest.location}"
 
 
 def dry_run(plan: Plan, console: Console) -> None:

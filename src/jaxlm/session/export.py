@@ -140,9 +140,8 @@ class ExportHook:
             try:
                 return f"pushed to {upload_folder(folder, repository, f'Step {step}')}"
             except PublishError as error:
-                return (
-                    f"NOT PUSHED: {error}. {folder} is complete. To push it later, run: hf upload {repository} {folder}"
-                )
+                later = f"hf upload {repository} {folder}"
+                return f"NOT PUSHED: {error}. {folder} is complete. To push it later, run: {later}"
 
         if (outcome := main_only(push)) is not None:
             self.log(f"{'warning: ' if outcome.startswith('NOT') else ''}step {step}: {outcome}")
@@ -173,11 +172,8 @@ def model_card(
     kind = type(model).__name__.removesuffix("Config")
     built = jax.eval_shape(lambda: model.build(plan.state_builder.Vocab, key=jax.random.key(0)))
     what = f"A {kind} with {parameters(built)}, {'converted' if step is None else 'trained'} with jaxlm {version('jaxlm')}."
-    rows = (
-        []
-        if step is None
-        else [*_training(plan, step), ("software", f"jaxlm {version('jaxlm')}, JAX {jax.__version__}")]
-    )
+    software = ("software", f"jaxlm {version('jaxlm')}, JAX {jax.__version__}")
+    rows = [] if step is None else [*_training(plan, step), software]
     return ModelCard(
         title=title,
         library=library,
@@ -212,10 +208,8 @@ def _training(plan: Plan, step: int) -> Iterator[tuple[str, str]]:
             yield f"phase {phase.name}", describe_phase(phase)
             yield f"data of {phase.name}", "; ".join(_sources(data))
             if (parts := describe_parts(plan.state_builder.abstract_state(phase).model)) is not None:
-                yield (
-                    f"parts of {phase.name}",
-                    f"{parts}. jaxlm runs one of them for each text, transformers all layers",
-                )
+                one_or_all = "jaxlm runs one of them for each text, transformers all layers"
+                yield f"parts of {phase.name}", f"{parts}. {one_or_all}"
     yield "precision", str(plan.precision)
 
 

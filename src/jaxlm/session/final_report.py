@@ -97,11 +97,8 @@ def how_to_use(plan: Plan, *, chats: bool) -> tuple[str, str]:
     if plan.phases[-1].objective.facts.trains_writing:
         return "to sample", f'jaxlm sample --checkpoint {location} --prompt "..."'
     folder = f"{plan.run_id}-hf"
-    convert = f"jaxlm convert to-hf --checkpoint {location} --output_dir {folder}"
-    return (
-        "to score text",
-        f"{convert}, then open {folder} in transformers, or in a run with rewards: [{{type: model}}]",
-    )
+    use = f"then open {folder} in transformers, or in a run with rewards: [{{type: model}}]"
+    return "to score text", f"jaxlm convert to-hf --checkpoint {location} --output_dir {folder}, {use}"
 
 
 def outputs(plan: Plan) -> list[tuple[str, str]]:
@@ -180,7 +177,7 @@ def skipped_updates(run: LoggedRun) -> list[tuple[str, str]]:
     if not spans:
         return []
     shown = [f"{first}" if first == last else f"{first} to {last}" for first, last in spans]
-    listed = ", ".join(shown if len(shown) <= _MAX_SPANS else [*shown[:_MAX_SPANS], "..."])
+    listed = ", ".join([*shown[:_MAX_SPANS], *(["..."] if shown[_MAX_SPANS:] else [])])
     return [("skipped updates", f"{run.latest(SKIPPED):.0f} of {len(run[SKIPPED].steps)} steps: {listed}")]
 
 

@@ -124,9 +124,8 @@ class InitFrom:
         """
         if self.weights is None:
             return _load_hf_weights(plan, log)
-        log(
-            f"initializing the model from {self.weights.location}; step, optimizer state and data position start from scratch"
-        )
+        rest = "step, optimizer state and data position start from scratch"
+        log(f"initializing the model from {self.weights.location}; {rest}")
         if not plan.config.trainer.allow_partial_checkpoint:
             return _restore_changed(self.weights, plan, log)
         abstract = plan.state_builder.abstract_initial_model

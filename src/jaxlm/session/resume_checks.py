@@ -26,11 +26,12 @@ from jaxlm.plan.load_config import as_run_config, read_config
 from jaxlm.plan.plan import Plan, initial_model, plan_phases
 from jaxlm.plan.run_config import RunConfig
 from jaxlm.reading.choices import own_modules
-from jaxlm.reading.decode import encode
+from jaxlm.reading.decode import dump, encode
 from jaxlm.reading.effects import CONTENT, HARMLESS, ROUNDING, Effect, effect_of, follows, stated_effects
-from jaxlm.session.compilation.options import StepOptions
+from jaxlm.session.compilation.options import StepOptions, step_options
 from jaxlm.session.init_from import InitFrom, expected_cursor
 from jaxlm.session.references import references_identity
+from jaxlm.session.source import SOURCE
 
 # Files in a checkpoint's `run/` folder, next to config.yaml.
 DATA_IDENTITY = "data.json"
@@ -102,6 +103,25 @@ def _read_saved_run(checkpoint: Checkpoint) -> SavedRun:
             load_tokenizer(str(folder / "tokenizer"), of_run=True).fingerprint,
             _read_json(folder / RENDERING) or {},  # earlier versions did not save it
         )
+
+
+def run_files(plan: Plan, of_data: Tokenizer, tokenizer: Tokenizer, source: Mapping[str, Any]) -> dict[str, bytes]:
+    """Returns the files in the folder `run/` of every checkpoint.
+
+    Args:
+        of_data, tokenizer, source: `tokenizer`, `saved_tokenizer` and `source` of the run.
+    """
+    texts = {
+        "config.yaml": dump(as_run_config(plan.config)),
+        DATA_IDENTITY: json.dumps(data_identity(plan)),
+        RENDERING: json.dumps(rendering(plan, of_data)),
+        ENVIRONMENT: json.dumps(computing_facts(plan.config, step_options(plan)), indent=1),
+        SOURCE: json.dumps(source),
+    }
+    if plan.refs:
+        texts[REFERENCES_IDENTITY] = json.dumps(references_identity(plan))
+    files = {name: text.encode() for name, text in texts.items()}
+    return files | {f"tokenizer/{name}": content for name, content in tokenizer.files().items()}
 
 
 def _read_json(path: Path) -> Any:

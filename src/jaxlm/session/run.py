@@ -36,22 +36,10 @@ from jaxlm.observe.trackers.background import BackgroundTracker
 from jaxlm.plan.load_config import as_run_config
 from jaxlm.plan.plan import Plan
 from jaxlm.reading.decode import choice_name, dump
-from jaxlm.session.compilation.options import step_options
 from jaxlm.session.export import Exporter
 from jaxlm.session.init_from import InitFrom
-from jaxlm.session.references import references_identity
-from jaxlm.session.resume_checks import (
-    DATA_IDENTITY,
-    ENVIRONMENT,
-    EVALUATED,
-    REFERENCES_IDENTITY,
-    RENDERING,
-    computing_facts,
-    data_identity,
-    read_evaluated,
-    rendering,
-)
-from jaxlm.session.source import SOURCE, source_of_run
+from jaxlm.session.resume_checks import EVALUATED, read_evaluated, run_files
+from jaxlm.session.source import source_of_run
 from jaxlm.session.startup import run_info
 
 
@@ -244,21 +232,6 @@ def settle(plan: Plan, writer: CheckpointWriter, init_from: InitFrom, state: Run
 
     if history.abandoned:
         main_only(abandon)
-
-
-def run_files(plan: Plan, of_data: Tokenizer, tokenizer: Tokenizer, source: Mapping[str, Any]) -> dict[str, bytes]:
-    """The files in the folder `run/` of every checkpoint. Args: as of `Run`; of_data: its `tokenizer`."""
-    texts = {
-        "config.yaml": dump(as_run_config(plan.config)),
-        DATA_IDENTITY: json.dumps(data_identity(plan)),
-        RENDERING: json.dumps(rendering(plan, of_data)),
-        ENVIRONMENT: json.dumps(computing_facts(plan.config, step_options(plan)), indent=1),
-        SOURCE: json.dumps(source),
-    }
-    if plan.refs:
-        texts[REFERENCES_IDENTITY] = json.dumps(references_identity(plan))
-    files = {name: text.encode() for name, text in texts.items()}
-    return files | {f"tokenizer/{name}": content for name, content in tokenizer.files().items()}
 
 
 @dataclass(frozen=True)

@@ -144,12 +144,8 @@ def _start_facts(config: RunConfig, run_id: str) -> dict[str, str]:
 def _device_facts(config: RunConfig) -> dict[str, str]:
     """Lists what computes the numbers on this process, as `jaxlm train` lists it for a resumed run: name -> text."""
     devices = jax.local_devices()
-    return {
-        **{
-            name: text for name, text in computing_numbers(config).items() if effect_of_fact(name).kind != HARMLESS.kind
-        },
-        "devices of the process": f"{len(devices)} x {devices[0].device_kind}",
-    }
+    facts = {k: v for k, v in computing_numbers(config).items() if effect_of_fact(k).kind != HARMLESS.kind}
+    return facts | {"devices of the process": f"{len(devices)} x {devices[0].device_kind}"}
 
 
 def check_opens(plan: Plan, tokenizer: Tokenizer, cursor: Cursor | None) -> None:
@@ -163,9 +159,8 @@ def check_opens(plan: Plan, tokenizer: Tokenizer, cursor: Cursor | None) -> None
     for data in {id(data): data for data in (plan.data[phase.index] for phase in ahead)}.values():
         data.check_opens(lambda: tokenizer, dry=False)
     for evaluation in plan.config.evals:
-        if not any(evaluation.scope.includes(phase.name) for phase in ahead):
-            continue
-        evaluation.check_opens(lambda: tokenizer, plan.phases[0].model.seq_len, dry=False)
+        if any(evaluation.scope.includes(phase.name) for phase in ahead):
+            evaluation.check_opens(lambda: tokenizer, plan.phases[0].model.seq_len, dry=False)
 
 
 def check_exports_are_new(plan: Plan, first_step: int) -> None:

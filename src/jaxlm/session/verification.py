@@ -213,7 +213,6 @@ def _gates(opened: LoadedModel, file: str) -> Gates:
 
 
 def _compares(evaluation: EvalConfig) -> bool:
-    """Tells whether an evaluation is one of those that may compare the model with a reference or with limits."""
     return isinstance(evaluation, GateConfig) or bool(
         evaluation.scope.references or evaluation.metrics.limits.by_metric
     )

@@ -77,7 +77,6 @@ class _CacheWarnings:
         self.folder = Path()
 
     def __call__(self, message, category, filename, lineno, file=None, line=None) -> None:
-        """Replaces `warnings.showwarning`."""
         failed = self._FAILED.match(str(message))
         if failed is None:
             self._otherwise(message, category, filename, lineno, file, line)
@@ -244,12 +243,10 @@ class TunedOptions:
     def __str__(self) -> str:
         low, median, high = self.ratio
         day = time.strftime("%Y-%m-%d", time.gmtime(self.measured_unix_s))
+        if not self.options:
+            return f"{_DEFAULT}, the fastest when tuned on {day}"
         faster = f"{median:.2f} times as fast as without ({low:.2f} to {high:.2f})"
-        return (
-            f"{as_text(self.options)}: {faster}, tuned on {day}"
-            if self.options
-            else f"{_DEFAULT}, the fastest when tuned on {day}"
-        )
+        return f"{as_text(self.options)}: {faster}, tuned on {day}"
 
 
 def as_text(options: Options) -> str:
@@ -313,21 +310,17 @@ def describe_options(plan: Plan) -> str | None:
     used = step_options(plan)
     if plan.layout.platform not in CANDIDATES:
         return as_text(used.xla) or None
-    tuned, this_processor, key = tuned_options(plan), processor(), step_key(plan)
+    tuned = tuned_options(plan)
     if tuned is not None and tuned.options.items() <= (used.xla | asdict(used.sizes)).items():
         return str(tuned)
     if tuned is not None:
-        return (
-            f"{as_text(used.xla) or _DEFAULT}; those tuned here are not used: XLA_FLAGS or another process has others"
-        )
-    others = [t for t in _read(_path(plan)) if t.step == key and t.options]
-    if others:
-        old = others[-1]
-        was = f"{old.processor}, jaxlib {old.jaxlib}"
-        now = f"{this_processor}, jaxlib {jaxlib.version.__version__}"
-        return (
-            f"{_DEFAULT}; those tuned on another machine ({was}) are not used on {now}. Tune again: jaxlm bench --tune"
-        )
+        why_not = "those tuned here are not used: XLA_FLAGS or another process has others"
+        return f"{as_text(used.xla) or _DEFAULT}; {why_not}"
+    if others := [t for t in _read(_path(plan)) if t.step == step_key(plan) and t.options]:
+        was = f"{others[-1].processor}, jaxlib {others[-1].jaxlib}"
+        now = f"{processor()}, jaxlib {jaxlib.version.__version__}"
+        why_not = f"those tuned on another machine ({was}) are not used on {now}. Tune again: jaxlm bench --tune"
+        return f"{_DEFAULT}; {why_not}"
     return f"{_DEFAULT}; `jaxlm bench --tune` looks for faster ones on this machine"
 
 
