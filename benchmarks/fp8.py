@@ -164,9 +164,7 @@ def main() -> None:
     """Measures the curves, then the speeds, and writes the report."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tiny", action="store_true", help="tiny shapes, to run all of the code on a CPU")
-    parser.add_argument(
-        "--forecast", metavar="TOPOLOGY", help="compile the steps for a GPU that is not attached instead"
-    )
+    parser.add_argument("--forecast", metavar="TOPOLOGY", help="compile the steps for a GPU that is not attached")
     parser.add_argument("--models", default="", help="only models whose name contains this text (default all)")
     parser.add_argument("--steps", type=int, default=12, help="measured steps per process (default 12)")
     parser.add_argument("--minutes", type=float, default=5.8, help="time limit in minutes (default 5.8)")
@@ -197,9 +195,8 @@ def main() -> None:
     print(text)
     apart = [f"{variant} {value:.3%}" for variant, value in differences(run.curves).items() if value > LIMIT]
     if run.failures or apart:
-        raise SystemExit(
-            "; ".join([*(f[:500] for f in run.failures), *(f"loss: {each} from bfloat16" for each in apart)])
-        )
+        failures = [*(f[:500] for f in run.failures), *(f"loss: {each} from bfloat16" for each in apart)]
+        raise SystemExit("; ".join(failures))
 
 
 if __name__ == "__main__":

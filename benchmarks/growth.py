@@ -88,9 +88,8 @@ def polished(steps: int, stacks: int) -> dict[str, Any]:
     """Stacks with polishing, in about `steps * stacks` steps in all."""
     total = steps * stacks
     polish = max(1, round(total / (5 * stacks - 1)))
-    return preset(
-        max(1, round((total - polish * (stacks - 1)) / stacks)), stacks, polish_steps=polish, carry_optimizer=True
-    )
+    each = max(1, round((total - polish * (stacks - 1)) / stacks))
+    return preset(each, stacks, polish_steps=polish, carry_optimizer=True)
 
 
 def with_range(values: list[float]) -> str:
@@ -147,9 +146,8 @@ def main() -> None:
                 keys = whole(max(1, round(frozen["flops"] / (joint["flops"] / joint["steps"]))), stacks, options.layers)
             tree = config(keys, folder, seed, options.layers, options.learning_rate)
             results.get(f"{name} {seed}", lambda tree=tree: run(tree))
-    print(
-        f"\n{stacks} stacks of {options.layers} layers, {steps} steps each, seeds {options.seeds}, jax {jax.__version__}\n"
-    )
+    shape = f"{stacks} stacks of {options.layers} layers, {steps} steps each"
+    print(f"\n{shape}, seeds {options.seeds}, jax {jax.__version__}\n")
     print(table(results, chosen, seeds))
 
 

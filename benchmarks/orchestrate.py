@@ -20,7 +20,6 @@ not repeated.
 import argparse
 import math
 import statistics
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -168,9 +167,7 @@ def main() -> None:
         rates[name] = min(RATES[options.model], key=lambda rate: runs.loss(name, rate, options.tuning_seed))
     if ADAMW in chosen:
         rates[LONGER] = rates[ADAMW]
-    losses: Mapping[str, list[float]] = {
-        name: [runs.loss(name, rate, seed) for seed in seeds] for name, rate in rates.items()
-    }
+    losses = {name: [runs.loss(name, rate, seed) for seed in seeds] for name, rate in rates.items()}
     if options.only:
         return
     print(f"\n{options.model}, {options.steps} steps, seeds {options.seeds}, jax {jax.__version__}\n")

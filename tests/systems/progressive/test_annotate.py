@@ -276,7 +276,7 @@ def test_other_processes_read_the_blocks_that_process_0_lists(two_epochs, monkey
     drawn = np.array([3, 0])
     np.testing.assert_array_equal(annotate._opened(folder).read(drawn)["stream"], run.stored(drawn))
     monkeypatch.setattr(annotate, "from_main", lambda _: [*listed, "block-99"])
-    with pytest.raises(ConfigError, match=r"is not visible to all processes. Set data.cache_dir to a folder"):
+    with pytest.raises(ConfigError, match=r"not all processes see .*\. Set data.cache_dir to a folder"):
         annotate._opened(folder)
 
 
