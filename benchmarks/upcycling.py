@@ -202,10 +202,11 @@ class Texts:
         """The teacher after a surgery."""
         keys = jax.random.split(jax.random.key(seed))
         student = jax.jit(lambda model: surgery.apply(model, key=keys[0]))(teacher)
-        if not surgery.wants.num_batches:
+        wants = surgery.wants
+        if wants.measure is None:
             return student
-        measure = jax.jit(surgery.measure)
-        sums = [measure(teacher, self.batch(TRAIN, number)) for number in range(surgery.wants.num_batches)]
+        measure = jax.jit(wants.measure)
+        sums = [measure(teacher, self.batch(TRAIN, number)) for number in range(wants.num_batches)]
         total = jax.tree.map(lambda *parts: sum(parts[1:], parts[0]), *sums)
         fill = jax.jit(lambda new, old, sums: surgery.fill(new, old, refs={}, sums=sums, key=keys[1]))
         return fill(student, teacher, total)

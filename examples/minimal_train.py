@@ -141,7 +141,7 @@ def check_is_simple(phase: Phase, has_examples_per_step: bool) -> None:
     decides = any(not isinstance(controller, BadStreak) for controller in phase.controllers)
     reasons = {
         "controllers, `until` or `rewind_after`": decides or phase.optimizer.facts.rewind_rule is not None,
-        "an objective with stored annotations": phase.objective.annotation_key is not None,
+        "an objective with stored annotations": phase.objective.facts.annotation_key is not None,
         "data that a model writes": not has_examples_per_step,
     }
     if found := [reason for reason, holds in reasons.items() if holds]:

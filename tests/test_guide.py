@@ -22,6 +22,7 @@ from jaxlm.reading.choices import is_import_path
 from jaxlm.reading.schema import ConfigSection, sections
 from jaxlm.reading.yaml import ConfigSource, load_yaml, merge, parse_value
 from jaxlm.systems.nanochat.scaling_members import plan_study
+from jaxlm.systems.topology.layers import _DECOUPLED
 from tests.fields.proofs import assert_test_exists
 
 ROOT = Path(__file__).parents[1]
@@ -29,6 +30,7 @@ DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 
 
 # Keys that another key must be set for.
+DECOUPLED = {"mode": "decoupled", "sem_dim": 8, "geo_dim": 8}
 NEEDED: dict[tuple[str, str | None, str], dict[str, Any]] = {
     ("", None, "use_hf_model_config"): {"initialize_from_hf": "qwen-small"},
     ("trainer.distributed", None, "coordinator_address"): {"num_processes": 2, "process_id": 0},
@@ -41,9 +43,15 @@ NEEDED: dict[tuple[str, str | None, str], dict[str, Any]] = {
     ("objective", "dpo", "cache"): {"reference": "base"},
     ("objective", "grpo", "cache"): {"reference": "base"},
     ("objective", "kto", "cache"): {"reference": "base"},
+    ("model.time_embedding", None, "type"): {"num_time_steps": 8},
+    ("model.time_embedding", None, "num_time_steps"): {"type": "learned"},
+    **{("model.topology", "attention", name): DECOUPLED for name in ("mode", *_DECOUPLED)},
     ("data", "tokens", "train_overlap"): {"stride": 512},
     ("data", "rollouts", "max_turns"): {"environment": {"type": "tool"}},
     ("data.sampler", "server", "protocol"): {"logprobs": "processed"},
+    ("data.rewards.N", "model", "name"): {"path": "exports/reward"},
+    ("data.rewards.N", "model", "protocol"): {"path": "exports/reward"},
+    ("data.rewards.N", "model", "text"): {"path": "exports/reward"},
     ("data.format", "pairs", "prompt_ends_with"): {"prompt_field": None},
     ("data", None, "added_tokens"): {"tokenizer": "tokenizers/mine.json"},
     ("data", None, "train_weights"): {"configs": {"wiki": {"train_urls": ["wiki/*.jsonl"]}}},
@@ -166,6 +174,8 @@ BESIDE: dict[str, dict[str, Any]] = {
     "preset.lora": {"preset": {"trunk": "lora"}},
     "preset.lora.stacks.N": {"preset": {"trunk": "lora"}},
     "objective.entropy.adaptive": {"objective": {"entropy": {"coef": 0.01}}},
+    "model.time_embedding": {"model": {"use_bidirectional_attention": True}},
+    "model.local_layers": {"model": {"sliding_window": 8}},
     "objective.kl": {"objective": {"old_policy": "rollout"}},
 }
 

@@ -163,10 +163,10 @@ def test_cases_may_be_in_a_file(tmp_path):
         ),
         ({"answer": "5", "choices": ["4"], "kind": "choice_logprob"}, "the answer among them"),
         ({"answer": " ", "kind": "text_greedy"}, "a text expected"),
-        ({"answer": 4, "prompt": "a" * 70}, "70 tokens and max_new_tokens is 32, .*seq_len is 16. Shorten the prompt$"),
+        ({"answer": 4, "prompt": "a" * 70}, "70 tokens and max_new_tokens is 32, .*seq_len: 16. Shorten the prompt$"),
         (
             {"answer": 4, "prompt": "a" * 9},
-            "has 9 tokens .*seq_len is 16. Shorten the prompt, or lower max_new_tokens$",
+            "has 9 tokens .*seq_len: 16. Shorten the prompt, or set max_new_tokens to at most 7$",
         ),
     ],
 )
@@ -241,7 +241,8 @@ def test_a_model_continues_as_it_does_itself(where):
 
 def test_continuations_that_do_not_fit_are_refused():
     with pytest.raises(
-        ConfigError, match=r"prompt_tokens: 32 and max_new_tokens: 32 together exceed model\.seq_len: 63"
+        ConfigError,
+        match=r"a beginning has 32 tokens and max_new_tokens is 32, which together exceed model\.seq_len: 63",
     ):
         ContinuationsEvalConfig().check_opens(lambda: None, 63, dry=False)
     limits = ContinuationsEvalConfig(min_agreement=0.5, max_delta_nll=0.1).metrics.limits.by_metric

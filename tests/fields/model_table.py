@@ -361,7 +361,7 @@ TABLE: Table = {
         "model.gradient_checkpointing.offload": Change(["residual", "query"], Program(loses=r"stablehlo\.dot_general")),
     },
     "timed": {
-        "model.time_embedding.type": Change("learned", Refused("num_time_steps: nothing given with type: learned")),
+        "model.time_embedding.type": Change("learned", Refused("type: learned given without num_time_steps")),
         "model.time_embedding.dim": Change(6, Shapes({r"^model\.time\.up_proj\.weight": (6, 6)})),
         "model.time_embedding.num_time_steps": Change(
             6, Shapes({r"^model\.time\.table": (6, 10)}), also={"model": {"time_embedding": LEARNED}}

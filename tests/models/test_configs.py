@@ -178,7 +178,10 @@ def test_llama_initialization():
         (LlamaConfig(rope=DefaultRotary(theta=0)), r"model\.rope\.theta: 0 given"),
         (LlamaConfig(rope=Llama3Rotary(high_freq_factor=1.0)), r"model\.rope\.high_freq_factor: 1\.0 given"),
         (LlamaConfig(rope=YarnRotary(theta=1.0)), r"model\.rope\.theta: 1\.0 given, but yarn"),
-        (LlamaConfig(rope=YarnRotary(mscale=0.7)), r"model\.rope\.mscale: 0\.7 given .* both expected, or none"),
+        (
+            LlamaConfig(rope=YarnRotary(mscale=0.7)),
+            r"model\.rope\.mscale: 0\.7 given without mscale_all_dim, .* Set all of mscale, mscale_all_dim, or none",
+        ),
         (
             LlamaConfig(hidden_dim=64, rope=DynamicRotary()),
             r"model\.rope\.type: dynamic given, which needs more than 2 rotated features",
@@ -197,10 +200,13 @@ def test_llama_initialization():
             Gemma2Config(local_layers=[0]),
             r"model\.local_layers: \[0\] given, and sliding_window_pattern: 2\. Set one of the two",
         ),
-        (Qwen2Config(local_layers=[0]), r"model\.local_layers: \[0\] given, but sliding_window is null"),
+        (
+            Qwen2Config(local_layers=[0]),
+            r"model\.local_layers: \(0,\) given without sliding_window\. Set sliding_window",
+        ),
         (
             Qwen2Config(sliding_window=4, max_window_layers=1, local_layers=[0]),
-            r"model\.max_window_layers: 1 given together with local_layers",
+            r"model\.max_window_layers: 1 given together with local_layers: \(0,\)\. Remove one",
         ),
         (
             Qwen2Config(sliding_window=4, local_layers=[1, 1]),

@@ -119,9 +119,9 @@ def test_a_teacher_in_bfloat16_computes_in_bfloat16(refs):
         ({"weight": 1.5}, "objective.weight: 1.5 given"),
         ({"weight": float("nan")}, "objective.weight: nan given"),
         ({"divergence": "js", "beta": 1.0}, "objective.beta: 1.0 given"),
-        ({"beta": 0.3}, "no effect with divergence: forward_kl"),
+        ({"beta": 0.3}, "objective.beta: 0.3 given without divergence: js, but divergence is forward_kl"),
         ({"top_k": 0}, "objective.top_k: 0 given"),
-        ({"teacher_loss": True, "top_k": 4}, "objective.teacher_loss: true given with top_k: 4"),
+        ({"teacher_loss": True, "top_k": 4}, "objective.teacher_loss: true given together with top_k: 4"),
         ({"cache": True}, "objective.cache: true given without top_k"),
     ],
 )
@@ -175,5 +175,5 @@ def test_hidden_states_of_another_width_are_refused(student, refs):
     objective = Distill(hidden=1.0)
     with pytest.raises(ConfigError, match="the model's residual stream is 16 wide and the teacher's 24"):
         objective.terms(student, objective.annotate(refs, a_batch()), None, key=None)
-    with pytest.raises(ConfigError, match="cache: true given with hidden: 1"):
-        Distill(hidden=1.0, cache=True, top_k=4)
+    with pytest.raises(ConfigError, match="cache: true given together with hidden: 1"):
+        check_fields(Distill(hidden=1.0, cache=True, top_k=4), "objective")

@@ -150,8 +150,8 @@ def test_dynamic_fine_tuning_minimizes_another_loss_than_it_logs(model):
     expected = -(batch.loss_mask.array * jnp.exp(picked) * picked).sum()
     np.testing.assert_allclose(terms["loss"].total, expected, rtol=1e-5)
     np.testing.assert_allclose(metrics["loss"].total, -(batch.loss_mask.array * picked).sum(), rtol=1e-5)
-    with pytest.raises(ConfigError, match=r"objective\.dft: true given with label_smoothing: 0\.1"):
-        NextToken(dft=True, label_smoothing=0.1)
+    with pytest.raises(ConfigError, match=r"objective\.dft: true given together with label_smoothing: 0\.1"):
+        check_fields(NextToken(dft=True, label_smoothing=0.1), "objective")
 
 
 @pytest.mark.parametrize(

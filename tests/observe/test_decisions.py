@@ -2,6 +2,7 @@
 
 import json
 from io import StringIO
+from typing import Any
 
 import numpy as np
 import pytest
@@ -16,9 +17,7 @@ from jaxlm.observe import plots
 from jaxlm.observe.callbacks import Callbacks
 from jaxlm.observe.console import Console
 from jaxlm.observe.decision_notes import Band, described, numbers, parse_decisions, strategy_bands
-from jaxlm.observe.decisions import DecisionLog
 from jaxlm.observe.events import MAX_MARKS
-from jaxlm.observe.log_file import LogFile
 from jaxlm.observe.logged_run import read_run, read_runs
 from jaxlm.observe.loop_state import LoopState
 from jaxlm.observe.page.page import render
@@ -42,19 +41,18 @@ ROLLBACK = {
 NOWCAST = {"event": "nowcast", "accepted": False, "losses": {"as it is": 3.1, "nowcast": 3.4}}
 
 
-def opened(folder, resume_step=0, attempt=0) -> tuple[DecisionLog, JsonlTracker, StringIO]:
+def opened(folder, resume_step=0, attempt=0) -> tuple[RunRecords, JsonlTracker, StringIO]:
     output = StringIO()
     tracker = JsonlTracker(folder / "metrics.jsonl", resume_step=resume_step, attempt=attempt)
-    begin = {"resume_step": resume_step, "attempt": attempt}
-    log = DecisionLog(LogFile(folder / "decisions.jsonl", print), [tracker], Console(output), **begin)
-    return log, tracker, output
+    of_run: Any = (None, Console(output), LoopState(), Totals(), Callbacks({}, print))
+    return RunRecords(*of_run, trackers=[tracker], files=[tracker]), tracker, output
 
 
 def test_a_secret_of_digits_is_masked_in_texts_and_changes_no_number(tmp_path, monkeypatch):
     """In what is written and in what a report reads. Records of numbers alone are not even searched, in each step."""
     monkeypatch.setenv("DB_PASSWORD", "12345678")
     value, texts = 0.12345678, {"say": "it is 12345678", "number": 0.12345678}
-    log, tracker, output = opened(tmp_path)
+    records, tracker, output = opened(tmp_path)
     with monkeypatch.context() as patch:
         patch.setattr(redaction, "_masked", pytest.fail)
         tracker.log(8, {"train/loss": value})
@@ -62,9 +60,8 @@ def test_a_secret_of_digits_is_masked_in_texts_and_changes_no_number(tmp_path, m
     tracker.log_samples(12345678, [Sample("eval", "Say 12345678", "12345678!")])
     done = Completion("train", "a:1", "12345678?", "It is 12345678", {"exact": value}, value, -value, True)
     tracker.log_completions(12345678, [done])
-    log.write(8, "mine", {"event": "seen", **texts})
-    for file in (log, tracker):
-        file.close()
+    records.decided(8, "mine", {"event": "seen", **texts})
+    tracker.close()
     assert read_jsonl(tmp_path / "metrics.jsonl")[0] == {"step": 8, "train/loss": value}
     (histogram,) = read_jsonl(tmp_path / "histograms.jsonl")
     assert (histogram["low"], histogram["high"], histogram["counts"]) == (-value, value, [12345678, 1])
@@ -89,11 +86,11 @@ def lines(folder) -> list[dict]:
 
 
 def test_decisions_go_to_a_file_the_trackers_and_the_console(tmp_path):
-    log, tracker, output = opened(tmp_path)
+    records, tracker, output = opened(tmp_path)
     assert not (tmp_path / "decisions.jsonl").exists()
-    log.write(8, "orchestrator", SWITCH)
-    log.write(12, "orchestrator", BRANCH | {"losses": {"safe": float("nan"), "slow": 3.25}})
-    log.flush()
+    records.decided(8, "orchestrator", SWITCH)
+    records.decided(12, "orchestrator", BRANCH | {"losses": {"safe": float("nan"), "slow": 3.25}})
+    records.flush()
     assert lines(tmp_path) == [
         {"step": 8, "controller": "orchestrator", **SWITCH},
         {"step": 12, "controller": "orchestrator", **BRANCH, "losses": {"safe": None, "slow": 3.25}},
@@ -104,12 +101,10 @@ def test_decisions_go_to_a_file_the_trackers_and_the_console(tmp_path):
     assert branch["orchestrator/branch/losses/slow"] == 3.25
     assert branch["orchestrator/branch/losses/safe"] is None
     assert output.getvalue().splitlines()[0] == "step 8: orchestrator switches from bold to safe, with step 12 (spike)"
-    log.close()
 
 
 def test_a_run_that_resumes_makes_later_decisions_again(tmp_path):
-    log, tracker, _ = opened(tmp_path)
-    records = RunRecords(None, Console(StringIO()), LoopState(), Totals(), Callbacks({}, print), (), [tracker], [log])  # type: ignore[arg-type]
+    records, _, _ = opened(tmp_path)
     for step in (8, 16, 24):
         records.decided(step, "orchestrator", SWITCH)
     records.begin_attempt(History(attempt=1), 20)

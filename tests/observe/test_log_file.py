@@ -13,8 +13,6 @@ import pytest
 from jaxlm.core.errors import ConfigError
 from jaxlm.engine.checkpoint.lease import LeaseLostError
 from jaxlm.observe import log_file
-from jaxlm.observe.console import Console
-from jaxlm.observe.decisions import DecisionLog
 from jaxlm.observe.log_file import LogFile
 from jaxlm.observe.records import check_rewritable
 from jaxlm.observe.trackers import JsonlTracker, read_jsonl
@@ -171,12 +169,11 @@ def test_a_process_that_has_lost_its_run_writes_no_line_more(tmp_path):
             raise LeaseLostError("another start has taken the run")
 
     tracker = JsonlTracker(path, resume_step=0, check_lease=check_lease)
-    decisions = DecisionLog(LogFile(tmp_path / "decisions.jsonl", print, check_lease), [], Console(), resume_step=0)
     tracker.log(1, {"train/loss": 2.0})
     tracker.flush()
     lost.append(True)
     tracker.log(2, {"train/loss": 1.0})
-    for write in (tracker.flush, tracker.close, lambda: decisions.write(2, "plateau", {"event": "lowered"})):
+    for write in (tracker.flush, tracker.close, lambda: tracker.log_decision(2, "plateau", {"event": "lowered"})):
         with pytest.raises(LeaseLostError, match="another start"):
             write()
     assert path.read_text() == '{"step": 1, "train/loss": 2.0}\n'

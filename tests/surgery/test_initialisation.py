@@ -13,6 +13,7 @@ import pytest
 from jaxlm.core import tree
 from jaxlm.core.axes import LAYERS, LORA, axes_of
 from jaxlm.core.errors import ConfigError
+from jaxlm.core.field_types import check_fields
 from jaxlm.core.precision import Precision
 from jaxlm.core.values.batch_types import TokenBatch
 from jaxlm.engine.entry import StateBuilder, enter_phase
@@ -206,17 +207,30 @@ def test_exported_adapters_are_for_the_unchanged_base(base, tmp_path, case):
         ({"init": "pissa", "rank": 100}, r"rank 100, and its matrix 32 x 32 gives at most 32"),
         ({"init": "eva", "rank": 100}, r"rank 100, and its matrix 32 x 32 gives at most 32"),
         ({"init": "pissa", "alpha": 0.0}, "divides by alpha, which is 0"),
-        ({"init": "eva", "embeddings": "tokens"}, "embeddings has tables, which start as usual"),
-        ({"init": "olora", "from_peft": "x"}, "from_peft has adapters that have started"),
-        ({"calibration_batches": 2}, "calibration_batches: 2 given, but init: default measures no"),
+        (
+            {"init": "eva", "embeddings": "tokens"},
+            "init: eva given together with embeddings: tokens, whose tables start",
+        ),
+        (
+            {"init": "olora", "from_peft": "x"},
+            "init: olora given together with from_peft: x, whose adapters have started",
+        ),
+        ({"calibration_batches": 2}, "calibration_batches: 2 given without init: eva, but init is default"),
+        ({"existing": "keep", "embeddings": "tokens"}, "embeddings: tokens given together with existing: keep"),
+        ({"existing": "merge", "init": "eva"}, "existing: merge given together with init: eva, which measures layers"),
     ],
     ids=str,
 )
 def test_contradictions_are_refused(keys, message):
     builder = StateBuilder(MODEL, vocab_axis(VOCAB), 0, F32)
     surgery = LoraConfig(**{"target": "q_proj", **keys})
+
+    def apply(model):
+        check_fields(surgery)
+        return surgery.apply(model, key=jax.random.key(0))
+
     with pytest.raises(ConfigError, match=message):
-        jax.eval_shape(lambda m: surgery.apply(m, key=jax.random.key(0)), builder.abstract_initial_model)
+        jax.eval_shape(apply, builder.abstract_initial_model)
 
 
 # --- EVA --------------------------------------------------------------------------------------------------------------

@@ -11,6 +11,7 @@ import pytest
 
 from jaxlm.core import tree
 from jaxlm.core.errors import ConfigError
+from jaxlm.core.field_types import check_fields
 from jaxlm.core.precision import parse_precision
 from jaxlm.core.products.stored_weights import StoredWeight
 from jaxlm.engine.entry import Before, StateBuilder
@@ -90,11 +91,6 @@ REFUSED = {
         r"modules: 'nothing' matches no linear layer\. Closest",
     ),
     "the head": (QuantizeConfig(modules="head"), MODEL, r"kind: nf4 given, but head is the head.*kind: int8"),
-    "scales": (
-        QuantizeConfig(kind="int8", double_quant=False),
-        MODEL,
-        r"double_quant: false given, but the scales of kind: int8",
-    ),
     "flax": (
         QuantizeConfig(),
         FlaxConfig(seq_len=16, factory="examples.nnx_model:make", kwargs={"width": 32, "depth": 1}),
@@ -108,6 +104,11 @@ def test_what_is_refused(name):
     surgery, config, message = REFUSED[name]
     with pytest.raises(ConfigError, match=f"surgery quantize: {message}"):
         applied(surgery, config=config)
+
+
+def test_only_scales_of_nf4_are_quantized():
+    with pytest.raises(ConfigError, match="double_quant: false given without kind: nf4, but kind is int8"):
+        check_fields(QuantizeConfig(kind="int8", double_quant=False))
 
 
 def test_layers_that_are_stored_already_are_refused():

@@ -8,8 +8,8 @@ import re
 import signal
 import socket
 import sys
-import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, ClassVar, NoReturn
@@ -25,29 +25,6 @@ _SLURM = ("SLURM_JOB_ID", "SLURM_STEP_NODELIST", "SLURM_NTASKS", "SLURM_PROCID",
 _JAX_LATER_S = 60.0
 _SILENT_S = 20.0  # until a process that waits for the others says so
 _own_number: list[socket.socket] = []  # open as long as this process lives
-
-
-class _Waiting:
-    """A call in a thread of its own."""
-
-    def __init__(self, call: Callable[[], None]):
-        self._call = call
-        self._error: BaseException | None = None
-        self._thread = threading.Thread(target=self._run, name="jaxlm-connecting", daemon=True)
-        self._thread.start()
-
-    def ended(self, seconds: float) -> bool:
-        """Waits for the end of the call, for at most this many seconds. Raises what it raised."""
-        self._thread.join(seconds)
-        if self._error is not None:
-            raise self._error
-        return not self._thread.is_alive()
-
-    def _run(self) -> None:
-        try:
-            self._call()
-        except BaseException as error:  # raised again by `ended`
-            self._error = error
 
 
 def _leave(code: int) -> NoReturn:
@@ -127,31 +104,32 @@ class DistributedConfig:
         """
         import jax
 
-        waiting = _Waiting(
-            lambda: jax.distributed.initialize(
-                self.coordinator_address,
-                self.num_processes,
-                self.process_id,
-                local_device_ids=self._devices(),
-                initialization_timeout=round(self.initialization_timeout.total_seconds() + _JAX_LATER_S),
-                # jax sends a heartbeat after each half of its timeout. A process may be killed just before one, so that half
-                # is all that remains until jax aborts the others, and jaxlm must have noticed.
-                heartbeat_timeout_seconds=2 * round(self.heartbeat_timeout.total_seconds() + _JAX_LATER_S),
-                shutdown_timeout_seconds=round(self.shutdown_timeout.total_seconds()),
-            )
+        thread = ThreadPoolExecutor(1)
+        connecting = thread.submit(
+            jax.distributed.initialize,
+            self.coordinator_address,
+            self.num_processes,
+            self.process_id,
+            local_device_ids=self._devices(),
+            initialization_timeout=round(self.initialization_timeout.total_seconds() + _JAX_LATER_S),
+            # jax sends a heartbeat after each half of its timeout. A process may be killed just before one, so that half is
+            # all that remains until jax aborts the others, and jaxlm must have noticed.
+            heartbeat_timeout_seconds=2 * round(self.heartbeat_timeout.total_seconds() + _JAX_LATER_S),
+            shutdown_timeout_seconds=round(self.shutdown_timeout.total_seconds()),
         )
+        thread.shutdown(wait=False)
         limit_s = self.initialization_timeout.total_seconds()
         key = "trainer.distributed.initialization_timeout"
         try:
-            if waiting.ended(min(_SILENT_S, limit_s)):
-                return
+            if wait([connecting], min(_SILENT_S, limit_s)).done:
+                return connecting.result()
             if limit_s > _SILENT_S:
                 say(
                     "still waiting for the other processes of the run to connect. If one of them has failed, its output"
                     f" says why; this one gives up after {limit_s:g} s ({key})"
                 )
-                if waiting.ended(limit_s - _SILENT_S):
-                    return
+                if wait([connecting], limit_s - _SILENT_S).done:
+                    return connecting.result()
         except KeyboardInterrupt:
             say("interrupted while waiting for the other processes of the run to connect")
             _leave(128 + signal.SIGINT)

@@ -46,8 +46,11 @@ def shortened(text: str) -> str:
 
 
 def shown(value: Any) -> str:
-    """Writes a value for a message."""
-    return shortened(repr(value))
+    """Writes a value for a message. Python writes no integers with more than some thousand digits."""
+    try:
+        return shortened(repr(value))
+    except ValueError:
+        return "a value with too many digits to show"
 
 
 def listed(names: Collection[str]) -> str:
@@ -145,10 +148,9 @@ def divisors(number: int) -> list[str]:
 def check_divides(path: str, value: int, whole_path: str, whole: int) -> None:
     """Raises `ConfigError` unless `value` divides `whole`."""
     if whole % value:
-        allowed = divisors(whole)
-        shown = ", ".join(allowed if len(allowed) <= 24 else [*allowed[:24], "..."])
         raise ConfigError(
-            f"{path}: {value} given, which does not divide {whole_path} = {whole}. Allowed: {shown}; or change {whole_path}"
+            f"{path}: {value} given, which does not divide {whole_path} = {whole}. Allowed: {listed(divisors(whole))}; or"
+            f" change {whole_path}"
         )
 
 

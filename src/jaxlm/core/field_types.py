@@ -17,7 +17,7 @@ from typing import Annotated, Any, Literal
 import numpy as np
 from annotated_types import Interval
 
-from jaxlm.core.errors import ConfigError
+from jaxlm.core.errors import ConfigError, shown
 from jaxlm.core.rules import broken
 
 LARGEST_INT = 2**31 - 1
@@ -35,14 +35,6 @@ def what_float32_needs(value: Any) -> str:
     """Says what a value that float32 cannot hold should have been, for messages."""
     is_finite = issubclass(type(value), numbers.Real) and -math.inf < value < math.inf
     return f"a number from -{LARGEST_FLOAT:.2g} to {LARGEST_FLOAT:.2g} (float32)" if is_finite else "a finite number"
-
-
-def shown(value: Any) -> str:
-    """The beginning of a value, for messages. Python writes no integers with more than some thousand digits."""
-    try:
-        return f"{value!r:.60}"
-    except ValueError:
-        return "a value with too many digits to show"
 
 
 PositiveInt = Annotated[int, Interval(ge=1, le=LARGEST_INT)]
@@ -186,7 +178,6 @@ def check_fields(section: Any, path: str = "") -> None:
     that breaks a rule of its section.
 
     Args:
-        section: an instance of a dataclass.
         path: its dotted path, for messages; `--` if its fields are options of a command.
     """
     prefix = path if path in ("", "--") else f"{path}."

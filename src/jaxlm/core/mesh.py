@@ -205,9 +205,7 @@ class AxisMappings:
         batch: logical axis sharded over `replica` and `data`; None shards none.
         fsdp: logical axes along which stored parameters are sharded over `data`.
         tensor_parallel: logical axes sharded over `model`, in parameters and computation.
-        shared: additional entries of both mappings.
-        parameter: additional entries of the parameter mapping.
-        compute: additional entries of the compute mapping.
+        shared, parameter, compute: further entries of both mappings, and of each.
     """
 
     batch: str | None

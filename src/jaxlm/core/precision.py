@@ -131,9 +131,7 @@ class DynamicLossScale(LossScale, StepGuard):
     """Halves the scale after a non-finite step, and doubles it after `growth_interval` finite steps in a row.
 
     Attributes:
-        initial: initial scale.
         growth_interval: number of consecutive finite steps before the scale is doubled.
-        smallest, largest: limits of the scale.
     """
 
     name: ClassVar[str] = "loss_scale"

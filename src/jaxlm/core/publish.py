@@ -12,7 +12,7 @@ from pathlib import Path
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.runtime import from_main
 from jaxlm.core.safe_io import fsync
-from jaxlm.core.stores import is_url, open_store, put_folder, storage_errors
+from jaxlm.core.stores import inaccessible, is_url, names_below, open_store, put_folder, storage_errors
 
 Location = Path | str
 """A path, or a URL as a string."""
@@ -133,11 +133,8 @@ def names_in(folder: Location) -> list[str]:
     if isinstance(folder, Path):
         return [path.name for path in folder.iterdir()] if folder.is_dir() else []
     fs, root = open_store(folder, str(folder))
-    with storage_errors(lambda reason: ConfigError(f"'{folder}' cannot be read ({reason})")):
-        try:
-            return [path.rstrip("/").rpartition("/")[2] for path in fs.ls(root, detail=False)]
-        except FileNotFoundError:
-            return []
+    with storage_errors(inaccessible(f"'{folder}' cannot be read")):
+        return names_below(fs, root)
 
 
 def is_complete(folder: Location, last: str) -> bool:
@@ -145,7 +142,7 @@ def is_complete(folder: Location, last: str) -> bool:
     if isinstance(folder, Path):
         return folder.exists() and (not folder.is_dir() or any(folder.iterdir()))
     fs, root = open_store(folder, str(folder))
-    with storage_errors(lambda reason: ConfigError(f"'{folder}' cannot be read ({reason})")):
+    with storage_errors(inaccessible(f"'{folder}' cannot be read")):
         return bool(fs.exists(f"{root}/{last}"))
 
 

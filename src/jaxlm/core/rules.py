@@ -94,9 +94,8 @@ def one_of(*keys: str, why: str = "") -> Rule:
         if not given:
             return keys[0], f"none of {', '.join(keys)} given, exactly one expected{_clause(why)}. Set one of them"
         if given[1:]:
-            return given[
-                0
-            ], f"{_value(section, given[0])} {_beside(section, given[1])}{_clause(why)}. Remove one of them"
+            first, second, *_ = given
+            return first, f"{_value(section, first)} {_beside(section, second)}{_clause(why)}. Remove one of them"
         return None
 
     return Rule(f"exactly one of {', '.join(keys)}", keys, problem)
@@ -120,10 +119,9 @@ def together(*keys: str, why: str = "") -> Rule:
         given = [key for key in keys if _is_given(section, key)]
         if len(given) in (0, len(keys)):
             return None
-        missing = next(key for key in keys if key not in given)
-        return given[
-            0
-        ], f"{_value(section, given[0])} given without {missing}{_clause(why)}. Set all of {', '.join(keys)}, or none"
+        first, missing = given[0], next(key for key in keys if key not in given)
+        advice = f"Set all of {', '.join(keys)}, or none"
+        return first, f"{_value(section, first)} given without {missing}{_clause(why)}. {advice}"
 
     return Rule(f"{', '.join(keys)}: all or none", keys, problem)
 

@@ -48,8 +48,7 @@ def open_store(url: str, key: str) -> tuple[Any, str]:
             f"{key}: '{url}': jaxlm does not save passwords, and this URL was saved without its own. Give the whole URL"
         )
     protocol = url.split("://", 1)[0].split("::", 1)[0]
-    advice = "Check the address, the network and your credentials"
-    with storage_errors(lambda reason: ConfigError(f"{key}: cannot open '{url}' ({reason}). {advice}")):
+    with storage_errors(inaccessible(f"{key}: cannot open '{url}'")):
         try:
             fs, path = fsspec.core.url_to_fs(url)
         except ImportError as error:
@@ -62,6 +61,20 @@ def open_store(url: str, key: str) -> tuple[Any, str]:
             known = ", ".join(sorted(known_implementations))
             raise ConfigError(f"{key}: '{url}': fsspec does not support {protocol}://. It supports: {known}") from error
     return fs, path.rstrip("/")
+
+
+def inaccessible(what: str) -> Callable[[str], ConfigError]:
+    """Makes the error of a store for `storage_errors`. Args: what: cannot be done, such as `key: cannot read URL`."""
+    return lambda reason: ConfigError(f"{what} ({reason}). Check the address, the network and your credentials")
+
+
+def names_below(fs: Any, path: str) -> list[str]:
+    """The names of what is in a folder of a store at this moment; none if it does not exist."""
+    fs.invalidate_cache()
+    try:
+        return [posixpath.basename(str(child).rstrip("/")) for child in fs.ls(path, detail=False)]
+    except FileNotFoundError:
+        return []
 
 
 def retried(call: Callable[[], T], pauses_s: Sequence[float]) -> T:

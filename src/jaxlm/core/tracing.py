@@ -45,7 +45,6 @@ class TraceOptions:
             training step sets this; evaluations and generation multiply in the dtype of the weight.
         assume_kernels: fused attention kernels are assumed to be correct, because the GPU that the program is compiled
             for is not attached and cannot self-test them.
-        block_sizes: see `BlockSizes`.
     """
 
     auto_remat: str = "cheap"

@@ -50,7 +50,8 @@ class SeveralCompletions(ContiguousExamples):
         assert len(inner) == len(starts) * (len(names) - 1), f"each document has {len(names)} completions"
         bounds = np.concatenate([starts[:, None], inner.reshape(len(starts), len(names) - 1), ends[:, None]], axis=1)
         starts, ends = bounds[:, :-1], bounds[:, 1:]
-        first_targets = _first_true(is_target, starts)
+        targets = np.flatnonzero(is_target)
+        first_targets = targets[np.searchsorted(targets, starts)]
         is_long = (ends - starts > seq_len + 1).any(axis=1)
         if truncation == "keep_end":
             self.arrangement = {"truncation": truncation}
@@ -169,11 +170,6 @@ class ComparedCompletions(WrappedExamples):
 def first_of(examples: SeveralCompletions, indices: np.ndarray) -> str:
     """The place of the first of some examples, for messages."""
     return f"(the first: {examples.place(int(indices[0]))})"
-
-
-def _first_true(is_target: np.ndarray, starts: np.ndarray) -> np.ndarray:
-    targets = np.flatnonzero(is_target)
-    return targets[np.searchsorted(targets, starts)]
 
 
 @choice(DataConfig, "pairs")

@@ -16,7 +16,6 @@ class ActivityClock:
     """Adds up the seconds that a process spends on each activity. Other threads may read `activity` and `silent_s`.
 
     Attributes:
-        activity: the current one.
         started_unix_s: when the time that it counts began.
     """
 

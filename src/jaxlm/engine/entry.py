@@ -240,9 +240,6 @@ class StateBuilder:
 
     Attributes:
         model: config of the initial model.
-        seed: random seed of the whole run.
-        precision: dtypes of storage and computation.
-        phases: all phases of the run.
         token_leaves: path -> value of the leaves of the initial model that were computed from the training tokens.
     """
 

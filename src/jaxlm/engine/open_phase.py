@@ -32,7 +32,6 @@ class OpenPhase:
 
     Attributes:
         train_step: (state, batch, flags) -> (state, report); the state is donated.
-        log: writes a line to the console.
     """
 
     phase: Phase

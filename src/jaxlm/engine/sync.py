@@ -46,11 +46,7 @@ class Interrupted:
 
 
 class StoppedError(Exception):
-    """A signal, or a notice that a machine will stop, ended work between two steps, whose state is saved already.
-
-    Attributes:
-        outcome: how the phase ends.
-    """
+    """A signal, or a notice that a machine will stop, ended work between two steps, whose state is saved already."""
 
     def __init__(self, number: int):
         super().__init__(f"stopped by signal {number}")

@@ -22,7 +22,7 @@ from jaxlm.core.safe_io import read_json_lines
 from jaxlm.core.values.permutation import in_text_order
 from jaxlm.evals.base import Eval, EvalConfig, EvalContext, EvalScope, Limit
 from jaxlm.evals.gate import GateConfig, at_least, at_most
-from jaxlm.evals.samples import prompt_ids
+from jaxlm.evals.samples import check_fits, prompt_ids
 from jaxlm.evals.scoring import score
 from jaxlm.models.base import LanguageModel
 from jaxlm.models.inference.generate import GenerationConfig, generate_tokens
@@ -158,12 +158,7 @@ class CasesEvalConfig(GateConfig):
             texts = [case.prompt] if case.choices is None else [f"{case.prompt}{text}" for text in case.choices]
             longest = max(len(prompt_ids(tokenizer, text, bos=bos)) for text in texts)
             new = self.max_new_tokens if case.choices is None else 0
-            if longest + new > seq_len:
-                raise ConfigError(
-                    f"{_CASES}: case '{case.id}' has {longest} tokens"
-                    f"{f' and max_new_tokens is {new}' if new else ''}, but model.seq_len is {seq_len}. Shorten the prompt"
-                    f"{', or lower max_new_tokens' if new and longest < seq_len else ''}"
-                )
+            check_fits(f"{_CASES}: case '{case.id}'", longest, new, seq_len)
 
 
 class CasesEval(Eval):
@@ -229,9 +224,6 @@ def _decoded(place: str, record: Mapping[str, Any]) -> Case:
     return case
 
 
-_TEXTS = "evals: type continuations"
-
-
 @choice(EvalConfig, "continuations")
 class ContinuationsEvalConfig(GateConfig):
     """The beginnings of validation sequences, continued greedily by the model and by a reference. A model may predict a given
@@ -274,11 +266,7 @@ class ContinuationsEvalConfig(GateConfig):
         }
 
     def check_opens(self, tokenizer: Callable[[], Any], seq_len: int, *, dry: bool) -> None:
-        if self.prompt_tokens + self.max_new_tokens > seq_len:
-            raise ConfigError(
-                f"{_TEXTS}: prompt_tokens: {self.prompt_tokens} and max_new_tokens: {self.max_new_tokens} together"
-                f" exceed model.seq_len: {seq_len}. Lower one of them"
-            )
+        check_fits("evals: type continuations: a beginning", self.prompt_tokens, self.max_new_tokens, seq_len)
 
     def open(self, ctx: EvalContext) -> Eval:
         self.check_opens(lambda: ctx.tokenizer, ctx.seq_len, dry=False)

@@ -84,7 +84,8 @@ class SamplesEvalConfig(SamplingKeys, EvalConfig):
     def check_opens(self, tokenizer: Callable[[], Any], seq_len: int, *, dry: bool) -> None:
         self._calls(tokenizer())
         # Whether the data puts BOS in front is known when the evaluation opens.
-        self._check_length(min(self._longest(tokenizer(), bos) for bos in (True, False, None)), seq_len)
+        longest = min(self._longest(tokenizer(), bos) for bos in (True, False, None))
+        check_fits("evals: type samples: a prompt", longest, self.max_new_tokens, seq_len)
 
     def check_model(self, model: LanguageModel, references: Mapping[str, LanguageModel] | None) -> None:
         if model.is_causal and self.denoising is not None:
@@ -110,19 +111,13 @@ class SamplesEvalConfig(SamplingKeys, EvalConfig):
     def _longest(self, tokenizer: Any, bos: bool | None) -> int:
         return max(len(prompt_ids(tokenizer, prompt, bos=bos)) for prompt in self.prompts)
 
-    def _check_length(self, longest: int, seq_len: int) -> None:
-        if longest + self.max_new_tokens > seq_len:
-            raise ConfigError(
-                f"evals: type samples: a prompt of {longest} tokens and max_new_tokens: {self.max_new_tokens}"
-                f" together exceed model.seq_len: {seq_len}. {how_to_fit(longest, seq_len)}"
-            )
-
     def _calls(self, tokenizer: Any) -> ToolCalls | None:
         return None if self.tool is None else ToolCalls.of(self.tool, tokenizer, "evals: type samples: tool")
 
     def open(self, ctx: EvalContext) -> Eval:
         self.check()
-        self._check_length(self._longest(ctx.tokenizer, ctx.enforce_bos), ctx.seq_len)
+        longest = self._longest(ctx.tokenizer, ctx.enforce_bos)
+        check_fits("evals: type samples: a prompt", longest, self.max_new_tokens, ctx.seq_len)
         return SamplesEval(self, ctx, self._calls(ctx.tokenizer))
 
 
@@ -157,6 +152,15 @@ def _of_denoising() -> Iterator[None]:
         yield
     except ConfigError as error:
         raise ConfigError(f"evals: type samples: denoising.{error}") from error
+
+
+def check_fits(prompt: str, num_tokens: int, max_new_tokens: int, seq_len: int) -> None:
+    """Raises `ConfigError` if a prompt and the tokens after it are too long for a model. Args: prompt: which it is."""
+    if num_tokens + max_new_tokens > seq_len:
+        and_new = f" and max_new_tokens is {max_new_tokens}, which together" if max_new_tokens else ", which"
+        raise ConfigError(
+            f"{prompt} has {num_tokens} tokens{and_new} exceed model.seq_len: {seq_len}. {how_to_fit(num_tokens, seq_len)}"
+        )
 
 
 def prompt_ids(tokenizer, prompt: str, *, bos: bool | None = True) -> list[int]:

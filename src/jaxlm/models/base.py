@@ -269,7 +269,27 @@ class RotaryModel(LanguageModel):
         """The same model for texts of another length, as of the function `with_context`. Leaves may be missing (None)."""
 
 
-class RewardModel(LanguageModel):
+class WrappedModel(LanguageModel):
+    """A model that has another one in it, and its vocabulary, positions, head and cache."""
+
+    base: eqx.AbstractVar[LanguageModel]
+
+    @property
+    def Vocab(self) -> Axis:
+        return self.base.Vocab
+
+    @property
+    def Pos(self) -> Axis:
+        return self.base.Pos
+
+    def lm_head(self) -> Weight | None:
+        return self.base.lm_head()
+
+    def init_cache(self, Batch: Axis, capacity: int, dtype) -> Any:
+        return self.base.init_cache(Batch, capacity, dtype)
+
+
+class RewardModel(WrappedModel):
     """A model with a head of one output, which scores sequences, beside the head that predicts tokens.
 
     Attributes:
@@ -280,24 +300,10 @@ class RewardModel(LanguageModel):
     base: LanguageModel
     reward: NamedArray
 
-    @property
-    def Vocab(self) -> Axis:
-        return self.base.Vocab
-
-    @property
-    def Pos(self) -> Axis:
-        return self.base.Pos
-
     def hidden(
         self, inputs: Inputs, *, cache: Any = None, taps: Sequence[str] = (), key: jax.Array | None = None
     ) -> Hidden:
         return self.base.hidden(inputs, cache=cache, taps=taps, key=key)
-
-    def lm_head(self) -> Weight | None:
-        return self.base.lm_head()
-
-    def init_cache(self, Batch: Axis, capacity: int, dtype) -> Any:
-        return self.base.init_cache(Batch, capacity, dtype)
 
 
 def reward_head(model: LanguageModel) -> NamedArray | None:

@@ -5,7 +5,7 @@ Each family is a config that assembles its own blocks. The model class is the sa
 
 import abc
 import dataclasses
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Self
 
@@ -223,25 +223,9 @@ class TransformerConfig(SizedConfig):
 
     def transformer(self, final_norm: Norm, *, key: jax.Array) -> Body:
         """Initializes all blocks."""
-        keys, kinds = jax.random.split(key, self.num_layers), self.kinds
-        stacks = []
-        for number, layers in enumerate(numbers_by_stack(self.stack_of_layer)):
-            Layers = self.Layers.resize(len(layers))
-            block = self.dense_block if layers[0] in self.dense_layers else self.block
-            stack = Stack(
-                stacked(block, Layers, keys if len(layers) == self.num_layers else keys[np.asarray(layers)]),
-                final_norm,
-                kinds=shortest_period([kinds[layer] for layer in layers]),
-                HeadSize=self.RotarySize,
-                scan=self.scan_layers,
-                remat_policy=parse_remat(self.gradient_checkpointing),
-                attn_backend=self.attn_backend,
-                mlp_tile_tokens=self.mlp_tile_tokens,
-                structure=number,
-            )
-            stacks.append(stack)
-        check_tiles(self.mlp_tile_tokens, stacks)
-        return stacks[0] if len(stacks) == 1 else Stacks.of(stacks, self.stack_of_layer, final_norm)
+        dense = self.dense_layers
+        block = lambda layer: self.dense_block if layer in dense else self.block  # noqa: E731
+        return initial_body(self, block, lambda layer: self.RotarySize, final_norm, key=key)
 
     def flops_per_token(self, vocab_size: int) -> FlopsPerToken:
         """FLOPs per training token. Of the experts, only those that the token is routed to and the shared one count."""
@@ -258,6 +242,36 @@ class TransformerConfig(SizedConfig):
             windows=[kind.window for kind in self.kinds],
             causal=self.is_causal,
         )
+
+
+def initial_body(
+    config: Any, block: Callable[[int], Any], HeadSize: Callable[[int], Axis], final_norm: Norm, *, key: jax.Array
+) -> Body:
+    """Initializes the layers of a config with `kinds` and `stack_of_layer`.
+
+    Args:
+        block, HeadSize: number of a layer -> what initializes it with a key, and the features that its rotary frequencies are
+            those of. The same for all layers of a stack.
+    """
+    keys, kinds, count = jax.random.split(key, len(config.kinds)), config.kinds, len(config.kinds)
+    stacks = [
+        Stack(
+            stacked(
+                block(layers[0]), Axis(LAYERS, len(layers)), keys if len(layers) == count else keys[np.asarray(layers)]
+            ),
+            final_norm,
+            kinds=shortest_period([kinds[layer] for layer in layers]),
+            HeadSize=HeadSize(layers[0]),
+            scan=config.scan_layers,
+            remat_policy=parse_remat(config.gradient_checkpointing),
+            attn_backend=config.attn_backend,
+            mlp_tile_tokens=config.mlp_tile_tokens,
+            structure=number,
+        )
+        for number, layers in enumerate(numbers_by_stack(config.stack_of_layer))
+    ]
+    check_tiles(config.mlp_tile_tokens, stacks)
+    return stacks[0] if len(stacks) == 1 else Stacks.of(stacks, config.stack_of_layer, final_norm)
 
 
 @dataclass(frozen=True)

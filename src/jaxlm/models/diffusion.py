@@ -14,7 +14,7 @@ that starts at zero as in Peebles and Xie 2023 (arXiv:2212.09748), section 3.2.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import ClassVar, Literal
 
 import equinox as eqx
 import haliax as hax
@@ -26,6 +26,7 @@ from haliax import Axis, NamedArray
 from jaxlm.core.axes import BATCH
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.field_types import NumTimeSteps, TimeFeatures
+from jaxlm.core.rules import Rules, needs, only
 from jaxlm.models.linear import Linear
 
 Parts = Literal["blocks", "suffixes"]
@@ -154,17 +155,15 @@ class TimeEmbeddingConfig:
     type: Literal["sinusoidal", "learned"] = "sinusoidal"
     dim: TimeFeatures = 512
     num_time_steps: NumTimeSteps | None = None
+    rules: ClassVar[Rules] = (
+        only("num_time_steps", when="type", is_="learned"),
+        needs("num_time_steps", when="type", is_="learned"),
+    )
 
     def check(self) -> None:
-        """Raises `ConfigError` if the keys contradict each other."""
+        """Raises `ConfigError` for an odd number of sines and cosines."""
         if self.type == "sinusoidal" and self.dim % 2:
             raise ConfigError(f"model.time_embedding.dim: {self.dim} given, an even number expected: sines and cosines")
-        if (self.type == "learned") != (self.num_time_steps is not None):
-            given = self.num_time_steps or "nothing"
-            fix = "a number of intervals expected" if self.type == "learned" else "where it has no effect. Remove it"
-            raise ConfigError(
-                f"model.time_embedding.num_time_steps: {given} given with type: {self.type}, {fix}, or set the other type"
-            )
 
 
 class TimeEmbedding(eqx.Module):

@@ -9,6 +9,7 @@ scaling for long contexts is that of Llama 3.1 (Grattafiori et al. 2024, arXiv:2
 import abc
 import math
 from dataclasses import dataclass, field
+from typing import ClassVar
 
 import draccus
 import equinox as eqx
@@ -21,6 +22,7 @@ from haliax import NamedArray
 from jaxlm.core.axes import BATCH, HEAD_SIZE, POSITION, ROTARY_PAIRS
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.field_types import PositiveFloat, PositiveFraction, PositiveInt
+from jaxlm.core.rules import Rules, ordered, together
 from jaxlm.core.values.permutation import in_row_order, in_text_order
 from jaxlm.reading.choices import choice
 
@@ -242,6 +244,7 @@ class Llama3Rotary(RotaryConfig):
     low_freq_factor: PositiveFloat = 1.0
     high_freq_factor: PositiveFloat = 4.0
     original_max_position_embeddings: PositiveInt = 8192
+    rules: ClassVar[Rules] = (ordered("low_freq_factor", "high_freq_factor", strictly=True),)
 
     def frequencies(self, size: int, places: Places) -> np.ndarray:
         unscaled = _unscaled_frequencies(self.theta, size)
@@ -252,13 +255,6 @@ class Llama3Rotary(RotaryConfig):
 
     def original_length(self, seq_len: int) -> int:
         return self.original_max_position_embeddings
-
-    def check(self, size: int) -> None:
-        if self.high_freq_factor <= self.low_freq_factor:
-            raise ConfigError(
-                f"model.rope.high_freq_factor: {self.high_freq_factor} given, more than model.rope.low_freq_factor"
-                f" ({self.low_freq_factor}) expected"
-            )
 
 
 @choice(RotaryConfig, "yarn")
@@ -286,6 +282,9 @@ class YarnRotary(RotaryConfig):
     mscale_all_dim: PositiveFloat | None = None
     truncate: bool = True
     original_max_position_embeddings: PositiveInt = 32768
+    rules: ClassVar[Rules] = (
+        together("mscale", "mscale_all_dim", why="instead of which attention_factor may be given"),
+    )
 
     def frequencies(self, size: int, places: Places) -> np.ndarray:
         def pair_with_rotations(num_rotations: float) -> float:
@@ -306,11 +305,6 @@ class YarnRotary(RotaryConfig):
     def check(self, size: int) -> None:
         if self.theta == 1.0:
             raise ConfigError("model.rope.theta: 1.0 given, but yarn needs another number: all frequencies would be 1")
-        if (self.mscale is None) != (self.mscale_all_dim is None):
-            raise ConfigError(
-                f"model.rope.mscale: {self.mscale} given with model.rope.mscale_all_dim: {self.mscale_all_dim}; both"
-                " expected, or none. Set model.rope.attention_factor to scale rotated vectors by a number"
-            )
 
     @property
     def amplitude(self) -> float:

@@ -159,7 +159,9 @@ def scan_pattern(
         return carry, [parts[0] if len(parts) == 1 else _stacked(parts) for parts in outs]
 
     xs = [
-        group.arrays() if count == 1 else jax.tree.map(functools.partial(_in_periods, count), group.arrays())
+        group.arrays()
+        if count == 1
+        else jax.tree.map(lambda x, n=count: x.reshape(-1, n, *x.shape[1:]), group.arrays())
         for group, count in zip(groups, counts, strict=True)
     ]
     carry, arrays = jax.lax.scan(one_period, carry, xs, length=num_periods, unroll=unroll or 1)
@@ -171,10 +173,6 @@ def scan_pattern(
 
 def _stacked(parts: Sequence[Sequence[jax.Array]]) -> list[jax.Array]:
     return [jnp.stack(layers) for layers in zip(*parts, strict=True)]
-
-
-def _in_periods(count: int, x: jax.Array) -> jax.Array:
-    return x.reshape(-1, count, *x.shape[1:])
 
 
 @dataclass
@@ -194,7 +192,7 @@ class _Group:
 
     def arrays(self) -> list[jax.Array | None]:
         """The arrays of all layers; None for a leaf that is passed to each layer unchanged."""
-        return [_layers_first(leaf, self.Layers) if _is_stacked(leaf, self.Layers) else None for leaf in self.leaves]
+        return [_layers_first(leaf, self.Layers) for leaf in self.leaves]
 
     def slices(self, arrays: Sequence[Any]) -> Any:
         """One layer's pytrees, from its arrays."""
@@ -217,12 +215,10 @@ class _Group:
         return jax.tree.unflatten(structure, named)
 
 
-def _is_stacked(leaf: Any, Layers: Axis) -> bool:
-    return leaf.has_axis(Layers) if is_named(leaf) else eqx.is_array(leaf)
-
-
-def _layers_first(leaf: Any, Layers: Axis) -> jax.Array:
-    return leaf.rearrange((Layers, ...)).array if is_named(leaf) else leaf
+def _layers_first(leaf: Any, Layers: Axis) -> jax.Array | None:
+    if is_named(leaf):
+        return leaf.rearrange((Layers, ...)).array if leaf.has_axis(Layers) else None
+    return leaf if eqx.is_array(leaf) else None
 
 
 def _slice(whole: Any, array: jax.Array, Layers: Axis) -> Any:

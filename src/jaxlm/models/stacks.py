@@ -21,6 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 from haliax import Axis, NamedArray
 
+from jaxlm.core import tree
 from jaxlm.core.axes import LAYERS
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.sharding import current_layout, current_platform, for_compute
@@ -372,6 +373,14 @@ class Body(abc.ABC):
         Layers = [part.Layers for part in parts]
         x, out = scan_pattern(layer, hax.auto_sharded(x), per_layer, Layers, stack_of_layer, unroll=not scan)
         return x, dict(zip(numbers, out, strict=True))
+
+
+def body_of(model: Any, what: str) -> Body:
+    """The layers of a model. Raises `ConfigError` if it has none. Args: what: needs them, for messages."""
+    body = next(iter(tree.modules(model, Body)), None)
+    if body is None:
+        raise ConfigError(f"{what}: this model has no stack of layers. Remove it")
+    return body
 
 
 def numbers_by_stack(stack_of_layer: Sequence[int]) -> tuple[tuple[int, ...], ...]:

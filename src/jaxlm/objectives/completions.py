@@ -3,7 +3,7 @@
 import abc
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar
 
 import equinox as eqx
 import haliax as hax
@@ -14,6 +14,7 @@ from haliax import NamedArray
 from jaxlm.core.axes import BATCH, PAIR, POSITION
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.field_types import STEPS_OF_PHASE, NonNegativeInt, PositiveFraction
+from jaxlm.core.rules import Rules, excludes, needs, only
 from jaxlm.core.tree import is_named
 from jaxlm.core.values.batch_types import PairBatch, TokenBatch
 from jaxlm.models.base import AuxLoss, Inputs, LanguageModel
@@ -22,6 +23,7 @@ from jaxlm.objectives.base import ObjectiveConfig, ObjectiveFacts
 
 _INITIAL, _NONE = "initial", "none"  # references that are not in the section `refs`
 _WHOLE = 1.0
+_ASKED_BEFORE = "but only a model of the section refs can be asked before training"
 
 
 class ReferenceLogps(eqx.Module):
@@ -130,6 +132,12 @@ class ReferencedObjective(ObjectiveConfig):
     sync_interval: Annotated[NonNegativeInt, STEPS_OF_PHASE] = field(default=0, kw_only=True)
     sync_mixup: PositiveFraction = field(default=_WHOLE, kw_only=True)
 
+    rules: ClassVar[Rules] = (
+        needs("reference", when="cache", why=_ASKED_BEFORE),
+        excludes("cache", when="reference", is_=(_INITIAL, _NONE), why=_ASKED_BEFORE),
+        only("sync_mixup", when="sync_interval"),
+    )
+
     @property
     @abc.abstractmethod
     def facts_alone(self) -> ObjectiveFacts:
@@ -150,20 +158,10 @@ class ReferencedObjective(ObjectiveConfig):
             raise ConfigError(
                 f"objective.reference: '{self.reference}' given, but the loss needs none with these keys. Remove it"
             )
-        if self.cache and self._reference in (_INITIAL, _NONE):
-            raise ConfigError(
-                f"objective.cache: true given with reference: {self._reference}. Only a model of the section refs can be"
-                " asked before training: set reference to its name, or remove cache"
-            )
         if self.sync_interval and not self._holds_reference:
             raise ConfigError(
                 f"objective.sync_interval: {self.sync_interval} given with reference: {self._reference}, which never"
                 f" changes. Set reference to {_INITIAL}, or remove sync_interval"
-            )
-        if self.sync_mixup != _WHOLE and not self.sync_interval:
-            raise ConfigError(
-                f"objective.sync_mixup: {self.sync_mixup} given without sync_interval, so it has no effect. Set it, or"
-                " remove sync_mixup"
             )
 
     def init_statistics(self) -> dict[str, jax.Array]:

@@ -7,7 +7,7 @@ et al. 2024 (arXiv:2306.13649), equation 1. Top k: `jaxlm.models.distillation.ch
 
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import equinox as eqx
 import haliax as hax
@@ -16,11 +16,11 @@ from haliax import NamedArray
 
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.field_types import NonNegativeFloat, PositiveFloat, PositiveFraction, PositiveInt, ProperFraction
+from jaxlm.core.rules import Rules, excludes, needs, only
 from jaxlm.core.values.batch_types import TokenBatch
 from jaxlm.core.values.sums import Sum
 from jaxlm.models.base import Hidden, Inputs, LanguageModel
 from jaxlm.models.distillation.chunked import (
-    Divergence,
     ForwardKL,
     JensenShannon,
     ReverseKL,
@@ -87,24 +87,12 @@ class Distill(ObjectiveConfig):
     cache: bool = False
     teacher_loss: bool = False
 
-    def __post_init__(self):
-        if self.beta != _EVEN and self.divergence != "js":
-            raise ConfigError(
-                f"objective.beta: {self.beta} given, which has no effect with divergence: {self.divergence}. Remove it, or"
-                " set divergence: js"
-            )
-        if self.cache and self.hidden:
-            raise ConfigError(
-                f"objective.cache: true given with hidden: {self.hidden:g}, but only top k are stored. Set cache: false, or"
-                " hidden: 0"
-            )
-        if self.cache and self.top_k is None:
-            raise ConfigError("objective.cache: true given without top_k. Set top_k: a whole distribution is too large")
-        if self.teacher_loss and self.top_k is not None:
-            raise ConfigError(
-                f"objective.teacher_loss: true given with top_k: {self.top_k}, which does not say how likely the teacher"
-                " considers every token. Remove one of them"
-            )
+    rules: ClassVar[Rules] = (
+        only("beta", when="divergence", is_="js"),
+        needs("top_k", when="cache", why="but a whole distribution is too large to store"),
+        excludes("cache", "hidden", why="but only top k are stored"),
+        excludes("teacher_loss", "top_k", why="which does not say how likely the teacher considers every token"),
+    )
 
     @property
     def facts(self) -> ObjectiveFacts:
@@ -148,13 +136,14 @@ class Distill(ObjectiveConfig):
         """
         hidden, streams = self._run(model, batch, "the model", key=key)
         answer = batch.annotations.answer if self.hidden else batch.annotations
+        divergences = {"forward_kl": ForwardKL(), "reverse_kl": ReverseKL(), "js": JensenShannon(self.beta)}
         sums = distillation_sums(
             hidden.final,
             model.lm_head(),
             batch.targets,
             batch.loss_mask,
             answer,
-            divergence=self._divergence(),
+            divergence=divergences[self.divergence],
             temperature=self.temperature,
             weight=self.weight,
             teacher_loss=self.teacher_loss,
@@ -185,6 +174,3 @@ class Distill(ObjectiveConfig):
         if not self.hidden:
             return model.hidden(inputs, key=key), ()
         return with_streams(model, inputs, f"objective.hidden: {what}", key=key)
-
-    def _divergence(self) -> Divergence:
-        return {"forward_kl": ForwardKL(), "reverse_kl": ReverseKL(), "js": JensenShannon(self.beta)}[self.divergence]

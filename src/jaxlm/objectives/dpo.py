@@ -5,7 +5,7 @@ Source: Rafailov et al. 2023, "Direct Preference Optimization" (arXiv:2305.18290
 """
 
 from dataclasses import replace
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import haliax as hax
 import jax
@@ -15,6 +15,7 @@ from annotated_types import Interval
 from jaxlm.core.axes import PAIR, POSITION
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.field_types import Fraction, NonNegativeFloat, PositiveFloat, ProperFraction
+from jaxlm.core.rules import Rules, excludes, only
 from jaxlm.core.values.batch_types import PairBatch
 from jaxlm.core.values.permutation import in_row_order, in_text_order
 from jaxlm.core.values.sums import Sum
@@ -104,6 +105,11 @@ class Dpo(ReferencedObjective):
     discopop_tau: PositiveFloat = _TAU
     sft_weight: NonNegativeFloat | None = None
 
+    rules: ClassVar[Rules] = (
+        only("f_divergence_alpha", when="f_divergence", is_="alpha_divergence"),
+        excludes("f_divergence", when="reference", is_="none", why="from which nothing diverges"),
+    )
+
     def __post_init__(self):
         names = self._losses
         unknown = [name for name in names if name not in _NAMES]
@@ -130,22 +136,12 @@ class Dpo(ReferencedObjective):
         self.check_reference()
 
     def _check_divergence(self) -> None:
-        if self.f_divergence != "alpha_divergence" and self.f_divergence_alpha != _F_ALPHA:
-            raise ConfigError(
-                f"objective.f_divergence_alpha: {self.f_divergence_alpha} given, which has no effect with f_divergence:"
-                f" {self.f_divergence}. Remove it, or set f_divergence: alpha_divergence"
-            )
         if self.f_divergence == "reverse_kl":
             return
         if others := [name for name in self._losses if name not in OF_MARGIN]:
             raise ConfigError(
                 f"objective.f_divergence: {self.f_divergence} given, but loss_type: {others[0]} is not defined for it. Remove"
                 f" it, or choose of: {', '.join(OF_MARGIN)}"
-            )
-        if self.reference == "none":
-            raise ConfigError(
-                f"objective.f_divergence: {self.f_divergence} given with reference: none, from which nothing diverges. Remove"
-                " one of them"
             )
 
     def _check_effective(self, key: str, value: Any, default: Any, of: tuple[str, ...]) -> None:

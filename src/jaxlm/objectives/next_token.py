@@ -5,13 +5,14 @@ Understanding by Generative Pre-Training", equation 1); z-loss, label smoothing 
 NEFTune as in `jaxlm.models.layers.token_embeddings`.
 """
 
-from typing import Any
+from typing import Any, ClassVar
 
 import haliax as hax
 import jax
 
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.field_types import BelowOne, NonNegativeFloat
+from jaxlm.core.rules import Rules, excludes
 from jaxlm.core.values.batch_types import LabeledBatch, MaskedBatch, PairBatch, TokenBatch
 from jaxlm.core.values.sums import Sum, TokenScores
 from jaxlm.models.base import EmbeddingNoise, Inputs, LanguageModel
@@ -40,12 +41,7 @@ class NextToken(ObjectiveConfig):
     neftune_alpha: NonNegativeFloat = 0.0
     log_entropy: bool = False
 
-    def __post_init__(self):
-        if self.dft and self.label_smoothing:
-            raise ConfigError(
-                f"objective.dft: true given with label_smoothing: {self.label_smoothing}, but both change the weight of the"
-                " likelihood. Remove one of them"
-            )
+    rules: ClassVar[Rules] = (excludes("dft", "label_smoothing", why="but both change the weight of the likelihood"),)
 
     @property
     def facts(self) -> ObjectiveFacts:

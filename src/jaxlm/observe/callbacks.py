@@ -65,7 +65,6 @@ class CallbackContext:
     """Holds what a callback is opened with.
 
     Attributes:
-        run: facts about the run.
         log: prints a line on the console and into `train.log`.
     """
 
@@ -200,10 +199,10 @@ def open_callbacks(configs: Sequence[CallbackConfig], context: CallbackContext) 
 
 def _described(failure: BaseException) -> str:
     """The error in one line, with the line of code that raised it."""
-    lines = str(failure).strip().splitlines() or [""]
     frames = traceback.extract_tb(failure.__traceback__)
     where = f"{Path(frames[-1].filename).name}:{frames[-1].lineno}" if frames else "unknown line"
-    return f"{type(failure).__name__}: {lines[0]}; {where}"
+    first_line = str(failure).strip().partition("\n")[0]
+    return f"{type(failure).__name__}: {first_line}; {where}"
 
 
 @choice(CallbackConfig, "print_metrics")

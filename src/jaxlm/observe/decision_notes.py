@@ -16,7 +16,6 @@ class LoggedDecision(NamedTuple):
 
     Attributes:
         step: whose metrics led to it.
-        controller: which controller decided.
         note: what it decided and why, as in docs/design/0033.
         shown_at: where pictures show it: at `step`, or, if the run went back to before that, where it went on.
         is_superseded: whether the run went back to before `step`, which it has done again since.

@@ -173,7 +173,6 @@ class ScheduledEval(NamedTuple):
     Attributes:
         every: runs only at every N-th time, and after the last scheduled step of the phase; None runs only at the end of the
             phase. One with limits also runs at the end if that is early.
-        limits: of its metrics.
     """
 
     evaluation: Eval

@@ -12,7 +12,7 @@ from typing import BinaryIO
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.redaction import write_text
 from jaxlm.core.safe_io import atomic_file
-from jaxlm.core.stores import check_store_writable, open_store, put_file, storage_errors
+from jaxlm.core.stores import check_store_writable, inaccessible, open_store, put_file, storage_errors
 from jaxlm.engine.checkpoint.lease import LeaseCheck, locked_file
 from jaxlm.observe import environment
 from jaxlm.observe.records import CONFIG, ENVIRONMENT
@@ -170,9 +170,7 @@ class LogStore:
         if self._url is None:
             return
         fs, root = open_store(self._url, _KEY)
-        advice = "Check the address, the network and your credentials"
-        error = lambda reason: ConfigError(f"{_KEY}: '{self._url}' cannot be read ({reason}). {advice}")  # noqa: E731
-        with storage_errors(error, local=self._folder):
+        with storage_errors(inaccessible(f"{_KEY}: '{self._url}' cannot be read"), local=self._folder):
             for path, info in fs.find(root, detail=True).items():
                 local = self._folder / posixpath.relpath(path, root)
                 if not local.exists() or (replace and local.stat().st_size < info["size"]):

@@ -13,7 +13,7 @@ import numpy as np
 from jaxlm.core.errors import ConfigError, listed
 from jaxlm.core.redaction import redact, redacted
 from jaxlm.core.safe_io import read_bytes, read_stored
-from jaxlm.core.stores import is_url, open_store, storage_errors
+from jaxlm.core.stores import inaccessible, is_url, open_store, storage_errors
 from jaxlm.observe.decision_notes import LoggedDecision, parse_decisions
 from jaxlm.observe.ledger import account, parse_lines
 from jaxlm.observe.records import (
@@ -52,7 +52,6 @@ class LoggedRun:
         completions: records with `step`, `name`, `prompt`, `completion`, `rewards`, `reward` and `advantage`.
         config: the resolved configuration as YAML.
         log: the console output.
-        environment: name -> value.
         goodput: activity -> seconds.
         unread: what the page lacks because files are damaged; one sentence for each file.
         decisions: of controllers, in the order in which they were made.
@@ -107,7 +106,7 @@ def read_run(location: str) -> LoggedRun:
         fs, root = open_store(location, "report")
 
         def read(name: str) -> bytes:
-            with storage_errors(_unreadable(location), passthrough=(FileNotFoundError,)):
+            with storage_errors(inaccessible(f"report: {location} cannot be read"), passthrough=(FileNotFoundError,)):
                 return read_stored(fs, f"{root}/{name}")
 
         return _read(location.rstrip("/").rsplit("/", 1)[-1], location, read)
@@ -119,7 +118,9 @@ def read_run(location: str) -> LoggedRun:
         except FileNotFoundError:
             raise
         except OSError as error:
-            raise _unreadable(str(folder / name))(error.strerror or str(error)) from error
+            raise ConfigError(
+                f"report: {folder / name} cannot be read ({error.strerror or error}). Check its path and permissions"
+            ) from error
 
     return _read(folder.resolve().name, location, read_local)
 
@@ -129,10 +130,6 @@ def local_folder(location: str) -> Path:
     folders = (Path(location), LOGS / location)
     runs = [folder for folder in folders if os.path.exists(folder / METRICS)]  # false for a name that is too long
     return next(iter(runs or filter(os.path.isdir, folders)), folders[0])
-
-
-def _unreadable(what: str) -> Callable[[str], ConfigError]:
-    return lambda reason: ConfigError(f"report: {what} cannot be read ({reason}). Check its address and permissions")
 
 
 def _read(name: str, location: str, read: Callable[[str], bytes]) -> LoggedRun:

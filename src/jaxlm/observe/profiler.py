@@ -52,7 +52,6 @@ class Profile:
     Attributes:
         spent: time by operation, largest first. Operations that overlap on a device each count in full.
         num_devices: number of devices that ran any operation.
-        num_steps: number of recorded steps.
         seconds: time from the first operation to the end of the last, without pauses; the mean over devices.
         idle: fraction of `seconds` in which a device ran nothing.
         paused: seconds in which the loop waited for evaluations and saves, from the operation before to the operation

@@ -143,7 +143,8 @@ def normalize_by_mean_squares(decay: float) -> optax.GradientTransformation:
         for path, view in matrices(updates).items():
             matrix = view.matrix.astype(jnp.float32)
             within = -2 if _is_wide(view) else -1
-            before = jnp.expand_dims(state.squares[path].array.reshape(_flat_shape(view)), within)
+            flat = (*(axis.size for axis in view.stacked), -1)
+            before = jnp.expand_dims(state.squares[path].array.reshape(flat), within)
             result, after = _normalized(matrix, before, within, decay)
             scaled[path] = view.named(result.astype(view.weight.dtype))
             axes = _axes(view)
@@ -171,10 +172,6 @@ def _is_wide(view: MatrixView) -> bool:
 
 def _axes(view: MatrixView) -> tuple[Axis, ...]:
     return (*view.stacked, *(view.inputs if _is_wide(view) else view.outputs))
-
-
-def _flat_shape(view: MatrixView) -> tuple[int, ...]:
-    return (*(axis.size for axis in view.stacked), hax.axis_size(view.inputs if _is_wide(view) else view.outputs))
 
 
 MeshAxes = tuple[str, ...]

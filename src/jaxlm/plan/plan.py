@@ -89,7 +89,7 @@ class Plan:
 
     @property
     def phases(self) -> tuple[Phase, ...]:
-        return self.state_builder.phases
+        return tuple(self.state_builder.phases)
 
     @property
     def active_refs(self) -> dict[str, Ref]:

@@ -27,9 +27,9 @@ from jaxlm.observe import records
 from jaxlm.observe.callbacks import CallbackContext, Callbacks, open_callbacks
 from jaxlm.observe.completions import CompletionLog
 from jaxlm.observe.console import Console
-from jaxlm.observe.decisions import DecisionLog
+from jaxlm.observe.decision_notes import described, numbers
 from jaxlm.observe.ledger import Ledger
-from jaxlm.observe.log_file import LogFile, LogStore, describe_start
+from jaxlm.observe.log_file import LogStore, describe_start
 from jaxlm.observe.loop_state import LoopState
 from jaxlm.observe.trackers import JsonlTracker, Tracker, TrackerConfig
 from jaxlm.observe.trackers.background import BackgroundTracker
@@ -70,7 +70,7 @@ class RunRecords:
         ledgers: the ledger of the run's time; empty on processes other than 0.
         trackers: where metrics are logged; empty until the run begins, and on processes other than 0.
         workloads: what a step of each phase that this process has begun amounts to, by its number.
-        decision_logs: the log of the controllers' decisions; empty like `trackers`.
+        files: the first of the trackers, which has the decisions of controllers; empty like `trackers`.
     """
 
     plan: Plan
@@ -80,7 +80,7 @@ class RunRecords:
     callbacks: Callbacks
     ledgers: tuple[Ledger, ...] = ()
     trackers: list[Tracker] = field(default_factory=list)
-    decision_logs: list[DecisionLog] = field(default_factory=list)
+    files: list[JsonlTracker] = field(default_factory=list)
     workloads: dict[int, Workload] = field(default_factory=dict)
 
     def completions(self) -> CompletionLog:
@@ -88,13 +88,16 @@ class RunRecords:
 
     def flush(self) -> None:
         """Hands everything to the files of trackers and decisions."""
-        for log in (*self.trackers, *self.decision_logs):
-            log.flush()
+        for tracker in self.trackers:
+            tracker.flush()
 
     def decided(self, step: int, controller: str, note: Mapping[str, Any]) -> None:
         """Logs a decision of a controller (`Noted`). Args: step: whose metrics led to it. note: JSON, with an `event`."""
-        for log in self.decision_logs:
-            log.write(step, controller, note)
+        for file in self.files:
+            file.log_decision(step, controller, note)
+        for tracker in self.trackers:
+            tracker.log(step, numbers(controller, note))
+        self.console.log(f"step {step}: {controller} {described(note)}")
 
     def begin_attempt(self, history: History, step: int) -> None:
         """Tells the trackers and the ledger that the run went back to `step`."""
@@ -103,8 +106,6 @@ class RunRecords:
         self.loop_state.go_back(step)
         for tracker in self.trackers:
             tracker.begin_attempt(history.attempt, step, history.abandoned_steps)
-        for log in self.decision_logs:
-            log.begin_attempt(history.attempt)
 
     def write_ledgers(self) -> None:
         for ledger in self.ledgers:
@@ -129,16 +130,13 @@ def open_records(
     callbacks = main_only(lambda: open_callbacks(configs, context)) or Callbacks({}, console.log)
     opened = RunRecords(plan, console, loop_state, totals_at(metrics, begin), callbacks, ledgers)
     with contextlib.ExitStack() as closing:
-        again = {"resume_step": begin, "attempt": init_from.history.attempt}
 
         def write() -> None:
-            for tracker in _open_trackers(plan, console, init_from, {**again, "check_lease": check_lease}):
+            files, others = _open_trackers(plan, console, init_from, check_lease)
+            opened.files.append(files)
+            for tracker in (files, *others):
                 opened.trackers.append(tracker)
                 closing.callback(tracker.close)
-            file = LogFile(plan.log_folder / records.DECISIONS, console.log, check_lease)
-            decisions = DecisionLog(file, opened.trackers, console, **again)
-            opened.decision_logs.append(decisions)
-            closing.callback(decisions.close)
             describe_start(plan.log_folder, dump(as_run_config(plan.config)))
             opened.write_ledgers()
             closing.callback(opened.write_ledgers)
@@ -157,16 +155,25 @@ def totals_at(metrics: Path, step: int) -> Totals:
     return Totals()
 
 
-def _open_trackers(plan: Plan, console: Console, init_from: InitFrom, again: dict[str, Any]) -> tuple[Tracker, ...]:
-    """The `metrics.jsonl` tracker, and the configured trackers, each in a background thread."""
-    path, trainer = plan.log_folder / records.METRICS, plan.config.trainer
-    jsonl = JsonlTracker(path, **again, warn=console.log, max_completions_bytes=trainer.completions.max_bytes)
+def _open_trackers(
+    plan: Plan, console: Console, init_from: InitFrom, check_lease: LeaseCheck
+) -> tuple[JsonlTracker, list[Tracker]]:
+    """The tracker that writes files, and the configured trackers, each in a background thread."""
+    trainer = plan.config.trainer
+    files = JsonlTracker(
+        plan.log_folder / records.METRICS,
+        resume_step=init_from.resume_step or 0,
+        attempt=init_from.history.attempt,
+        warn=console.log,
+        max_completions_bytes=trainer.completions.max_bytes,
+        check_lease=check_lease,
+    )
     info = run_info(plan, init_from)
 
     def in_background(config: TrackerConfig) -> Tracker:
         return BackgroundTracker(choice_name(type(config)), lambda: config.open(info), console.log)
 
-    return (jsonl, *map(in_background, trainer.trackers))
+    return files, list(map(in_background, trainer.trackers))
 
 
 @contextlib.contextmanager

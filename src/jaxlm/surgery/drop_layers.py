@@ -11,7 +11,7 @@ Layers with the least Block Influence are dropped all at once, as in the paper.
 import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -22,11 +22,12 @@ from jaxlm.core import tree
 from jaxlm.core.axes import EMBED
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.field_types import NonNegativeInt, PositiveInt
+from jaxlm.core.rules import Rules, one_of, only
 from jaxlm.core.values.batch_types import TokenBatch
 from jaxlm.core.values.logged import LayerTable
 from jaxlm.models.base import EMBEDDING, Inputs, LanguageModel, ModelConfig, RewardModel, layer_tap, with_traits
 from jaxlm.models.decoder import as_transformer
-from jaxlm.models.stacks import Body, taken_layers
+from jaxlm.models.stacks import body_of, taken_layers
 from jaxlm.reading.choices import choice
 from jaxlm.surgery.base import SurgeryConfig, Wants
 
@@ -49,6 +50,8 @@ class DropLayersConfig(SurgeryConfig):
     num_layers: PositiveInt | None = None
     calibration_batches: PositiveInt | None = None
 
+    rules: ClassVar[Rules] = (one_of("layers", "num_layers"), only("calibration_batches", when="num_layers"))
+
     def changed(self, config: ModelConfig) -> ModelConfig:
         try:
             num_layers = config.Layers.size
@@ -69,7 +72,7 @@ class DropLayersConfig(SurgeryConfig):
 
     def measure(self, model: LanguageModel, batch: TokenBatch) -> Mapping[str, jax.Array]:
         """Sums of cosines {layers}, and the number of tokens."""
-        names = (EMBEDDING, *map(layer_tap, range(_body(model).num_layers)))
+        names = (EMBEDDING, *map(layer_tap, range(body_of(model, "surgery drop_layers").num_layers)))
         taps = model.hidden(Inputs.of(batch), taps=names).taps
         streams = [taps[name].rearrange((*batch.tokens.axes, ...)).astype(jnp.float32) for name in names]
         counts = (batch.segment_ids.array != 0).astype(jnp.float32)
@@ -100,7 +103,7 @@ class DropLayersConfig(SurgeryConfig):
 
     def _taken(self, model: LanguageModel) -> LanguageModel:
         try:
-            return _with_layers(model, self._structure(_body(model).num_layers))
+            return _with_layers(model, self._structure(body_of(model, "surgery drop_layers").num_layers))
         except ConfigError as error:
             raise ConfigError(f"surgery drop_layers: {error}") from error
 
@@ -119,19 +122,12 @@ class DropLayersConfig(SurgeryConfig):
 
     def _check(self, num_layers: int) -> None:
         """Raises `ConfigError` if the keys do not suit a model with this many layers."""
-        if (self.layers is None) == (self.num_layers is None):
-            problem = "both are" if self.layers is not None else "none is"
-            raise ConfigError(f"layers and num_layers: {problem} given. Set one of them")
         if self.layers is not None:
             known = len(set(self.layers)) == len(self.layers) and all(layer < num_layers for layer in self.layers)
             if not known or not 0 < len(self.layers) < num_layers:
                 raise ConfigError(
                     f"layers: {list(self.layers)} given, but the model has {num_layers} layers. Expected different"
                     f" numbers from 0 to {num_layers - 1}, at least one of them, and not all"
-                )
-            if self.calibration_batches is not None:
-                raise ConfigError(
-                    f"calibration_batches: {self.calibration_batches} given, but `layers` needs no data. Remove it"
                 )
         elif self.num_layers is not None and self.num_layers >= num_layers:
             raise ConfigError(
@@ -150,13 +146,6 @@ def _check_alike(config: ModelConfig) -> None:
             " embeddings or experts), so that the data would decide what the config of the model is. Set `layers` instead, to"
             " the numbers of the layers to drop"
         )
-
-
-def _body(model: LanguageModel) -> Body:
-    body = next(iter(tree.modules(model, Body)), None)
-    if body is None:
-        raise ConfigError("surgery drop_layers: this model has no stack of layers. Remove the surgery")
-    return body
 
 
 def _with_layers(model: LanguageModel, kept: Sequence[int]) -> LanguageModel:

@@ -14,7 +14,7 @@ import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import jax
 import numpy as np
@@ -26,6 +26,7 @@ from jaxlm.core.errors import ConfigError, listed
 from jaxlm.core.field_types import BelowOne, NonNegativeFloat, NonNegativeInt, PositiveInt
 from jaxlm.core.products.stored_weights import StoredWeight
 from jaxlm.core.publish import Location
+from jaxlm.core.rules import Rules, excludes, only
 from jaxlm.core.runtime import main_first
 from jaxlm.core.sharding import Layout
 from jaxlm.core.values.batch_types import TokenBatch
@@ -117,6 +118,16 @@ class LoraConfig(SurgeryConfig):
     cap_rank: bool = False
     from_peft: str | None = None
 
+    rules: ClassVar[Rules] = (
+        excludes(
+            "from_peft", "embeddings", when="existing", is_=("keep", "merge"), why="which takes a surgery of its own"
+        ),
+        excludes("existing", when="init", is_="eva", why="which measures layers without adapters"),
+        only("calibration_batches", when="init", is_="eva"),
+        excludes("init", "from_peft", why="whose adapters have started already"),
+        excludes("init", "embeddings", why="whose tables start as usual"),
+    )
+
     def apply(self, model: LanguageModel, *, key: jax.Array) -> LanguageModel:
         if self.target is None and self.embeddings is None:
             raise ConfigError(
@@ -125,7 +136,6 @@ class LoraConfig(SurgeryConfig):
         for name in ("rank_pattern", "alpha_pattern", "modules_to_save"):
             for pattern in getattr(self, name):
                 tree.compile_pattern(pattern, f"surgery lora: {name}")
-        self._check_init()
         if self.existing == "merge":
             model = self._with_existing(model, lambda layer: layer.merged())
         indices, names = itertools.count(), NumberedPaths(model)
@@ -235,35 +245,6 @@ class LoraConfig(SurgeryConfig):
         return tree.map_modules_by_path(
             model, LoraLinear, ".*", lambda path, layer: change(layer) if path in paths else layer
         )
-
-    def _check_init(self) -> None:
-        """Raises `ConfigError` if keys contradict `init` or `existing`."""
-        if self.existing != "refuse":
-            for key, value in {"from_peft": self.from_peft, "embeddings": self.embeddings}.items():
-                if value is not None:
-                    raise ConfigError(
-                        f"surgery lora: existing: {self.existing} given, which {key} does not allow. Use two surgeries"
-                    )
-            if self.init == "eva":
-                raise ConfigError(
-                    f"surgery lora: existing: {self.existing} given, but init: eva measures layers without adapters. Choose"
-                    " another init"
-                )
-        if self.calibration_batches is not None and self.init != "eva":
-            raise ConfigError(
-                f"surgery lora: calibration_batches: {self.calibration_batches} given, but init: {self.init} measures no"
-                " batches. Remove it, or set init: eva"
-            )
-        if self.init == "default":
-            return
-        for key in ("from_peft", "embeddings"):
-            if getattr(self, key) is not None:
-                why = (
-                    "has adapters that have started already"
-                    if key == "from_peft"
-                    else "has tables, which start as usual"
-                )
-                raise ConfigError(f"surgery lora: init: {self.init} given, but {key} {why}. Remove one of the two keys")
 
     def _check_init_of(self, path: str, layer: Linear, sizes: Sequence[AdapterSize]) -> None:
         """Raises `ConfigError` if the adapter of a layer cannot start as `init` says."""

@@ -11,7 +11,7 @@ layers, and made again in the backward pass.
 import dataclasses
 import functools
 from collections.abc import Callable, Mapping
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import jax
 import jax.numpy as jnp
@@ -22,6 +22,7 @@ from jaxlm.core.axes import ROUTES, VOCAB, axes_of
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.products.four_bit import NF4Weight, NVFP4Weight
 from jaxlm.core.products.stored_weights import HalfWeight, Int8Weight, StoredWeight
+from jaxlm.core.rules import Rules, only
 from jaxlm.models.base import LanguageModel
 from jaxlm.models.linear import ExpertLinear, Linear
 from jaxlm.reading.choices import choice
@@ -50,6 +51,8 @@ class QuantizeConfig(ArraySurgery):
     kind: Kind = "nf4"
     modules: str | None = None
     double_quant: bool = True
+
+    rules: ClassVar[Rules] = (only("double_quant", when="kind", is_="nf4", why="whose scales are not quantized"),)
 
     def on_read(self, model: LanguageModel) -> Mapping[str, Callable[[NamedArray], Any]]:
         chosen = self._chosen(model)
@@ -85,10 +88,6 @@ class QuantizeConfig(ArraySurgery):
     def _chosen(self, model: LanguageModel) -> dict[str, Layer]:
         """The layers to store, by path. Raises `ConfigError` if one of them cannot be."""
         prefix = "surgery quantize:"
-        if not self.double_quant and self.kind != "nf4":
-            raise ConfigError(
-                f"{prefix} double_quant: false given, but the scales of kind: {self.kind} are not quantized. Remove it"
-            )
         layers: dict[str, Layer] = dict(tree.modules_by_path(model, Linear)) | dict(
             tree.modules_by_path(model, ExpertLinear)
         )

@@ -150,11 +150,11 @@ def test_counts_are_nanochats(name):
         ),
         (
             {"layers": [1], "allocation": "uniform", "max_entries": 2},
-            r"model\.lookup\.max_entries: 2 given, which has no effect with allocation: uniform\. Remove it, or set alloc",
+            r"model\.lookup\.max_entries: 2 given without allocation: lzw or nanochat, but allocation is uniform\.",
         ),
         (
             {"layers": [1], "allocation": "uniform", "sample_tokens": 160},
-            r"model\.lookup\.sample_tokens: 160 given, which has no effect with allocation: uniform",
+            r"model\.lookup\.sample_tokens: 160 given without allocation: lzw or nanochat, but allocation is uniform",
         ),
     ],
 )

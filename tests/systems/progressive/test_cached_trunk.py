@@ -210,7 +210,7 @@ REFUSED = {
         {},
         r"body\.0\.[a-z_.]+ multiplies in fp8 with one scale for all sequences .* Set recipe: rowwise",
     ),
-    "twice": (([GROW],), {"objective": {"type": "cached_trunk"}}, "cached_trunk given inside of cached_trunk"),
+    "twice": (([GROW],), {"objective": {"type": "cached_trunk"}}, "cached_trunk given, which has a trunk of its own"),
     "noise": (([GROW],), {"objective": {"neftune_alpha": 5.0}}, "may not read the same each time"),
     "unknown inputs": (([GROW],), {"objective": {"type": "reward"}}, "does not train on sequences"),
     "references": (([GROW],), {"objective": {"type": "distill"}}, "asks another model in every step"),

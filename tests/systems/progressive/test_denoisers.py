@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from jaxlm.core.errors import ConfigError
+from jaxlm.core.field_types import check_fields
 from jaxlm.models.diffusion import Denoiser, needed
 from jaxlm.models.flops import matrix_operations
 from jaxlm.models.inference.denoise import DenoisingConfig, denoise_tokens
@@ -159,5 +160,5 @@ def test_what_means_nothing_is_refused(whole, as_inputs, built, tiny_llama):
     export_form(parted(whole, "suffixes"), [DenoisersConfig(LIMITS, "suffixes")])
     with pytest.raises(ConfigError, match="schedule: depth given, but no part of this model has a noise of its own"):
         denoise_tokens(whole, [[1]], 4, MASK, GREEDY, DEPTH)
-    with pytest.raises(ConfigError, match="num_steps: 4 given with schedule: depth"):
-        DenoisingConfig(num_steps=4, schedule="depth")
+    with pytest.raises(ConfigError, match="num_steps: 4 given together with schedule: depth"):
+        check_fields(DenoisingConfig(num_steps=4, schedule="depth"))

@@ -212,8 +212,11 @@ def test_the_time_changes_nothing_before_the_first_step(keys):
     ("keys", "message"),
     [
         ({"dim": 7}, "7 given, an even number expected"),
-        ({"type": "learned"}, "num_time_steps: nothing given with type: learned, a number of intervals expected"),
-        ({"num_time_steps": 4}, "num_time_steps: 4 given with type: sinusoidal, .* Remove it, or set the other type"),
+        ({"type": "learned"}, r"type: learned given without num_time_steps\. Set num_time_steps"),
+        (
+            {"num_time_steps": 4},
+            "num_time_steps: 4 given without type: learned, but type is sinusoidal. Remove it, or set type",
+        ),
     ],
 )
 def test_time_embeddings_without_a_meaning_are_refused(keys, message):

@@ -128,16 +128,19 @@ REFUSED = {
     ),
     "copies of adapted layers": (
         {"trunk": "lora", "init": "copy"},
-        "init: copy given with trunk: lora, but .* under adapters already. Set init: identity or random",
+        "init: copy given with trunk: lora, but .* under adapters then. Set init: identity or random",
     ),
     "copies of stored layers": (
         {"trunk": "lora", "store": "nf4", "init": "copy", "at": "prepend"},
-        "init: copy given with trunk: lora and store: nf4, but .* under adapters and stored in another form already",
+        "store: nf4 given together with init: copy, but what a new stack would copy is in another form then",
     ),
-    "train": ({"trunk": "train", "train_head": False}, "train_head: false given with trunk: train"),
-    "embeddings": ({"trunk": "train", "train_embeddings": True}, "train_embeddings: true given with trunk: train"),
-    "no adapters": ({"lora": {"rank": 4}}, "lora: given with trunk: frozen"),
-    "the usual adapters": ({"lora": {"rank": 16}}, "lora: given with trunk: frozen"),
+    "train": ({"trunk": "train", "train_head": False}, "train_head: false given together with trunk: train"),
+    "embeddings": (
+        {"trunk": "train", "train_embeddings": True},
+        "train_embeddings: true given together with trunk: train",
+    ),
+    "no adapters": ({"lora": {"rank": 4}}, "lora: a section given without trunk: lora, but trunk is frozen"),
+    "the usual adapters": ({"lora": {"rank": 16}}, "lora: a section given without trunk: lora, but trunk is frozen"),
     "no such stack": (
         {"trunk": "lora", "lora": {"stacks": [{"rank": 1, "alpha": 1}] * 3}},
         "stacks: 3 stacks given, but of 3 stacks only the first 2",
@@ -173,9 +176,11 @@ def test_a_trunk_is_stored_and_only_its_adapters_train(at, forms):
 
 
 def test_a_stored_trunk_cannot_train():
-    with pytest.raises(ConfigError, match=r"preset\.store: int8 given with polish_steps: 3, but stored weights cannot"):
+    with pytest.raises(
+        ConfigError, match=r"store: int8 given together with polish_steps: 3, but stored weights cannot"
+    ):
         config(store="int8", polish_steps=3)
-    with pytest.raises(ConfigError, match=r"preset\.store: int8 given with trunk: train"):
+    with pytest.raises(ConfigError, match=r"preset\.store: int8 given together with trunk: train"):
         config(store="int8", trunk="train")
 
 

@@ -88,7 +88,6 @@ def test_existing_adapters_are_kept_or_merged(built, as_inputs):
         (LoraConfig(target="attn", rank=4), "already has an adapter"),
         (LoraConfig(target="attn", existing="keep"), "have adapters already"),
         (LoraConfig(target="mlp", existing="merge"), "no layer that target 'mlp' matches has an adapter"),
-        (LoraConfig(target="attn", existing="merge", init="eva"), "init: eva measures layers without adapters"),
     ]:
         with pytest.raises(ConfigError, match=message):
             surgery.apply(model, key=KEY)

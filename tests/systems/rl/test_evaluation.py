@@ -24,7 +24,7 @@ from tests.fields.proofs import outcome_of
 from tests.fields.trees import tree
 
 RECORDS = [{"prompt": "ab", "answer": 3, "other": [{"role": "user", "content": "ab"}]}, {"prompt": "cd", "answer": 5}]
-FUNCTIONS = Path(__file__).parents[2] / "rewards" / "functions.py"
+FUNCTIONS = Path(__file__).with_name("functions.py")
 COUNTS = {"type": "length", "name": "length", "max_tokens": 10}
 
 
@@ -115,7 +115,7 @@ def case(tmp_path_factory):
 @pytest.mark.slow
 def test_prompts_that_are_too_long_are_refused_before_training(case, tmp_path):
     message = (
-        r"the prompt of .*p.jsonl, line 1 has \d tokens, .* model.seq_len: 32. .* max_new_tokens to at most (29|30)"
+        r"the prompt of .*p.jsonl, line 1 has \d tokens .* model.seq_len: 32. .* max_new_tokens to at most (29|30)"
     )
     with pytest.raises(ConfigError, match=message):
         config_of(tmp_path / "p.jsonl", max_new_tokens=31).open(case[2])

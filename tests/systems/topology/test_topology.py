@@ -485,14 +485,17 @@ WIDER, EXPERTS = "{type: linear, output_dim: 48}", "{type: moe, intermediate_dim
             "{type: attention, num_heads: 4, mode: standard, num_kv_heads: 2}",
             r"num_kv_heads: 2 given, but mode: standard",
         ),
-        ("{type: attention, num_heads: 4, sem_dim: 8}", r"layers\.0\.sem_dim: 8 given, which only mode: decoupled has"),
+        (
+            "{type: attention, num_heads: 4, sem_dim: 8}",
+            r"layers\.0\.sem_dim: 8 given without mode: decoupled, but mode is gqa",
+        ),
         (
             "{type: attention, num_heads: 4, null_slot: true}",
-            r"layers\.0\.null_slot: true given, which only mode: decoupled",
+            r"layers\.0\.null_slot: true given without mode: decoupled",
         ),
         (
             "{type: attention, num_heads: 4, mode: decoupled, sem_dim: 8}",
-            r"geo_dim: null given, but mode: decoupled needs",
+            r"mode: decoupled given without geo_dim, 0 of which is for none\. Set geo_dim",
         ),
         (
             "{type: attention, num_heads: 4, mode: decoupled, sem_dim: 8, geo_dim: 12}",
@@ -500,7 +503,7 @@ WIDER, EXPERTS = "{type: linear, output_dim: 48}", "{type: moe, intermediate_dim
         ),
         (
             "{type: attention, num_heads: 4, mode: decoupled, sem_dim: 8, geo_dim: 8, dropout: 0.1}",
-            r"layers\.0\.dropout: 0\.1 given, which mode: decoupled does not have",
+            r"layers\.0\.dropout: 0\.1 given together with mode: decoupled",
         ),
         (f"{ATTENTION}, {{type: linear, output_dim: 48}}", r"layers\.1: 32 features come in and 48 come out"),
         (

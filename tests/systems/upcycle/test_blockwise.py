@@ -14,6 +14,7 @@ import pytest
 from jaxlm.core import tree
 from jaxlm.core.axes import LAYERS
 from jaxlm.core.errors import ConfigError
+from jaxlm.core.field_types import check_fields
 from jaxlm.core.pace import Pace
 from jaxlm.models.base import vocab_axis
 from jaxlm.models.distillation.layerwise import Int8Array
@@ -378,12 +379,15 @@ def test_an_optimizer_that_starts_anew_for_each_block_is_not_carried():
     ("keys", "message"),
     [
         ({"cache": "int8", "target": "mixing"}, "int8 given with target: mixing"),
-        ({"convergence": Convergence(max_steps=1, min_steps=2)}, "less than min_steps"),
+        (
+            {"convergence": Convergence(max_steps=1, min_steps=2)},
+            r"convergence\.max_steps: 1 given, but min_steps is 2",
+        ),
     ],
 )
 def test_keys_that_do_not_go_together_are_refused(keys, message):
     with pytest.raises(ConfigError, match=message):
-        Blockwise(**keys)
+        check_fields(Blockwise(**keys))
 
 
 def test_a_phase_that_is_too_short_for_its_blocks_or_does_not_say_how_long_they_are_is_refused():

@@ -11,6 +11,7 @@ import pytest
 
 from jaxlm.core import tree
 from jaxlm.core.errors import ConfigError
+from jaxlm.core.field_types import check_fields
 from jaxlm.core.values.batch_types import TokenBatch
 from jaxlm.core.values.logged import tables_in
 from jaxlm.engine.state import shardings
@@ -342,8 +343,6 @@ REFUSED = {
         dataclasses.replace(LLAMA, num_kv_heads=1),
         {"num_kv_heads": 1},
     ),
-    "align: true given with method: first": (LLAMA, {"method": "first", "align": True}),
-    "calibration_batches: 4 given, but only align needs data": (LLAMA, {"calibration_batches": 4}),
     "a model of type olmo2 given, but a norm over all key heads together": (Olmo2Config(**SIZES), {}),
     "a model of type dba given, but its attention is DecoupledAttention. Put pool_kv_heads before": (
         DbaConfig(**MHA, sem_dim=32, geo_dim=32),
@@ -356,6 +355,15 @@ REFUSED = {
         {"align": True},
     ),
 }
+
+
+def test_keys_without_an_effect_are_refused():
+    for keys, message in (
+        ({"method": "first", "align": True}, "align: true given without method: mean, but method is first"),
+        ({"calibration_batches": 4}, "calibration_batches: 4 given without align"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            check_fields(PoolKvHeadsConfig(num_kv_heads=2, **keys))
 
 
 @pytest.mark.parametrize("message", REFUSED)

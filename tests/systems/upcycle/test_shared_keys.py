@@ -10,6 +10,7 @@ import pytest
 
 from jaxlm.core import tree
 from jaxlm.core.errors import ConfigError
+from jaxlm.core.field_types import check_fields
 from jaxlm.core.values.logged import tables_in
 from jaxlm.engine.state import shardings
 from jaxlm.systems.upcycle.bottleneck import (
@@ -209,10 +210,6 @@ def test_new_keys_may_be_shared_too(method):
 @pytest.mark.parametrize(
     ("keys", "message"),
     [
-        (
-            {"method": "svd_joint", "num_key_heads": 1},
-            "num_key_heads: 1 given with method: svd_joint.*the 2 key/value heads",
-        ),
         ({"calibration_batches": 0}, "method: transmla given with calibration_batches: 0"),
         ({"num_key_heads": 4}, "num_key_heads: 4 given, which does not divide model.num_kv_heads = 2"),
         ({"geo_dim": 80}, "geo_dim: 80 given, 20 features.*frequencies for 8 .rotary_dim., 2 times because"),
@@ -221,3 +218,10 @@ def test_new_keys_may_be_shared_too(method):
 def test_sizes_and_keys_that_do_not_fit_are_refused(keys, message):
     with pytest.raises(ConfigError, match=f"surgery decouple: {message}"):
         DecoupleConfig(**({"sem_dim": 16, "geo_dim": 16, "method": "transmla"} | keys)).changed(TEACHER)
+
+
+def test_only_some_methods_share_keys():
+    with pytest.raises(
+        ConfigError, match=r"num_key_heads: 1 given without method: transmla or random or fresh, but .* key/value heads"
+    ):
+        check_fields(DecoupleConfig(sem_dim=16, geo_dim=16, method="svd_joint", num_key_heads=1))

@@ -33,7 +33,7 @@ class TokenBatch(eqx.Module):
         positions: int32, position within the document (within the row for a document that started in an earlier row).
         annotations: what the objective's references said about the tokens (`Objective.annotate`), a tree of named arrays;
             None if they were not asked.
-        row_keys: uint32 {.., key_word} without `position`, a random key for each row (`Objective.with_row_keys`); None if
+        row_keys: uint32 {.., key_word} without `position`, a random key for each row (`Objective.prepare_batch`); None if
             the objective needs none, and in evaluations.
         order: int32, the index of each token in its row; None if tokens are in the order of the text.
     """

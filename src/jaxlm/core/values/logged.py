@@ -111,8 +111,6 @@ class StepInfo:
 
     Attributes:
         step: number of steps in the whole run, including this one (`step-N` = N).
-        phase: name of the phase.
-        metrics: Python numbers by metric name.
         histograms: histograms of the watched arrays, by name.
     """
 
@@ -129,7 +127,6 @@ class Completion:
     Attributes:
         name: `train` for a rollout, `eval` for an evaluation, or `eval/<name>` for one of an average of the weights.
         place: where the prompt's record is.
-        text: the completion.
         rewards: by name; None where a reward does not apply.
         reward: their weighted sum.
         advantage: None if nothing is trained on it.
@@ -152,8 +149,6 @@ class Sample:
 
     Attributes:
         name: `eval` for the weights, or `eval/<name>` for an average of them.
-        prompt: the text before it.
-        text: the model's continuation.
     """
 
     name: str

@@ -269,7 +269,7 @@ class TokenBlocks:
         """
         missing = self._missing(starts, length)
         if len(missing) > 1 and len(missing) * self._sums.block_bytes <= self.mirror.max_bytes:
-            list(_urgent().map(lambda number: self._read(number, 0, 0), missing))
+            list(_threads("blocks").map(lambda number: self._read(number, 0, 0), missing))
 
     def read_ahead(self, starts: np.ndarray, length: int | np.ndarray) -> None:
         """Starts to download the blocks of some ranges. What fails here is tried again when it is read."""
@@ -279,7 +279,7 @@ class TokenBlocks:
                 if number in self._waiting or len(self._waiting) >= room:
                     continue
                 self._waiting.add(number)
-            _in_advance().submit(self._read_in_advance, number)
+            _threads("blocks-ahead").submit(self._read_in_advance, number)
 
     def _read_in_advance(self, number: int) -> None:
         try:
@@ -356,10 +356,5 @@ class TokenBlocks:
 
 
 @functools.cache
-def _urgent() -> ThreadPoolExecutor:
-    return ThreadPoolExecutor(_CONCURRENT_DOWNLOADS, thread_name_prefix="blocks")
-
-
-@functools.cache
-def _in_advance() -> ThreadPoolExecutor:
-    return ThreadPoolExecutor(_CONCURRENT_DOWNLOADS, thread_name_prefix="blocks-ahead")
+def _threads(name: str) -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(_CONCURRENT_DOWNLOADS, thread_name_prefix=name)

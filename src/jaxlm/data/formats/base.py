@@ -124,9 +124,9 @@ class FormatConfig(Registry, draccus.ChoiceRegistry, abc.ABC):
         return [key for key in (getattr(self, name) for name in names) if key is not None]
 
     @property
-    @abc.abstractmethod
     def documents_per_sequence(self) -> int | None:
         """Maximum documents per sequence (0: as many as fit) if documents are never split; None if they may be."""
+        return None
 
     @property
     def overlong(self) -> Truncation:

@@ -10,8 +10,8 @@ from typing import Annotated, Any, ClassVar, NamedTuple
 import numpy as np
 from annotated_types import Interval
 
-from jaxlm.core.errors import ConfigError, counted, listed
-from jaxlm.core.field_types import LARGEST_INT, is_float32, shown, what_float32_needs
+from jaxlm.core.errors import ConfigError, counted, listed, shown
+from jaxlm.core.field_types import LARGEST_INT, is_float32, what_float32_needs
 from jaxlm.core.rules import Rules, only
 from jaxlm.data.formats.base import (
     Begin,

@@ -25,10 +25,6 @@ class TextFormat(FormatConfig):
 
     text_key: str | None = None
 
-    @property
-    def documents_per_sequence(self) -> int | None:
-        return None
-
     def can_read(self, name: str) -> bool:
         return format_of(name) is not None
 
@@ -89,10 +85,6 @@ class PretokenizedFormat(IdsFormat):
     """
 
     input_ids_key: str = "input_ids"
-
-    @property
-    def documents_per_sequence(self) -> int | None:
-        return None
 
     def can_read(self, name: str) -> bool:
         return has_records(name) or name.endswith(ARRAYS)

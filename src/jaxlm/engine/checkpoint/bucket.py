@@ -15,7 +15,7 @@ from pathlib import Path
 
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.runtime import main_first, main_only
-from jaxlm.core.stores import probe_name, storage_errors
+from jaxlm.core.stores import inaccessible, probe_name, storage_errors
 from jaxlm.engine.checkpoint.lease import Lease, LeaseCheck
 from jaxlm.engine.checkpoint.manifest import (
     ABANDONED,
@@ -36,12 +36,7 @@ _PROBE_RETRIES = 3  # with TensorStore's default of 32, a wrong address takes a 
 
 @dataclass(frozen=True)
 class BucketCheckpoint(Checkpoint):
-    """A finished checkpoint in a bucket.
-
-    Attributes:
-        folder: the run's folder.
-        key: the checkpoint's name in the folder.
-    """
+    """A finished checkpoint in a bucket. Attributes: folder: of the run; key: the checkpoint's name in it."""
 
     folder: RemoteFolder
     key: str
@@ -177,9 +172,7 @@ def bucket_checkpoints(url: str, *, of_runs: bool = True) -> list[BucketCheckpoi
 
 def _read_errors(location: str, passthrough: tuple[type[Exception], ...] = ()) -> AbstractContextManager[None]:
     """Raises `ConfigError` if the store cannot be read. That alone must never count as a damaged checkpoint."""
-    advice = "Check the network and your credentials"
-    error = lambda reason: ConfigError(f"cannot read {location} ({reason}). {advice}")  # noqa: E731
-    return storage_errors(error, passthrough=passthrough)
+    return storage_errors(inaccessible(f"cannot read {location}"), passthrough=passthrough)
 
 
 def _probe_tensorstore(url: str) -> None:

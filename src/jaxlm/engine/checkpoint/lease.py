@@ -17,7 +17,6 @@ import errno
 import json
 import os
 import platform
-import posixpath
 import re
 import threading
 import time
@@ -28,7 +27,7 @@ from typing import IO
 
 from jaxlm.core.errors import ConfigError, say
 from jaxlm.core.safe_io import NoLocksError, lock, open_regular, parse_json
-from jaxlm.core.stores import is_url, open_store, storage_errors
+from jaxlm.core.stores import is_url, names_below, open_store, storage_errors
 
 LeaseCheck = Callable[[], object]
 """Raises `LeaseLostError` if another start of the run has taken the folder."""
@@ -251,12 +250,7 @@ class Lease:
         return max(self._numbers(), default=0)
 
     def _numbers(self) -> set[int]:
-        self._fs.invalidate_cache()
-        try:
-            paths = self._fs.ls(self._root, detail=False)
-        except FileNotFoundError:
-            return set()
-        matches = (_NAME.fullmatch(posixpath.basename(str(path))) for path in paths)
+        matches = map(_NAME.fullmatch, names_below(self._fs, self._root))
         return {int(match[1]) for match in matches if match}
 
     def _read(self, number: int) -> bytes | None:

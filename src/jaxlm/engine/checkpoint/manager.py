@@ -37,7 +37,6 @@ class Saver:
         resumed: str | None = None,
     ):
         """Args:
-        before_save: called before each save.
         resumed: name of the checkpoint that the phase continues from; None if it is entered.
         """
         self.history = history

@@ -218,7 +218,6 @@ class Cursor:
     Attributes:
         step: steps done.
         phase: index of the phase that the state belongs to.
-        phase_name: name of that phase.
         entering: whether the phase has just been entered. The checkpoint at the end of the previous phase has the same step.
         temporary: whether the next checkpoint replaces this one.
         history: what the configuration does not say about how the run came here.

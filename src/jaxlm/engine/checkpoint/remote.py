@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxlm.core.safe_io import read_stored
-from jaxlm.core.stores import check_size, open_store, probe_name, put_folder
+from jaxlm.core.stores import check_size, names_below, open_store, probe_name, put_folder
 from jaxlm.engine.checkpoint.manifest import (
     ABANDONED,
     CHECKSUMS,
@@ -144,12 +144,7 @@ class RemoteFolder:
         return sorted(filter(None, map(CheckpointName.parse, self._children())))
 
     def _children(self) -> list[str]:
-        self._fs.invalidate_cache()
-        try:
-            paths: list[Any] = self._fs.ls(self._root, detail=False)
-        except FileNotFoundError:
-            return []
-        return [posixpath.basename(str(path).rstrip("/")) for path in paths]
+        return names_below(self._fs, self._root)
 
     def _marker(self, name: str) -> str:
         return f"{self._root}/{name}/{CHECKSUMS}"

@@ -9,7 +9,7 @@ from pathlib import Path
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.runtime import is_main_process, main_only
 from jaxlm.core.safe_io import SMALL, read_bytes
-from jaxlm.core.stores import local_copy, storage_errors
+from jaxlm.core.stores import inaccessible, local_copy, storage_errors
 from jaxlm.engine.checkpoint.lease import Lease, LeaseCheck, all_held
 from jaxlm.engine.checkpoint.local import LocalCheckpoint, LocalFolder
 from jaxlm.engine.checkpoint.manifest import ABANDONED, CHECKSUMS, PENDING, CheckpointName, DamagedError, verify
@@ -197,10 +197,8 @@ def staged_checkpoints(url: str, staging_dir: Path, *, of_runs: bool = True) -> 
 @contextlib.contextmanager
 def copy_errors(store: str, folder: Path) -> Iterator[None]:
     """Wraps code that copies between a store and its staging folder. The `ConfigError` says which of the two failed."""
-    advice = "Check the address, the network and your credentials"
-    inaccessible = lambda reason: ConfigError(f"{store} is not accessible ({reason}). {advice}")  # noqa: E731
     try:
-        with storage_errors(inaccessible, local=folder, passthrough=(DamagedError,)):
+        with storage_errors(inaccessible(f"{store} is not accessible"), local=folder, passthrough=(DamagedError,)):
             yield
     except OSError as error:  # of the local folder
         raise ConfigError(

@@ -47,10 +47,6 @@ def parse_dtype(name: str, key: str) -> Any:
     return DTYPES[name]
 
 
-def _ignore(_: str) -> None:
-    pass
-
-
 @dataclass(frozen=True)
 class ReadOptions:
     """Says how the files of another program are read.
@@ -66,7 +62,7 @@ class ReadOptions:
     rules: Mapping[str, str] = field(default_factory=dict)
     skip_keys: Sequence[str] = ()
     skipped_by: str = "hf_skip_keys"
-    log: Callable[[str], None] = _ignore
+    log: Callable[[str], None] = lambda _: None
     changes: Mapping[str, Change] = field(default_factory=dict)
 
 

@@ -1,5 +1,6 @@
 """Keys of config.json that several model families share."""
 
+import dataclasses
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -325,7 +326,7 @@ def rope_from_json(settings: Mapping[str, Any], config: Mapping[str, Any]) -> Ro
         fields["original_max_position_embeddings"] = config["max_position_embeddings"]
     if name in _STRETCHED:
         fields["original_max_position_embeddings"] = config["max_position_embeddings"] if original is None else original
-    allowed = {f for f in _TYPES[name].__dataclass_fields__ if f not in fields}
+    allowed = {f.name for f in dataclasses.fields(_TYPES[name])} - {*fields}
     for key in _NOT_OF_TEXT:
         if key in rest:
             raise ConfigError(
@@ -339,7 +340,7 @@ def rope_from_json(settings: Mapping[str, Any], config: Mapping[str, Any]) -> Ro
 
 def rope_to_json(rope: RotaryConfig) -> Json:
     """Converts a rotary embedding config to `rope_parameters`, the inverse of `rope_from_json`."""
-    fields: Json = {f: getattr(rope, f) for f in rope.__dataclass_fields__}
+    fields: Json = {f.name: getattr(rope, f.name) for f in dataclasses.fields(rope)}
     fields = {k: list(v) if isinstance(v, tuple) else v for k, v in fields.items() if v is not None}
     name = _NAMES[type(rope)]
     if name == "longrope":  # the model's own length may be another one

@@ -19,7 +19,6 @@ from jaxlm.models.decoder import DecoderBlock, gated_mlp, pre_norm_block, renumb
 from jaxlm.models.decoders.pre_norm import (
     PreNormConfig,
     check_layer_numbers,
-    check_local_layers,
     check_pre_norm,
     local_kinds,
 )
@@ -147,7 +146,7 @@ def check_moe(config: MoeConfig) -> None:
     """Raises `ConfigError` if the keys of `MoeConfig` are invalid."""
     check_pre_norm(config)
     check_at_least("model.num_experts", config.num_experts, config.num_experts_per_token)
-    check_local_layers(config)
+    check_layer_numbers("model.local_layers", config.local_layers or (), config.num_layers)
 
 
 @dataclass(frozen=True)

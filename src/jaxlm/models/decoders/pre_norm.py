@@ -9,6 +9,7 @@ import jax
 
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.field_types import NonNegativeInt, PositiveInt
+from jaxlm.core.rules import Rules, excludes, needs, only
 from jaxlm.models.decoder import (
     DecoderBlock,
     DecoderConfig,
@@ -18,6 +19,7 @@ from jaxlm.models.decoder import (
     projections,
     renumbered,
 )
+from jaxlm.models.diffusion import TimeEmbeddingConfig
 from jaxlm.models.layers import Attention, SelfAttention
 from jaxlm.models.rope import DefaultRotary, RotaryConfig, check_rope
 from jaxlm.models.stacks import LayerKind
@@ -81,18 +83,6 @@ def check_pattern(config: Any) -> None:
     check_layer_numbers("model.local_layers", local or (), config.num_layers)
 
 
-def check_local_layers(config: Any) -> None:
-    """Raises `ConfigError` for a `local_layers` that is invalid, or that no `sliding_window` applies to."""
-    if config.local_layers is None:
-        return
-    check_layer_numbers("model.local_layers", config.local_layers, config.num_layers)
-    if config.sliding_window is None:
-        raise ConfigError(
-            f"model.local_layers: {list(config.local_layers)} given, but sliding_window is null. Set it, or remove"
-            " local_layers"
-        )
-
-
 def check_layer_numbers(key: str, layers: Sequence[int], num_layers: int) -> None:
     """Raises `ConfigError` if these are not numbers of layers, each at most once."""
     if any(layer >= num_layers for layer in layers) or len(set(layers)) < len(layers):
@@ -123,11 +113,6 @@ def check_pre_norm(config: PreNormConfig) -> None:
     check_sizes(config)
     if config.time_embedding is not None:
         config.time_embedding.check()
-        if config.is_causal:
-            raise ConfigError(
-                "model.time_embedding: given without use_bidirectional_attention, but no tokens are hidden from a causal"
-                " model. Remove it"
-            )
     if not config.is_causal and any(kind.window is not None for kind in config.kinds):
         raise ConfigError(
             f"model.sliding_window: {config.sliding_window} given together with use_bidirectional_attention, but a window of"
@@ -135,6 +120,31 @@ def check_pre_norm(config: PreNormConfig) -> None:
             " them"
         )
     check_rope(config.rope, config.num_heads, config.HeadSize.size)
+
+
+@dataclass(frozen=True)
+class TwoWayConfig(PreNormConfig):
+    """A family whose tokens may attend to later ones.
+
+    Attributes:
+        use_bidirectional_attention: tokens attend to later ones too, for masked and diffusion language models. Such a model
+            does not generate token by token. In config.json it is `is_causal: false`, which transformers reads from version 5
+            on.
+        time_embedding: adds what the model knows of the time, such as `{type: sinusoidal}`: the fraction of hidden tokens in
+            training, and of masks that are left in generation. It starts as zero. Such a model cannot be exported. Null adds
+            nothing.
+    """
+
+    use_bidirectional_attention: bool = False
+    time_embedding: TimeEmbeddingConfig | None = None
+    rules: ClassVar[Rules] = (
+        only(
+            "time_embedding",
+            when="use_bidirectional_attention",
+            is_=True,
+            why="and no tokens are hidden from a causal model",
+        ),
+    )
 
 
 @dataclass(frozen=True)
@@ -187,7 +197,7 @@ class PlainConfig(UniformConfig, DenseConfig):
 
 
 @dataclass(frozen=True)
-class LateWindowConfig(DenseConfig):
+class LateWindowConfig(DenseConfig, TwoWayConfig):
     """A dense family whose first layers use full attention and whose other layers may use a sliding window.
 
     Attributes:
@@ -199,14 +209,14 @@ class LateWindowConfig(DenseConfig):
 
     max_window_layers: NonNegativeInt = 0
     local_layers: list[NonNegativeInt] | None = None
+    rules: ClassVar[Rules] = (
+        needs("sliding_window", when="local_layers"),
+        excludes("max_window_layers", "local_layers"),
+    )
 
     def check(self) -> None:
         check_pre_norm(self)
-        check_local_layers(self)
-        if self.local_layers is not None and self.max_window_layers:
-            raise ConfigError(
-                f"model.max_window_layers: {self.max_window_layers} given together with local_layers. Remove one of the two"
-            )
+        check_layer_numbers("model.local_layers", self.local_layers or (), self.num_layers)
 
     def layer_keys(self, kept: Sequence[int]) -> dict[str, Any]:
         if self.local_layers is not None:

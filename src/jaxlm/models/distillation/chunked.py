@@ -192,7 +192,8 @@ def distillation_sums(
     options: dict[str, Any] = {"divergence": divergence, "temperature": float(temperature), "weight": float(weight)}
     teacher = jax.tree.map(jax.lax.stop_gradient, teacher)
     if isinstance(teacher, TeacherTopK):
-        columns = tuple(_array(column) for column in (teacher.ids, teacher.log_probs, teacher.log_rest))
+        answer = (teacher.ids, teacher.log_probs, teacher.log_rest)
+        columns = tuple(column.rearrange((BATCH, POSITION, ...)).array for column in answer)
         sums = chunked_loss(_TopKLoss(sharding, cap, chunk, **options), x_BSD, w_VD, (y_BS, m_BS, *columns))
     else:
         if chunk_tokens is None:
@@ -232,10 +233,6 @@ def top_k_of(
     tokens = tuple(teacher.hidden.resolve_axis(name) for name in (BATCH, POSITION))
     top = (*tokens, hax.Axis(TEACHER_TOP, num_top))
     return TeacherTopK(NamedArray(ids, top), NamedArray(log_probs, top), NamedArray(log_rest, tokens))
-
-
-def _array(column: NamedArray) -> jax.Array:
-    return column.rearrange((BATCH, POSITION, ...)).array
 
 
 # --- One chunk --------------------------------------------------------------------------------------------------------

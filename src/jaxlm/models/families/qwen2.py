@@ -11,7 +11,6 @@ from jaxlm.core.field_types import NonNegativeFloat, NumLayers, PositiveInt
 from jaxlm.models.base import ModelConfig
 from jaxlm.models.decoder import projections
 from jaxlm.models.decoders.pre_norm import LateWindowConfig
-from jaxlm.models.diffusion import TimeEmbeddingConfig
 from jaxlm.models.layers import SelfAttention
 from jaxlm.models.rope import DefaultRotary, RotaryConfig
 from jaxlm.reading.choices import choice
@@ -19,16 +18,7 @@ from jaxlm.reading.choices import choice
 
 @choice(ModelConfig, "qwen2")
 class Qwen2Config(LateWindowConfig):
-    """Qwen2 and Qwen2.5. The defaults are Qwen2.5 0.5B.
-
-    Attributes:
-        use_bidirectional_attention: tokens attend to later ones too, for masked and diffusion language models. Such a model
-            does not generate token by token. In config.json it is `is_causal: false`, which transformers reads from version 5
-            on.
-        time_embedding: adds what the model knows of the time, such as `{type: sinusoidal}`: the fraction of hidden tokens in
-            training, and of masks that are left in generation. It starts as zero. Such a model cannot be exported. Null adds
-            nothing.
-    """
+    """Qwen2 and Qwen2.5. The defaults are Qwen2.5 0.5B."""
 
     seq_len: PositiveInt = 4096
     hidden_dim: PositiveInt = 896
@@ -39,8 +29,6 @@ class Qwen2Config(LateWindowConfig):
     layer_norm_epsilon: NonNegativeFloat = 1e-6
     tie_word_embeddings: bool = True
     rope: RotaryConfig = field(default_factory=lambda: DefaultRotary(theta=1e6))
-    use_bidirectional_attention: bool = False
-    time_embedding: TimeEmbeddingConfig | None = None
 
     def attention(self, keys: jax.Array) -> SelfAttention:
         return SelfAttention(**projections(self, keys, qkv_bias=True, out_bias=False))

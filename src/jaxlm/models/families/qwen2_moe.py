@@ -4,10 +4,12 @@ Source: Yang et al. 2024 (arXiv:2407.10671), section 2.2.2.
 """
 
 from dataclasses import field
+from typing import ClassVar
 
 import jax
 
 from jaxlm.core.field_types import NonNegativeFloat, NonNegativeInt, NumLayers, PositiveInt
+from jaxlm.core.rules import Rules, needs
 from jaxlm.models.base import ModelConfig
 from jaxlm.models.decoder import projections
 from jaxlm.models.decoders.moe_decoder import MixedMoeConfig
@@ -37,6 +39,7 @@ class Qwen2MoeConfig(MixedMoeConfig):
     num_experts: PositiveInt = 60
     num_experts_per_token: PositiveInt = 4
     local_layers: list[NonNegativeInt] | None = None
+    rules: ClassVar[Rules] = (needs("sliding_window", when="local_layers"),)
     shared_expert_intermediate_dim: PositiveInt = 5632
     norm_topk_prob: bool = False
     qkv_bias: bool = True

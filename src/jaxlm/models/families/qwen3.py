@@ -11,7 +11,6 @@ from jaxlm.core.field_types import NonNegativeFloat, NumLayers, PositiveInt
 from jaxlm.models.base import ModelConfig
 from jaxlm.models.decoder import DecoderConfig, projections
 from jaxlm.models.decoders.pre_norm import LateWindowConfig
-from jaxlm.models.diffusion import TimeEmbeddingConfig
 from jaxlm.models.layers import SelfAttention
 from jaxlm.models.norms import RMSNorm
 from jaxlm.models.rope import DefaultRotary, RotaryConfig
@@ -24,12 +23,6 @@ class Qwen3Config(LateWindowConfig):
 
     Attributes:
         attention_bias: add biases to the query, key, value and output projections.
-        use_bidirectional_attention: tokens attend to later ones too, for masked and diffusion language models. Such a model
-            does not generate token by token. In config.json it is `is_causal: false`, which transformers reads from version 5
-            on.
-        time_embedding: adds what the model knows of the time, such as `{type: sinusoidal}`: the fraction of hidden tokens in
-            training, and of masks that are left in generation. It starts as zero. Such a model cannot be exported. Null adds
-            nothing.
     """
 
     seq_len: PositiveInt = 4096
@@ -43,8 +36,6 @@ class Qwen3Config(LateWindowConfig):
     tie_word_embeddings: bool = True
     rope: RotaryConfig = field(default_factory=lambda: DefaultRotary(theta=1e6))
     attention_bias: bool = False
-    use_bidirectional_attention: bool = False
-    time_embedding: TimeEmbeddingConfig | None = None
 
     def attention(self, keys: jax.Array) -> SelfAttention:
         return normed_attention(self, keys, use_bias=self.attention_bias)

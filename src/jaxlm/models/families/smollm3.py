@@ -6,13 +6,14 @@ Source: Bakouch et al. 2025, "SmolLM3: smol, multilingual, long-context reasoner
 
 from collections.abc import Sequence
 from dataclasses import field
-from typing import Any
+from typing import Any, ClassVar
 
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.field_types import NonNegativeFloat, NonNegativeInt, NumLayers, PositiveInt
+from jaxlm.core.rules import Rules, needs
 from jaxlm.models.base import ModelConfig
 from jaxlm.models.decoder import renumbered
-from jaxlm.models.decoders.pre_norm import BiasedConfig, check_layer_numbers, check_local_layers, check_pre_norm
+from jaxlm.models.decoders.pre_norm import BiasedConfig, check_layer_numbers, check_pre_norm
 from jaxlm.models.rope import DefaultRotary, RotaryConfig
 from jaxlm.models.stacks import LayerKind
 from jaxlm.reading.choices import choice
@@ -44,6 +45,7 @@ class SmolLm3Config(BiasedConfig):
     unrotated_layers: list[NonNegativeInt] | None = None
     sliding_window: PositiveInt | None = None
     local_layers: list[NonNegativeInt] | None = None
+    rules: ClassVar[Rules] = (needs("sliding_window", when="local_layers"),)
 
     @property
     def kinds(self) -> tuple[LayerKind, ...]:
@@ -69,7 +71,7 @@ class SmolLm3Config(BiasedConfig):
 
     def check(self) -> None:
         check_pre_norm(self)
-        check_local_layers(self)
+        check_layer_numbers("model.local_layers", self.local_layers or (), self.num_layers)
         interval, layers = self.no_rope_layer_interval, self.unrotated_layers
         if (interval is None) == (layers is None):
             raise ConfigError(

@@ -10,7 +10,7 @@ Shapes: B rows, N tokens of a block, C tokens whose logits are computed at once,
 import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
-from typing import Literal
+from typing import ClassVar, Literal
 
 import haliax as hax
 import jax
@@ -20,7 +20,8 @@ from haliax import Axis, NamedArray
 
 from jaxlm.core.axes import BATCH, EMBED, POSITION
 from jaxlm.core.errors import ConfigError, check_at_least
-from jaxlm.core.field_types import PositiveInt
+from jaxlm.core.field_types import PositiveInt, check_fields
+from jaxlm.core.rules import Rules, excludes
 from jaxlm.core.sharding import replicated
 from jaxlm.models.base import Inputs, LanguageModel
 from jaxlm.models.diffusion import Denoiser
@@ -52,13 +53,15 @@ class DenoisingConfig:
     remasking: Remasking = "low_confidence"
     schedule: PassSchedule = "equal"
 
-    def __post_init__(self):
-        for name in ("num_steps", "block_length"):
-            if self.schedule == "depth" and (value := getattr(self, name)) is not None:
-                raise ConfigError(
-                    f"{name}: {value} given with schedule: depth, which has one pass over the whole text for each part of the"
-                    " model. Remove one of the two"
-                )
+    rules: ClassVar[Rules] = (
+        excludes(
+            "num_steps",
+            "block_length",
+            when="schedule",
+            is_="depth",
+            why="which has one pass over the whole text for each part of the model",
+        ),
+    )
 
     def plan(self, lengths: Sequence[int], num_new: int, denoisers: Sequence[Denoiser]) -> "Passes":
         """The passes over texts of some lengths, of which `num_new` tokens at the end are new.
@@ -155,6 +158,7 @@ def check_denoising(
     config: DenoisingConfig,
 ) -> int:
     """The id of the mask token. Raises `ConfigError` if the model cannot fill in `num_new` tokens after each prompt."""
+    check_fields(config)
     if model.is_causal:
         changed = {
             one.name: getattr(config, one.name) for one in fields(config) if getattr(config, one.name) != one.default

@@ -15,7 +15,13 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxlm.core.errors import ConfigError
-from jaxlm.core.field_types import LARGEST_FLOAT, SMALLEST_FLOAT
+from jaxlm.core.field_types import (
+    Fraction,
+    PositiveFloat,
+    PositiveFraction,
+    PositiveInt,
+    check_fields,
+)
 
 
 def row_keys(prompts: Sequence[Sequence[int]], rows: int, seed: int) -> jax.Array:
@@ -110,25 +116,14 @@ class Sampling:
     """
 
     temperature: float = 1.0
-    top_k: int | None = None
-    top_p: float | None = None
-    min_p: float | None = None
-    repetition_penalty: float = 1.0
+    top_k: PositiveInt | None = None
+    top_p: PositiveFraction | None = None
+    min_p: Fraction | None = None
+    repetition_penalty: PositiveFloat = 1.0
 
     def __post_init__(self):
         check_temperature(self.temperature)
-        if self.top_k is not None and self.top_k < 1:
-            raise ConfigError(f"top_k: {self.top_k} given, 1 or more expected. Remove it to sample from all tokens")
-        if self.top_p is not None and not SMALLEST_FLOAT <= self.top_p <= 1:
-            raise ConfigError(
-                f"top_p: {self.top_p} given, more than 0 and at most 1 expected. Remove it to sample from all tokens"
-            )
-        if self.min_p is not None and not 0 <= self.min_p <= 1:
-            raise ConfigError(f"min_p: {self.min_p} given, 0 to 1 expected. Remove it to sample from all tokens")
-        if not SMALLEST_FLOAT <= self.repetition_penalty <= LARGEST_FLOAT:
-            raise ConfigError(
-                f"repetition_penalty: {self.repetition_penalty} given, a number above 0 expected. 1 changes nothing"
-            )
+        check_fields(self)
 
     @property
     def changed(self) -> dict[str, float]:

@@ -121,17 +121,16 @@ def _unstack_node(node: Any) -> Any:
     if isinstance(node, Body):
         stacks, last = [iter(stack.layers.unstacked()) for stack in node.stacks], node.stacks[-1]
         blocks = tuple(next(stacks[number]) for number in node.stack_of_layer)
-        blocks = jax.tree.map(_as_matrix, blocks, is_leaf=lambda x: isinstance(x, Linear))
+        is_linear = lambda part: isinstance(part, Linear)  # noqa: E731
+        blocks = jax.tree.map(
+            lambda part: MatrixLinear.of(part) if is_linear(part) else part, blocks, is_leaf=is_linear
+        )
         kinds = shortest_period(node.kinds_by_layer)
         return UnstackedBody(blocks, node.last_norm, kinds, node.stack_of_layer, last.HeadSize)
     if isinstance(node, KVCache):
         keys, values = (tuple(map(_unstack_kv_array, arrays)) for arrays in (node.keys, node.values))
         return UnstackedCache(keys, values, node.positions, node.segment_ids, node.length, node.tokens)
     return node
-
-
-def _as_matrix(part: Any) -> Any:
-    return MatrixLinear.of(part) if isinstance(part, Linear) else part
 
 
 def _unstack_kv_array(stacked: KVArray) -> tuple[KVArray, ...]:

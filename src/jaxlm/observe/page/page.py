@@ -91,7 +91,6 @@ class Chart(NamedTuple):
     """A chart.
 
     Attributes:
-        title: what it shows.
         unit: of the vertical axis; may be empty.
         keys: the legend, one line for each curve.
         figure: what the page's script draws: `curves`, with the number of their key; `marks`; `bands` of steps, with their

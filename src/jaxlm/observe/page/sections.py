@@ -27,7 +27,7 @@ from jaxlm.core.values.logged import (
 )
 from jaxlm.observe.curves import COLORS, needle_grids
 from jaxlm.observe.decision_notes import described
-from jaxlm.observe.events import SkippedStep, phase_history, phase_table, resumes, skipped_steps
+from jaxlm.observe.events import phase_history, phase_table, resumes, skipped_steps
 from jaxlm.observe.ledger import IDLE
 from jaxlm.observe.logged_run import LoggedRun, Series
 
@@ -62,25 +62,21 @@ class Table(NamedTuple):
     rows: Sequence[Sequence[str]]
 
 
-class Skipped(NamedTuple):
-    """The skipped steps of a run. Attributes: left_out: how many are not in `steps`."""
-
-    run: str
-    steps: Sequence[SkippedStep]
-    left_out: int
-
-
-class Decisions(NamedTuple):
-    """Decisions of a run's controllers, the newest last.
+class Newest(NamedTuple):
+    """What has happened in a run, the newest last.
 
     Attributes:
-        rows: (step, controller, what it decided).
+        rows: of each event, what its table shows.
         left_out: how many are not in `rows`.
     """
 
     run: str
-    rows: Sequence[tuple[int, str, str]]
+    rows: Sequence[Any]
     left_out: int
+
+    @staticmethod
+    def of(run: str, rows: Sequence[Any], most: int) -> "Newest":
+        return Newest(run, rows[-most:], max(0, len(rows) - most))
 
 
 class Samples(NamedTuple):
@@ -281,24 +277,17 @@ def _flat(path: str, value: Any) -> Iterator[tuple[str, str]]:
         yield path, f"[{', '.join(map(str, value))}]" if isinstance(value, list) else str(value)
 
 
-def skipped(runs: Sequence[LoggedRun]) -> list[Skipped]:
-    """The newest skipped steps of each run that has some."""
-    by_run = [(run.name, skipped_steps(run)) for run in runs]
-    return [Skipped(name, steps[-_MAX_SKIPPED:], max(0, len(steps) - _MAX_SKIPPED)) for name, steps in by_run if steps]
+def skipped(runs: Sequence[LoggedRun]) -> list[Newest]:
+    """The newest skipped steps of each run that has some, as `SkippedStep`."""
+    return [Newest.of(run.name, steps, _MAX_SKIPPED) for run in runs if (steps := skipped_steps(run))]
 
 
-def decisions(runs: Sequence[LoggedRun]) -> list[Decisions]:
-    """The newest decisions of the controllers of each run in which they made some."""
-    shown = [(run, run.decisions[-_MAX_DECISIONS:]) for run in runs if run.decisions]
+def decisions(runs: Sequence[LoggedRun]) -> list[Newest]:
+    """(step, controller, what it decided) of the newest decisions of each run whose controllers made some."""
     again = lambda one: "; the run has been here again since" if one.is_superseded and not one.is_rollback else ""  # noqa: E731
-    return [
-        Decisions(
-            run.name,
-            [(one.step, one.controller, described(one.note) + again(one)) for one in newest_ones],
-            len(run.decisions) - len(newest_ones),
-        )
-        for run, newest_ones in shown
-    ]
+    shown = [Newest.of(run.name, run.decisions, _MAX_DECISIONS) for run in runs if run.decisions]
+    row = lambda one: (one.step, one.controller, described(one.note) + again(one))  # noqa: E731
+    return [newest._replace(rows=list(map(row, newest.rows))) for newest in shown]
 
 
 def layers(runs: Sequence[LoggedRun]) -> list[Layers]:

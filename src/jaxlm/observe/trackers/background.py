@@ -120,11 +120,11 @@ class BackgroundTracker:
     def _check_failure(self) -> None:
         """Logs in the run's thread that the tracker has failed, and drops it."""
         if self._failure is not None and not self._dropped:
-            reason = str(self._failure).strip().splitlines() or [""]
+            reason = str(self._failure).strip().partition("\n")[0]
             if isinstance(self._failure, FilesError):
-                self._drop(f"has all records, but {reason[0]}")
+                self._drop(f"has all records, but {reason}")
             else:
-                self._drop(f"failed ({type(self._failure).__name__}: {reason[0]}); the run continues without it")
+                self._drop(f"failed ({type(self._failure).__name__}: {reason}); the run continues without it")
 
     def _drop(self, problem: str) -> None:
         self._dropped = True

@@ -76,7 +76,6 @@ class RunInfo:
     """Facts about the run, passed to trackers when they open.
 
     Attributes:
-        run_id: ID of the run.
         resume_step: step from which the run resumes; records of later steps are logged again.
         is_new: whether the run has no checkpoint. Records that a tracker already has under this ID belong to another run.
         config: resolved configuration as plain values.

@@ -1,4 +1,4 @@
-"""The tracker that writes `metrics.jsonl`, `histograms.jsonl`, `samples.jsonl` and `completions.jsonl`. It is always on."""
+"""The tracker that writes the run's files of JSON lines, `metrics.jsonl` and others. It is always on."""
 
 import json
 import math
@@ -11,16 +11,25 @@ from jaxlm.core.redaction import redact
 from jaxlm.core.values.logged import DURATION, RESUMED_FROM, Completion, Histogram, Sample
 from jaxlm.engine.checkpoint.lease import LeaseCheck
 from jaxlm.observe.log_file import LogFile
-from jaxlm.observe.records import COMPLETIONS, EARLIER_COMPLETIONS, HISTOGRAMS, SAMPLES, drop_after, finite, unusable
+from jaxlm.observe.records import (
+    COMPLETIONS,
+    DECISIONS,
+    EARLIER_COMPLETIONS,
+    HISTOGRAMS,
+    SAMPLES,
+    drop_after,
+    finite,
+    unusable,
+)
 
 
 class JsonlTracker:
     """Writes one JSON object per record, `step` first, floats in full precision. NaN and infinity become null.
 
     Records have an `attempt` after the run went back to an earlier checkpoint. Histograms go to a second file with `name`,
-    `low`, `high` and `counts`, samples to a third with `name`, `prompt` and `text`, and completions with their rewards to a
-    fourth. They are created with their first record. The first training record of a start that resumes has
-    `throughput/resumed_from`: the step of its checkpoint.
+    `low`, `high` and `counts`, samples to a third with `name`, `prompt` and `text`, completions with their rewards to a
+    fourth, and decisions with the `controller` to a fifth. They are created with their first record. The first training
+    record of a start that resumes has `throughput/resumed_from`: the step of its checkpoint.
     """
 
     def __init__(
@@ -42,14 +51,13 @@ class JsonlTracker:
         Raises:
             ConfigError: the files cannot be read and written.
         """
-        others = (HISTOGRAMS, SAMPLES, COMPLETIONS, EARLIER_COMPLETIONS)
-        histograms, samples, completions, earlier = (path.with_name(name) for name in others)
+        others = (HISTOGRAMS, SAMPLES, DECISIONS, COMPLETIONS, EARLIER_COMPLETIONS)
+        *simple, completions, earlier = (path.with_name(name) for name in others)
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             # All are read before one is changed: a start that is refused changes none.
             dropping = [
-                drop_after(file, (attempt, resume_step), warn)
-                for file in (path, histograms, samples, completions, earlier)
+                drop_after(file, (attempt, resume_step), warn) for file in (path, *simple, completions, earlier)
             ]
             for drop in dropping:
                 drop()
@@ -57,7 +65,7 @@ class JsonlTracker:
             self._file.open()
         except OSError as error:
             raise unusable(path, error) from error
-        self._histograms, self._samples = (LogFile(file, warn, check_lease) for file in (histograms, samples))
+        self._histograms, self._samples, self._decisions = (LogFile(file, warn, check_lease) for file in simple)
         self._completions = _RotatedFile(completions, earlier, max_completions_bytes, warn, check_lease)
         self._attempt = attempt
         self._resumed_from = resume_step
@@ -97,6 +105,13 @@ class JsonlTracker:
             self._completions.append(json.dumps(record, ensure_ascii=False) + "\n")
         self._completions.flush()
 
+    def log_decision(self, step: int, controller: str, note: Mapping[str, Any]) -> None:
+        """Logs a decision of a controller. Args: step: whose metrics led to it. note: JSON, with an `event`."""
+        record = self._key(step) | {"controller": controller, **note}
+        numbers = json.loads(json.dumps(redact(record)), parse_constant=lambda _: None)  # NaN and infinity are null
+        self._decisions.append(json.dumps(numbers) + "\n")
+        self._decisions.flush(sync=False)
+
     def begin_attempt(self, attempt: int, step: int, abandoned_steps: int) -> None:
         self._attempt = attempt
 
@@ -105,9 +120,10 @@ class JsonlTracker:
 
     def flush(self) -> None:
         self._file.flush()
+        self._decisions.flush()
 
     def close(self) -> None:
-        for file in (self._file, self._histograms, self._samples, self._completions):
+        for file in (self._file, self._histograms, self._samples, self._decisions, self._completions):
             file.close()
 
 

@@ -25,7 +25,7 @@ import functools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from typing import Any, ClassVar, Literal, NamedTuple
 
 import equinox as eqx
 import haliax as hax
@@ -47,6 +47,7 @@ from jaxlm.core.axes import (
 )
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.field_types import NonNegativeInt, PositiveFloat, PositiveInt
+from jaxlm.core.rules import Rules, only
 from jaxlm.core.sharding import current_layout, current_platform, for_compute
 from jaxlm.core.tracing import CustomVjp, trace_options
 from jaxlm.models.attention.backends.blockwise import ATTENTION
@@ -355,6 +356,7 @@ class LookupConfig:
     tied: bool = True
     key_norm: bool = True
     score_scale: PositiveFloat | None = None
+    rules: ClassVar[Rules] = (only("max_entries", "sample_tokens", when="allocation", is_=("lzw", "nanochat")),)
 
     def __post_init__(self):
         # The config is a static field of the model: it must be hashable.
@@ -371,13 +373,6 @@ class LookupConfig:
             raise ConfigError(
                 f"model.lookup.layers: {list(self.layers)} given, 0 to {num_layers - 1} expected (num_layers - 1)"
             )
-        for key in ("max_entries", "sample_tokens"):
-            value = getattr(self, key)
-            if self.allocation == "uniform" and value != getattr(LookupConfig, key):
-                raise ConfigError(
-                    f"model.lookup.{key}: {value:,} given, which has no effect with allocation: uniform. Remove it, or set"
-                    " allocation to lzw or nanochat"
-                )
 
     def check_entries(self, num_entries: int, vocab_size: int) -> None:
         """Raises `ConfigError` if `num_entries` does not suit a vocabulary of this size."""

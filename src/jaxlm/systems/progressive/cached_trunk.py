@@ -18,33 +18,32 @@ from jaxlm.core import tree
 from jaxlm.core.axes import BATCH, POSITION
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.field_types import PositiveInt
-from jaxlm.core.products.stored_weights import Weight
 from jaxlm.core.tracing import used_arguments
 from jaxlm.core.values.batch_types import LabeledBatch, MaskedBatch, TokenBatch
 from jaxlm.core.values.sums import Sum
-from jaxlm.models.base import Hidden, Inputs, LanguageModel, layer_tap
+from jaxlm.models.base import Hidden, Inputs, LanguageModel, WrappedModel, layer_tap
 from jaxlm.models.decoder import as_transformer
 from jaxlm.models.distillation.layerwise import Int8Array
 from jaxlm.models.linear import Linear
 from jaxlm.models.stack_paths import newest_stack
-from jaxlm.models.stacks import Body
+from jaxlm.models.stacks import body_of
 from jaxlm.objectives.base import ITSELF, Metrics, ObjectiveConfig, ObjectiveFacts
 from jaxlm.objectives.next_token import NextToken
 from jaxlm.reading.choices import choice
 from jaxlm.reading.decode import choice_name
 
 
-class ModelPart(LanguageModel):
+class ModelPart(WrappedModel):
     """Some layers of a model, with its embeddings, final norm and head.
 
     Attributes:
-        whole: the model.
+        base: the model.
         first, stop: numbers of the first layer that runs, and of the one after the last; None for all from the first on.
         stream: {batch, position, embed}, the input of the first layer, whatever tokens the model reads; None for the
             embeddings of the tokens.
     """
 
-    whole: LanguageModel
+    base: LanguageModel
     first: int = eqx.field(static=True)
     stop: int | None = eqx.field(static=True, default=None)
     stream: NamedArray | None = None
@@ -54,26 +53,12 @@ class ModelPart(LanguageModel):
         traits = replace(whole.traits, denoisers=())
         return ModelPart(whole, first, stop, stream, is_causal=whole.is_causal, traits=traits)
 
-    @property
-    def Vocab(self) -> Axis:
-        return self.whole.Vocab
-
-    @property
-    def Pos(self) -> Axis:
-        return self.whole.Pos
-
     def hidden(
         self, inputs: Inputs, *, cache: Any = None, taps: Sequence[str] = (), key: jax.Array | None = None
     ) -> Hidden:
         assert cache is None, "objectives do not decode"
-        whole = as_transformer(self.whole, "cannot run only some of its layers")
+        whole = as_transformer(self.base, "cannot run only some of its layers")
         return whole.forward_layers(self.first, self.stop, inputs, self.stream, taps=taps, key=key)
-
-    def lm_head(self) -> Weight | None:
-        return self.whole.lm_head()
-
-    def init_cache(self, Batch: Axis, capacity: int, dtype: Any) -> Any:
-        return self.whole.init_cache(Batch, capacity, dtype)
 
 
 Sequences = TokenBatch | MaskedBatch | LabeledBatch
@@ -101,32 +86,18 @@ class CachedTrunk(ObjectiveConfig):
 
     def __post_init__(self):
         inner = self.objective.facts
-        name = choice_name(type(self.objective))
-        if inner.asks_itself:
-            raise ConfigError(
-                f"objective.objective: {name} given inside of {name}, but there is one trunk to store. Give the objective"
-                " inside of it, such as next_token"
-            )
-        if inner.num_shares > 1:
-            raise ConfigError(
-                f"objective.objective: {name} given, under which no block reads the output of another: there is no"
-                " trunk to store. Use it without cached_trunk"
-            )
-        if inner.references or inner.holds_reference:
-            raise ConfigError(
-                f"objective.objective: {name} given, which asks another model in every step. Use it without cached_trunk"
-            )
-        if inner.pacing is not None or not self.facts.batch_types:
-            raise ConfigError(
-                f"objective.objective: {name} given, which does not train on sequences by the final hidden states of the"
-                " model. Use it without cached_trunk"
-            )
-        if not inner.inputs_repeat:
-            raise ConfigError(
-                f"objective.objective: {name} given, with which the model may not read the same each time that a sequence"
-                " comes (noise on embeddings), so that the output of a trunk cannot be stored. Remove the noise"
-                " (neftune_alpha), or use the objective without cached_trunk"
-            )
+        reads_sequences = inner.pacing is None and self.facts.batch_types
+        refusals = {
+            "which has a trunk of its own": inner.asks_itself,
+            "under which no block reads the output of another, so that there is no trunk": inner.num_shares > 1,
+            "which asks another model in every step": inner.references or inner.holds_reference,
+            "which does not train on sequences by the final hidden states of the model": not reads_sequences,
+            "with which the model may not read the same each time that a sequence comes (remove noise on embeddings:"
+            " neftune_alpha)": not inner.inputs_repeat,
+        }
+        if why := next((why for why, applies in refusals.items() if applies), None):
+            name = choice_name(type(self.objective))
+            raise ConfigError(f"objective.objective: {name} given, {why}. Use it without cached_trunk")
 
     @property
     def facts(self) -> ObjectiveFacts:
@@ -152,7 +123,7 @@ class CachedTrunk(ObjectiveConfig):
 
     def _first_layer(self, model: LanguageModel) -> int:
         """The number of the first layer that a step computes, whose input is stored."""
-        body = _body(model)
+        body = body_of(model, "objective cached_trunk")
         if self.num_layers is None:
             newest = newest_stack(body)
             if newest is None:
@@ -262,10 +233,3 @@ def _abstract_inputs(model: LanguageModel, *, has_fractions: bool) -> Inputs:
     column: Any = hax.NamedArray(jax.ShapeDtypeStruct((1, model.Pos.size), jnp.int32), axes)  # type: ignore[arg-type]
     fractions: Any = hax.NamedArray(jax.ShapeDtypeStruct((1,), jnp.float32), axes[:1])  # type: ignore[arg-type]
     return Inputs(column, column, column, mask_fractions=fractions if has_fractions else None)
-
-
-def _body(model: LanguageModel) -> Body:
-    body = next(iter(tree.modules(model, Body)), None)
-    if body is None:
-        raise ConfigError("objective cached_trunk: this model has no stack of layers. Use the objective alone")
-    return body

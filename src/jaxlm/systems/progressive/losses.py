@@ -184,7 +184,8 @@ class DiffusionBlocks(DiffusionBound):
     def _flops(self, model: ModelInStep, references: Sequence[ModelInStep]) -> FlopsPerToken:
         """A K-th of those of the layers, and those of the head."""
         whole, every = model.trained(), [path for path, _ in tree.leaves(model.model)]
-        layers = [path for path in every if path.startswith(f"{_body_path(model.model)}.")]
+        (body, _), *_ = tree.modules_by_path(model.model, Body)
+        layers = [path for path in every if path.startswith(f"{body}.")]
         attention, without_layers = model.flops_per_token(every), model.trained(layers)
         head = without_layers.causal - attention.causal
         return whole.plus(-head).share(1 / self.num_blocks).plus(head)
@@ -225,8 +226,3 @@ class DiffusionBlocks(DiffusionBound):
 
 def _added(sums: Mapping[str, Any], others: Mapping[str, Any]) -> dict[str, Any]:
     return {**sums, **{name: sums[name] + value if name in sums else value for name, value in others.items()}}
-
-
-def _body_path(model: LanguageModel) -> str:
-    (path, _), *_ = tree.modules_by_path(model, Body)
-    return path

@@ -23,6 +23,7 @@ from jaxlm.core.field_types import (
     PositiveFloat,
     PositiveInt,
 )
+from jaxlm.core.rules import Rules, excludes, only
 from jaxlm.models.base import ModelConfig
 from jaxlm.models.decoder import TransformerConfig
 from jaxlm.models.families.llama import LlamaConfig
@@ -134,6 +135,16 @@ class ProgressiveConfig(PresetConfig):
     lora: StackAdapters | None = None
     store: Kind | None = None
     depth_times: DepthTimes | None = None
+
+    rules: ClassVar[Rules] = (
+        excludes("store", when="init", is_="copy", why="but what a new stack would copy is in another form then"),
+        excludes("store", when="trunk", is_="train", why="but stored weights cannot be trained"),
+        excludes("store", "polish_steps", why="but stored weights cannot be trained"),
+        excludes(
+            "train_head", "train_norm", "train_embeddings", when="trunk", is_="train", why="which trains everything"
+        ),
+        only("lora", when="trunk", is_="lora"),
+    )
 
     def derive(self, source: ConfigSource) -> Derivation:
         self._check(source)
@@ -248,30 +259,11 @@ class ProgressiveConfig(PresetConfig):
                 f"preset.cache: {str(self.cache).lower()} given with {key}, but {why}, so that its output cannot be stored."
                 " Remove one of the two"
             )
-        if self.init == "copy":
-            changed = {"trunk: lora": "under adapters"} if self.trunk == "lora" else {}
-            changed |= {} if self.store is None else {f"store: {self.store}": "stored in another form"}
-            if changed:
-                raise ConfigError(
-                    f"preset.init: copy given with {' and '.join(changed)}, but when a stack is added, the weights that it"
-                    f" would copy are {' and '.join(changed.values())} already. Set init: identity or random, or remove"
-                    f" {' and '.join(changed)}"
-                )
-        if self.store is not None and (self.trunk == "train" or self.polish_steps):
-            key = "trunk: train" if self.trunk == "train" else f"polish_steps: {self.polish_steps}"
+        if self.init == "copy" and self.trunk == "lora":
             raise ConfigError(
-                f"preset.store: {self.store} given with {key}, but stored weights cannot be trained. Remove one of the two"
+                "preset.init: copy given with trunk: lora, but the weights that a new stack would copy are under adapters"
+                " then. Set init: identity or random, or another trunk"
             )
-        if self.trunk == "train":
-            given = {"train_head": self.train_head, "train_norm": self.train_norm}
-            given["train_embeddings"] = self.train_embeddings or None
-            for key, value in given.items():
-                if value is not None:
-                    raise ConfigError(
-                        f"preset.{key}: {str(value).lower()} given with trunk: train, which trains everything. Remove it"
-                    )
-        if self.trunk != "lora" and self.lora is not None:
-            raise ConfigError(f"preset.lora: given with trunk: {self.trunk}, which has no adapters. Set trunk: lora")
         if (given := len(self._adapters.stacks)) >= self.stacks:
             only = "the first one becomes" if self.stacks == 2 else f"the first {self.stacks - 1} become"
             raise config_error(

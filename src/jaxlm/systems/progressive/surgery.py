@@ -36,7 +36,7 @@ from jaxlm.models.decoder import as_transformer
 from jaxlm.models.diffusion import Parts, denoisers_of
 from jaxlm.models.growth import Place, StartsAsIdentity, repeated_layers, with_copied_layers
 from jaxlm.models.stack_paths import newest_stack
-from jaxlm.models.stacks import Body, Stack, Stacks
+from jaxlm.models.stacks import Body, Stack, Stacks, body_of
 from jaxlm.reading.choices import choice
 from jaxlm.surgery.base import SurgeryConfig
 
@@ -55,12 +55,9 @@ class SplitAtConfig(SurgeryConfig):
     layer: PositiveInt
 
     def apply(self, model: LanguageModel, *, key: jax.Array) -> LanguageModel:
-        body = next(iter(tree.modules(model, Body)), None)
-        if body is None or body.num_layers == 1:
-            what = "no stack of layers" if body is None else "only one layer"
-            raise ConfigError(
-                f"surgery split_at: this model has {what}, so there is nothing to cut. Remove the surgery"
-            )
+        body = body_of(model, "surgery split_at")
+        if body.num_layers == 1:
+            raise ConfigError("surgery split_at: this model has only one layer, so there is nothing to cut. Remove it")
         if not 0 < self.layer < body.num_layers:
             raise ConfigError(
                 f"surgery split_at: layer: {self.layer} given, but the model has {body.num_layers} layers. Expected 1 to"
@@ -108,10 +105,10 @@ class GrowConfig(SurgeryConfig):
             raise ConfigError(f"surgery grow: {error}") from error
 
     def apply(self, model: LanguageModel, *, key: jax.Array) -> LanguageModel:
-        before = _body(model)
+        before = body_of(model, "surgery grow")
         try:
             grown = self._grown(model, key)
-            number = newest_stack(_body(grown))
+            number = newest_stack(body_of(grown, "surgery grow"))
             return tree.map_modules(grown, Stack, rf"^body\.{number}$", lambda new: self._started(new, before))
         except ConfigError as error:
             raise ConfigError(f"surgery grow: {error}") from error
@@ -145,13 +142,6 @@ class GrowConfig(SurgeryConfig):
         return dataclasses.replace(new, layers=dataclasses.replace(new.layers, stacked=block.as_identity()))
 
 
-def _body(model: LanguageModel) -> Body:
-    body = next(iter(tree.modules(model, Body)), None)
-    if body is None:
-        raise ConfigError("surgery grow: this model has no stack of layers. Remove the surgery")
-    return body
-
-
 @choice(SurgeryConfig, "denoisers")
 class DenoisersConfig(SurgeryConfig):
     """From now on, a part of the layers computes a text, by the share of its tokens that is hidden: in the loss, in
@@ -177,10 +167,11 @@ class DenoisersConfig(SurgeryConfig):
             )
 
     def apply(self, model: LanguageModel, *, key: jax.Array) -> LanguageModel:
-        body = next(iter(tree.modules(model, Body)), None)
-        if model.is_causal or body is None:
-            why = "has no stack of layers" if body is None else "predicts next tokens, and no hidden ones"
-            raise ConfigError(f"surgery denoisers: this model {why}. Remove the surgery")
+        body = body_of(model, "surgery denoisers")
+        if model.is_causal:
+            raise ConfigError(
+                "surgery denoisers: this model predicts next tokens, and no hidden ones. Remove the surgery"
+            )
         try:
             as_transformer(model, "cannot run only some of its layers")
             return with_traits(model, denoisers=denoisers_of(body.layer_numbers, self.mask_fractions, self.parts))

@@ -12,7 +12,7 @@ Shapes: G responses of a prompt, K rewards.
 import abc
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Annotated, Literal, NamedTuple
+from typing import Annotated, ClassVar, Literal, NamedTuple
 
 import draccus
 import jax
@@ -21,8 +21,8 @@ from annotated_types import Interval
 from haliax import NamedArray
 
 from jaxlm.core.axes import BATCH, GROUP, POSITION
-from jaxlm.core.errors import ConfigError
 from jaxlm.core.field_types import NonNegativeFloat, PositiveFloat, PositiveInt
+from jaxlm.core.rules import Rules, ordered
 from jaxlm.core.values.batch_types import GroupBatch
 from jaxlm.core.values.sums import Largest, Sum
 from jaxlm.objectives.base import Metrics
@@ -158,12 +158,7 @@ class Overlong:
     cache: PositiveInt
     max_response_tokens: PositiveInt
 
-    def __post_init__(self):
-        if self.cache > self.max_response_tokens:
-            raise ConfigError(
-                f"objective.overlong.cache: {self.cache} given, at most max_response_tokens ({self.max_response_tokens})"
-                " expected. Lower it"
-            )
+    rules: ClassVar[Rules] = (ordered("cache", "max_response_tokens"),)
 
     def penalties(self, lengths: jax.Array) -> jax.Array:
         """Returns what is added to each reward, float32: from 0 to -1. Args: lengths: in tokens."""
@@ -283,12 +278,7 @@ class Entropy:
     coef: NonNegativeFloat = 0.0
     adaptive: AdaptiveEntropy | None = None
 
-    def __post_init__(self):
-        if self.adaptive is not None and not self.adaptive.min <= self.coef <= self.adaptive.max:
-            raise ConfigError(
-                f"objective.entropy.coef: {self.coef:g} given, from adaptive.min ({self.adaptive.min:g}) to adaptive.max"
-                f" ({self.adaptive.max:g}) expected, because the coefficient starts there. Change one of them"
-            )
+    rules: ClassVar[Rules] = (ordered("adaptive.min", "coef", "adaptive.max", why="and the coefficient starts there"),)
 
     @property
     def has_weight(self) -> bool:

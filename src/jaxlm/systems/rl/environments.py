@@ -18,12 +18,13 @@ from typing import Any, NamedTuple, Protocol
 
 import draccus
 
-from jaxlm.core.errors import ConfigError
-from jaxlm.core.field_types import PositiveInt, is_float32, shown, what_float32_needs
+from jaxlm.core.errors import ConfigError, shown
+from jaxlm.core.field_types import PositiveInt, is_float32, what_float32_needs
 from jaxlm.core.runtime import from_main, main_only
 from jaxlm.models.inference.tools.calculator import Calculator
 from jaxlm.models.inference.tools.calls import TOOL_TOKENS, Tool
 from jaxlm.reading.choices import Registry, choice
+from jaxlm.systems.rl.samplers import Sample
 
 
 @dataclass(frozen=True)
@@ -207,26 +208,6 @@ class Dialect(NamedTuple):
         return [self.vocabulary[token] for token in tokens]
 
 
-class Conversation(NamedTuple):
-    """Holds what follows a prompt.
-
-    Attributes:
-        tokens: turns and observations.
-        logps: log-likelihood of each token under the distribution that it was sampled from; 0 where the mask is.
-        mask: 1 where the policy has written the token, 0 where the environment has.
-        is_finished: whether the environment has ended the conversation, and no limit.
-        reward: the sum of the environment's rewards.
-        turn_ends: number of tokens up to the end of each turn of the policy.
-    """
-
-    tokens: tuple[int, ...]
-    logps: tuple[float, ...]
-    mask: tuple[int, ...]
-    is_finished: bool
-    reward: float
-    turn_ends: tuple[int, ...]
-
-
 @dataclass
 class _Row:
     """A conversation that goes on."""
@@ -246,9 +227,9 @@ class _Row:
         self.logps += logps
         self.mask += [mask] * len(tokens)
 
-    def result(self) -> Conversation:
+    def result(self) -> Sample:
         sequences = (tuple(self.tokens), tuple(self.logps), tuple(self.mask))
-        return Conversation(*sequences, self.is_finished, self.reward, tuple(self.turn_ends))
+        return Sample(*sequences, self.is_finished, tuple(self.turn_ends), self.reward)
 
 
 class Prompt(NamedTuple):
@@ -266,7 +247,7 @@ def converse(
     prompts: Sequence[Prompt],
     dialect: Dialect,
     limits: ConversationLimits,
-) -> list[Conversation]:
+) -> list[Sample]:
     """Leads one conversation for each prompt. The conversations take their turns together.
 
     A turn that a limit cuts off ends its conversation, and so does an observation for which there is no room, or after which

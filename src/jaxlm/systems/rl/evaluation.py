@@ -17,9 +17,9 @@ from jaxlm.core.runtime import broadcast_from_main, from_main, main_only
 from jaxlm.core.safe_io import read_json_lines
 from jaxlm.core.values.logged import TOTAL, ScoredRows
 from jaxlm.evals.base import Eval, EvalConfig, EvalContext, EvalMetrics, EvalScope
-from jaxlm.evals.samples import SamplingKeys, prompt_ids
+from jaxlm.evals.samples import SamplingKeys, check_fits, prompt_ids
 from jaxlm.models.base import LanguageModel
-from jaxlm.models.inference.generate import GenerationConfig, generate_tokens, how_to_fit
+from jaxlm.models.inference.generate import GenerationConfig, generate_tokens
 from jaxlm.models.inference.unstacked import Generator
 from jaxlm.reading.choices import choice
 from jaxlm.systems.rl.rewards.base import RewardConfig, RewardContext, Rewards, reward_names
@@ -109,12 +109,7 @@ class RolloutsEvalConfig(SamplingKeys, EvalConfig):
     def open(self, ctx: EvalContext) -> Eval:
         prompts = list(self._prompts(ctx))
         longest = max(prompts, key=lambda prompt: len(prompt.ids))
-        if len(longest.ids) + self.max_new_tokens > ctx.seq_len:
-            raise ConfigError(
-                f"{_KEY}: the prompt of {longest.place} has {len(longest.ids)} tokens, which together with max_new_tokens:"
-                f" {self.max_new_tokens} exceed model.seq_len: {ctx.seq_len}."
-                f" {how_to_fit(len(longest.ids), ctx.seq_len)}"
-            )
+        check_fits(f"{_KEY}: the prompt of {longest.place}", len(longest.ids), self.max_new_tokens, ctx.seq_len)
         return RolloutsEval(self, ctx, prompts)
 
     @property

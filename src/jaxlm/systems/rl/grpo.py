@@ -6,7 +6,7 @@ Source: Shao et al. 2024, "DeepSeekMath" (arXiv:2402.03300), equation 3; the var
 
 from collections.abc import Mapping
 from dataclasses import field, replace
-from typing import Any
+from typing import Any, ClassVar
 
 import haliax as hax
 import jax
@@ -16,6 +16,7 @@ from haliax import NamedArray
 from jaxlm.core.axes import BATCH, GROUP, POSITION, REWARD
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.field_types import PositiveFloat, PositiveFraction
+from jaxlm.core.rules import Rules, excludes
 from jaxlm.core.values.batch_types import GroupBatch
 from jaxlm.core.values.sums import Sum
 from jaxlm.models.base import AuxLoss, LanguageModel
@@ -104,6 +105,10 @@ class Grpo(ReferencedObjective):
     off_policy_threshold: PositiveFloat | None = None
     top_entropy: PositiveFraction = 1.0
 
+    rules: ClassVar[Rules] = (
+        excludes("overlong", when="advantage", is_=NormalizeThenSum, why="which does not read the sum of the rewards"),
+    )
+
     def __post_init__(self):
         sampling = self._importance_sampling
         if isinstance(self.old_policy, OfModel) and self.loss != type(self.loss)():
@@ -115,11 +120,6 @@ class Grpo(ReferencedObjective):
             raise ConfigError(
                 f"objective.{_SAMPLING}.mode: {sampling.mode} given with loss: vespo, which builds the weight of a response"
                 " from those of its tokens. Set token_truncate or token_mask"
-            )
-        if isinstance(self.advantage, NormalizeThenSum) and self.overlong is not None:
-            raise ConfigError(
-                "objective.overlong: given with advantage: normalize_then_sum, which does not read the sum of the rewards."
-                " Remove one of them"
             )
         if isinstance(self.kl, KlInReward) and isinstance(self.advantage, (OfBatch, NormalizeThenSum)):
             raise ConfigError(

@@ -23,7 +23,7 @@ from jaxlm.data.sources.record_files import Record
 from jaxlm.data.tokenizer.tokenizer import Tokenizer
 from jaxlm.models.inference.sampling import Sampling
 from jaxlm.systems.rl.curricula import Curriculum, PromptOrder
-from jaxlm.systems.rl.environments import Conversation, ConversationLimits, Dialect, EnvironmentConfig, Prompt, converse
+from jaxlm.systems.rl.environments import ConversationLimits, Dialect, EnvironmentConfig, Prompt, converse
 from jaxlm.systems.rl.prompts import PromptRecords, document_numbers, prompt_tokens
 from jaxlm.systems.rl.rewards.base import Rewards
 from jaxlm.systems.rl.samplers import Sample, Sampler, SamplingRequest
@@ -51,8 +51,8 @@ class Conversations:
         # Of process 0, whose environment speaks: another process may have another version of its module.
         self._turn_ends = tuple(from_main(lambda: list(self._dialect.special_ids(config.turn_ends))))
 
-    def of(self, model: Any, prompts: Sequence[Prompt], request: SamplingRequest) -> tuple[list[Sample], list[float]]:
-        """One conversation for each prompt as a sample, and what it has earned. Args: request: of the first turn."""
+    def of(self, model: Any, prompts: Sequence[Prompt], request: SamplingRequest) -> list[Sample]:
+        """One conversation for each prompt. Args: request: of the first turn."""
 
         def turns(so_far: list[list[int]], rows: list[int], turn: int, most: int) -> Sequence[Sample]:
             stops = tuple(dict.fromkeys((*request.stop_ids, *self._turn_ends)))
@@ -61,13 +61,7 @@ class Conversations:
             return self._sampler.sample(model, so_far, turn_request)
 
         limits = ConversationLimits(self._max_turns, request.max_new_tokens)
-        held = converse(turns, self._config, prompts, self._dialect, limits)
-        return [_sample(conversation) for conversation in held], [conversation.reward for conversation in held]
-
-
-def _sample(conversation: Conversation) -> Sample:
-    sequences = (conversation.tokens, conversation.logps, conversation.mask)
-    return Sample(*sequences, conversation.is_finished, conversation.turn_ends)
+        return converse(turns, self._config, prompts, self._dialect, limits)
 
 
 @dataclass(frozen=True)
@@ -225,19 +219,18 @@ class RolloutMaker:
             sampling=options.sampling,
             stop_ids=options.stop_ids,
         )
-        samples, earned = self._answers(model, examples, repeated, request)
+        samples = self._answers(model, examples, repeated, request)
         sampled = time.perf_counter()
-        scores = self._scores(examples, prompts, samples, earned)
+        scores = self._scores(examples, prompts, samples)
         seconds["sample"] += sampled - started
         seconds["score"] += time.perf_counter() - sampled
         return Groups(examples, samples, scores.reshape(-1, len(examples), options.group_size))
 
     def _answers(
         self, model: Any, examples: np.ndarray, repeated: list[list[int]], request: SamplingRequest
-    ) -> tuple[list[Sample], list[float]]:
-        """The samples, and what each has earned from the environment, if there is one."""
+    ) -> list[Sample]:
         if self._conversations is None:
-            return self._sampler.sample(model, repeated, request), []
+            return self._sampler.sample(model, repeated, request)
         size = self.options.group_size
         records = main_only(lambda: self._records_of(examples)) or [Record("", {}, 0)] * len(examples)
         prompts = [
@@ -246,17 +239,16 @@ class RolloutMaker:
         ]
         return self._conversations.of(model, prompts, request)
 
-    def _scores(
-        self, examples: np.ndarray, prompts: Sequence[np.ndarray], samples: Sequence[Sample], earned: Sequence[float]
-    ) -> np.ndarray:
+    def _scores(self, examples: np.ndarray, prompts: Sequence[np.ndarray], samples: Sequence[Sample]) -> np.ndarray:
         """float64 [rewards + 1, samples]. Process 0 computes them: rewards may be slow, random, or need its machine."""
         names = (*self.options.reward_names, TOTAL)
 
         def score() -> np.ndarray:
             assert self._rewards is not None, "this is process 0"
             scores = self._rewards.score(self._rows(examples, prompts, samples))
-            if earned:
-                scores = {**scores, EARNED: np.array(earned), TOTAL: scores[TOTAL] + np.array(earned)}
+            if self._conversations is not None:
+                earned = np.array([sample.reward for sample in samples])
+                scores = {**scores, EARNED: earned, TOTAL: scores[TOTAL] + earned}
             if not is_float32(largest := float(np.abs(scores[TOTAL]).max())):
                 raise ConfigError(
                     f"data.rewards: a weighted sum of {largest:g}, at most 3.4e+38 expected. Use smaller weights"

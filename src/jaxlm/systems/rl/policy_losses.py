@@ -19,6 +19,7 @@ import jax.numpy as jnp
 
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.field_types import AboveOne, BelowOne, NonNegativeFloat, PositiveFloat, PositiveInt, is_float32
+from jaxlm.core.rules import Rules, ordered
 from jaxlm.core.values.sums import Sum
 from jaxlm.objectives.base import Metrics
 from jaxlm.reading.choices import Registry, choice
@@ -336,12 +337,7 @@ class ImportanceSampling:
     floor: NonNegativeFloat = 0.0
     mode: Literal["token_truncate", "token_mask", "sequence_truncate", "sequence_mask"] = "token_truncate"
 
-    def __post_init__(self):
-        if self.floor > self.cap:
-            raise ConfigError(
-                f"objective.old_policy.importance_sampling.floor: {self.floor:g} given, at most cap ({self.cap:g})"
-                " expected. Lower it"
-            )
+    rules: ClassVar[Rules] = (ordered("floor", "cap"),)
 
     @property
     def is_of_tokens(self) -> bool:

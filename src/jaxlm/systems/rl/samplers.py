@@ -9,7 +9,6 @@ from typing import Any, NamedTuple
 
 import draccus
 import jax
-import numpy as np
 
 from jaxlm.core.field_types import LARGEST_INT, PositiveInt
 from jaxlm.core.precision import Precision
@@ -84,8 +83,9 @@ class Sample(NamedTuple):
         tokens: with the token that ended it, and nothing after it.
         logps: log-likelihood of each token under the distribution that it was sampled from; 0 where the mask is.
         mask: 1 where the policy has written the token, 0 where an environment has.
-        is_finished: whether a stop token ended it, and not the limit of tokens.
+        is_finished: whether a stop token or an environment ended it, and not a limit.
         turn_ends: number of tokens up to the end of each turn of the policy; empty if all tokens are one turn.
+        reward: the sum of an environment's rewards.
     """
 
     tokens: tuple[int, ...]
@@ -93,6 +93,7 @@ class Sample(NamedTuple):
     mask: tuple[int, ...]
     is_finished: bool
     turn_ends: tuple[int, ...] = ()
+    reward: float = 0.0
 
 
 class Sampler(abc.ABC):
@@ -119,9 +120,9 @@ class SamplerConfig(Registry, draccus.ChoiceRegistry, abc.ABC):
     def default_choice_name(cls) -> str | None:
         return "local"
 
-    @abc.abstractmethod
     def check(self) -> None:
         """Raises `ConfigError` if it cannot be opened, before anything is compiled."""
+        return
 
     def check_opens(self, sampling: Sampling, *, dry: bool) -> None:
         """Raises `ConfigError` if it cannot sample with these options, or needs something that is not there. Process 0 calls
@@ -155,9 +156,6 @@ class LocalSamplerConfig(SamplerConfig):
     """
 
     max_rows: PositiveInt | None = None
-
-    def check(self) -> None:
-        return
 
     def open(self, context: SamplerContext) -> Sampler:
         return LocalSampler(self, context)
@@ -197,7 +195,9 @@ class LocalSampler(Sampler):
                 )
             self._context.progress()
             for place, tokens, logps in zip(places, responses.tokens, responses.logps, strict=True):
-                samples[place] = _sample(tokens, logps, request.stop_ids)
+                written = tuple(tokens[tokens >= 0].tolist())
+                ones, is_finished = (1,) * len(written), written[-1] in request.stop_ids
+                samples[place] = Sample(written, tuple(logps[: len(written)].tolist()), ones, is_finished)
         return [samples[place] for place in range(len(prompts))]
 
     def _cast(self, model: Any) -> Any:
@@ -224,8 +224,3 @@ def _calls(prompts: Sequence[Sequence[int]], most: int) -> Iterator[list[int]]:
     """The places of the prompts that are sampled together: short ones with short ones, as they are padded to one length."""
     in_order = sorted(range(len(prompts)), key=lambda place: padded_length(len(prompts[place])))
     return (in_order[at : at + most] for at in range(0, len(in_order), most))
-
-
-def _sample(tokens: np.ndarray, logps: np.ndarray, stop_ids: Sequence[int]) -> Sample:
-    written = tuple(tokens[tokens >= 0].tolist())
-    return Sample(written, tuple(logps[: len(written)].tolist()), (1,) * len(written), written[-1] in stop_ids)

@@ -166,7 +166,7 @@ class ServerSampler(Sampler):
         self._update(model, request.step)
         return [
             Sample(tuple(tokens), tuple(logps), tuple(mask), is_finished)
-            for tokens, logps, mask, is_finished, _ in from_main(lambda: self._ask(prompts, request))
+            for tokens, logps, mask, is_finished, *_ in from_main(lambda: self._ask(prompts, request))
         ]
 
     def close(self) -> None:

@@ -16,6 +16,7 @@ from haliax import Axis, NamedArray
 from jaxlm.core.axes import EMBED, MLP
 from jaxlm.core.errors import ConfigError, check_at_least, check_choice
 from jaxlm.core.field_types import BelowOne, NonNegativeFloat, NonNegativeInt, PositiveInt, check_fields
+from jaxlm.core.rules import Rules, excludes, needs, only
 from jaxlm.models.activations import ACTIVATIONS
 from jaxlm.models.base import ModelConfig
 from jaxlm.models.decoder import check_sizes, gated_mlp, plain_mlp
@@ -119,6 +120,9 @@ class LayerNode(Node):
         return 0
 
 
+_DECOUPLED = ("sem_dim", "geo_dim", "rotary_dim", "num_key_heads", "rope_semantic", "tie_qk", "gate", "null_slot")
+
+
 @choice(Node, "attention")
 class AttentionNode(LayerNode):
     """Causal self-attention.
@@ -165,6 +169,12 @@ class AttentionNode(LayerNode):
     gate: Literal["static", "dynamic"] | None = None
     null_slot: bool = False
     role: ClassVar[str] = "attn"
+    rules: ClassVar[Rules] = (
+        needs("sem_dim", "geo_dim", when="mode", is_="decoupled", why="0 of which is for none"),
+        only(*_DECOUPLED, when="mode", is_="decoupled"),
+        excludes("dropout", when="mode", is_="decoupled"),
+        excludes("rope_semantic", when="rope", is_=None),
+    )
 
     def family(self, width: int, std: float = 0.0) -> Any:
         """The config of a model with one layer, whose attention this is."""
@@ -198,7 +208,11 @@ class AttentionNode(LayerNode):
         return dataclasses.replace(self, rope=rope, sliding_window=None)
 
     def check_keys(self, width: int, path: str) -> None:
-        self._check_mode(path)
+        if self.mode == "standard" and self.num_kv_heads not in (None, self.num_heads):
+            raise ConfigError(
+                f"{path}.num_kv_heads: {self.num_kv_heads} given, but mode: standard has as many as query heads"
+                f" ({self.num_heads}). Remove it, or set mode: gqa"
+            )
         family = self.family(width)
         try:
             if self.rope is None and self.mode != "decoupled":
@@ -207,33 +221,6 @@ class AttentionNode(LayerNode):
                 family.check()
         except ConfigError as error:  # of a family, whose keys are those of the model
             raise ConfigError(str(error).replace("model.", f"{path}.")) from error
-
-    def _check_mode(self, path: str) -> None:
-        defaults = {item.name: item.default for item in dataclasses.fields(self)}
-        if self.mode == "decoupled":
-            for name in ("sem_dim", "geo_dim"):
-                if getattr(self, name) is None:
-                    raise ConfigError(f"{path}.{name}: null given, but mode: decoupled needs it. Set it; 0 is for none")
-            if self.dropout:
-                raise ConfigError(
-                    f"{path}.dropout: {self.dropout} given, which mode: decoupled does not have. Set it to 0"
-                )
-            if self.rope_semantic and self.rope is None:
-                raise ConfigError(
-                    f"{path}.rope_semantic: true given, but rope is null. Set rope, or remove rope_semantic"
-                )
-        else:
-            for name in _DECOUPLED:
-                if (value := getattr(self, name)) != defaults[name]:
-                    shown = str(value).lower() if isinstance(value, bool) else value
-                    raise ConfigError(
-                        f"{path}.{name}: {shown} given, which only mode: decoupled has. Remove it, or set mode: decoupled"
-                    )
-        if self.mode == "standard" and self.num_kv_heads not in (None, self.num_heads):
-            raise ConfigError(
-                f"{path}.num_kv_heads: {self.num_kv_heads} given, but mode: standard has as many as query heads"
-                f" ({self.num_heads}). Remove it, or set mode: gqa"
-            )
 
     def init(self, width: int, std: float, *, key: jax.Array) -> SelfAttention | DecoupledAttention:
         family = self.family(width, std)
@@ -248,9 +235,6 @@ class AttentionNode(LayerNode):
 
     def num_weights(self, width: int) -> int:
         return self.family(width).attention_weights
-
-
-_DECOUPLED = ("sem_dim", "geo_dim", "rotary_dim", "num_key_heads", "rope_semantic", "tie_qk", "gate", "null_slot")
 
 
 @choice(Node, "rms_norm")

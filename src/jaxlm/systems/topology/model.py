@@ -9,7 +9,6 @@ from typing import Any, NoReturn
 
 import equinox as eqx
 import jax
-import numpy as np
 from haliax import Axis, NamedArray
 
 from jaxlm.core.axes import EMBED, LAYERS
@@ -17,15 +16,13 @@ from jaxlm.core.errors import ConfigError
 from jaxlm.core.field_types import NonNegativeFloat, PositiveInt, check_fields
 from jaxlm.core.sharding import for_lookup
 from jaxlm.models.base import Inputs, KVCache, ModelConfig, as_family
-from jaxlm.models.decoder import DecoderConfig, TransformerModel, transformer_traits
+from jaxlm.models.decoder import DecoderConfig, TransformerModel, initial_body, transformer_traits
 from jaxlm.models.families.mixtral import MixtralConfig
 from jaxlm.models.flops import FlopsPerToken
 from jaxlm.models.inference.kv_cache import empty_cache
-from jaxlm.models.layers import Embedding, check_tiles, token_embeddings
+from jaxlm.models.layers import Embedding, token_embeddings
 from jaxlm.models.linear import Linear
-from jaxlm.models.remat import parse_remat
-from jaxlm.models.scan import shortest_period
-from jaxlm.models.stacks import Body, LayerKind, Stack, Stacks, numbers_by_stack, stacked
+from jaxlm.models.stacks import Body, LayerKind
 from jaxlm.reading.choices import choice
 from jaxlm.systems.topology.layers import (
     AttentionNode,
@@ -110,34 +107,12 @@ class TopologyConfig(ModelConfig):
         std = self.initializer_range
         head = None if self.tie_word_embeddings else Linear.init(self.Embed, Vocab, std=std, key=k_head)
         tokens = Embedding.init(Vocab, self.Embed, std=std, key=k_tokens)
+        item, layers = final_norm(self.topology), self.layers
+        norm: Any = eqx.nn.Identity() if item is None else item.init(self.hidden_dim, 0.0, key=k_layers)
+        block = lambda layer: functools.partial(layers[layer].init, std)  # noqa: E731
+        body = initial_body(self, block, lambda layer: layers[layer].family.RotarySize, norm, key=k_layers)
         traits = dataclasses.replace(transformer_traits(self), reads_beyond=True)
-        return TopologyModel(tokens, self._body(k_layers), head, self, traits=traits)
-
-    def _body(self, key: jax.Array) -> Body:
-        layers, stack_of_layer = self.layers, self.stack_of_layer
-        keys, kinds = jax.random.split(key, len(layers)), self.kinds
-        item = final_norm(self.topology)
-        norm: Any = eqx.nn.Identity() if item is None else item.init(self.hidden_dim, 0.0, key=key)
-        stacks = [
-            Stack(
-                stacked(
-                    functools.partial(layers[numbers[0]].init, self.initializer_range),
-                    Axis(LAYERS, len(numbers)),
-                    keys[np.asarray(numbers)],
-                ),
-                norm,
-                kinds=shortest_period([kinds[number] for number in numbers]),
-                HeadSize=layers[numbers[0]].family.RotarySize,
-                scan=self.scan_layers,
-                remat_policy=parse_remat(self.gradient_checkpointing),
-                attn_backend=self.attn_backend,
-                mlp_tile_tokens=self.mlp_tile_tokens,
-                structure=stack,
-            )
-            for stack, numbers in enumerate(numbers_by_stack(stack_of_layer))
-        ]
-        check_tiles(self.mlp_tile_tokens, stacks)
-        return stacks[0] if len(stacks) == 1 else Stacks.of(stacks, stack_of_layer, norm)
+        return TopologyModel(tokens, body, head, self, traits=traits)
 
     def with_layers(self, kept: Sequence[int]) -> "TopologyConfig":
         layers = [self.layers[number] for number in kept]

@@ -11,7 +11,7 @@ Source: Bick et al. 2024, "Transformers to SSMs" (MOHAWK, arXiv:2408.10189), sec
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import equinox as eqx
 import jax
@@ -30,6 +30,7 @@ from jaxlm.core.field_types import (
     ProperFraction,
 )
 from jaxlm.core.pace import Pace, Pacing
+from jaxlm.core.rules import Rules, ordered
 from jaxlm.core.values.batch_types import TokenBatch
 from jaxlm.core.values.sums import Largest, Sum
 from jaxlm.models.base import Inputs, LanguageModel, ModelConfig
@@ -67,6 +68,8 @@ class Convergence:
     max_steps: Annotated[PositiveInt, STEPS_OF_PHASE] | None = None
     min_steps: PositiveInt = 1
     decay: BelowOne = 0.9
+
+    rules: ClassVar[Rules] = (ordered("min_steps", "max_steps"),)
 
 
 @dataclass(frozen=True)
@@ -259,11 +262,6 @@ class Blockwise(ObjectiveConfig, Pacing):
         if self.cache == "int8" and self.target == "mixing":
             raise ConfigError(
                 "objective.cache: int8 given with target: mixing, whose numbers are between 0 and 1. Set cache: true"
-            )
-        limits = (self.convergence.max_steps, self.convergence.min_steps)
-        if limits[0] is not None and limits[0] < limits[1]:
-            raise ConfigError(
-                f"objective.convergence.max_steps: {limits[0]} given, which is less than min_steps ({limits[1]})"
             )
 
     @property

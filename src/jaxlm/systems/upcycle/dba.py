@@ -6,7 +6,7 @@ from typing import Literal
 
 import haliax as hax
 import jax
-from haliax import Axis, NamedArray
+from haliax import Axis
 
 from jaxlm.core.axes import HEAD_SIZE, KEY_HEADS
 from jaxlm.core.errors import ConfigError, check_divides
@@ -156,21 +156,18 @@ class DbaConfig(PreNormConfig):
         )
         Values, bias = (self.KVHeads, self.HeadSize), self.attention_bias
         std, Inputs = self.initializer_range, (self.Heads, self.HeadSize)
+        num_pairs, num_frequencies = self.GeoSize.size // 2, self.rope.num_rotated(self.RotarySize.size) // 2
         return DecoupledAttention(
             semantic[0],
             None if self.tie_qk else semantic[1],
             *geometric,
             Linear.init(self.Embed, Values, std=std, key=k_value, use_bias=bias),
             Linear.init(Inputs, self.Embed, std=std, key=k_out, use_bias=self.has_output_bias),
-            self._pairs() if self.GeoSize.size else None,
+            first_pairs(self.KeyHeads, num_pairs, num_frequencies) if num_pairs else None,
             None if self.gate is None else Gate.init(self.Heads, self.Embed, dynamic=self.gate == "dynamic"),
             LearnedSlot(hax.zeros((self.KeyHeads, self.KeySize)), hax.zeros(Values)) if self.null_slot else None,
             self.rope if self.rope_semantic else None,
         )
-
-    def _pairs(self) -> NamedArray:
-        num_frequencies = self.rope.num_rotated(self.RotarySize.size) // 2
-        return first_pairs(self.KeyHeads, self.GeoSize.size // 2, num_frequencies)
 
     def _queries_and_keys(self, Size: Axis, key: jax.Array) -> tuple[Linear | None, Linear | None]:
         """Projections to `Size` features of each query head and each key head; none for no features."""

@@ -24,7 +24,7 @@ Shapes: as in `jaxlm.systems.upcycle.bottleneck`, with K shared keys, N key/valu
 import functools
 from collections.abc import Sequence
 from dataclasses import fields, replace
-from typing import Any, Literal, NamedTuple
+from typing import Any, ClassVar, Literal, NamedTuple
 
 import haliax as hax
 import jax
@@ -36,6 +36,7 @@ from jaxlm.core import tree
 from jaxlm.core.axes import BATCH, EMBED, HEAD_SIZE, HEADS, KEY_HEADS, KV_HEADS, LAYERS, POSITION, axes_of
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.field_types import NonNegativeInt, PositiveInt
+from jaxlm.core.rules import Rules, only
 from jaxlm.core.sharding import current_layout
 from jaxlm.core.values.batch_types import TokenBatch
 from jaxlm.core.values.logged import LayerTable
@@ -153,6 +154,10 @@ class DecoupleConfig(SurgeryConfig):
     gate: Literal["static", "dynamic"] | None = None
     null_slot: bool = False
 
+    rules: ClassVar[Rules] = (
+        only("num_key_heads", when="method", is_=_SHARE_KEYS, why="whose keys are those of the key/value heads"),
+    )
+
     def changed(self, config: ModelConfig) -> ModelConfig:
         teacher = _teacher(config)
         changed = DbaConfig(
@@ -187,11 +192,6 @@ class DecoupleConfig(SurgeryConfig):
             )
         if self.method in _WHITENED and self.calibration_batches == 0:
             raise ConfigError(f"method: {self.method} given with calibration_batches: 0. Set at least 1")
-        if self.num_key_heads is not None and self.method not in _SHARE_KEYS:
-            raise ConfigError(
-                f"num_key_heads: {self.num_key_heads} given with method: {self.method}, whose keys are those of the"
-                f" {changed.KVHeads.size} key/value heads. Remove it, or set method: transmla"
-            )
 
     @property
     def wants(self) -> Wants:

@@ -24,7 +24,7 @@ Shapes: G groups, R heads of a group, D features of a head, I inputs (the last i
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import haliax as hax
 import jax
@@ -36,6 +36,7 @@ from jaxlm.core import tree
 from jaxlm.core.axes import HEAD_SIZE, HEADS, KV_HEADS, LAYERS, axes_of
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.field_types import NonNegativeInt, PositiveInt
+from jaxlm.core.rules import Rules, only
 from jaxlm.core.sharding import current_layout
 from jaxlm.core.values.batch_types import TokenBatch
 from jaxlm.core.values.logged import LayerTable
@@ -130,6 +131,8 @@ class PoolKvHeadsConfig(SurgeryConfig):
     align: bool = False
     calibration_batches: NonNegativeInt | None = None
 
+    rules: ClassVar[Rules] = (only("align", when="method", is_="mean"), only("calibration_batches", when="align"))
+
     def changed(self, config: ModelConfig) -> ModelConfig:
         model = jax.eval_shape(lambda: config.build(vocab_axis(16), key=jax.random.key(0)))
         problem = _problem(config, model)
@@ -151,15 +154,6 @@ class PoolKvHeadsConfig(SurgeryConfig):
             raise ConfigError(
                 f"surgery pool_kv_heads: num_kv_heads: {self.num_kv_heads} given, but the model has {before} key/value"
                 f" heads: {expected}"
-            )
-        if self.align and self.method != "mean":
-            raise ConfigError(
-                f"surgery pool_kv_heads: align: true given with method: {self.method}, which takes no means. Remove align"
-            )
-        if self.calibration_batches is not None and not self.align:
-            raise ConfigError(
-                f"surgery pool_kv_heads: calibration_batches: {self.calibration_batches} given, but only align needs data."
-                " Remove it, or set align: true"
             )
 
     @property
@@ -227,7 +221,9 @@ class PoolKvHeadsConfig(SurgeryConfig):
         return heads_GDI.reshape(self.num_kv_heads, -1, *heads_GDI.shape[1:])
 
     def _pooled(self, model: LanguageModel, key: jax.Array) -> LanguageModel:
-        config: Any = _config_of(model)
+        if not isinstance(model, Decoder):
+            raise ConfigError("surgery pool_kv_heads: the layers of this model are not known. Remove the surgery")
+        config: Any = model.config
         numbers = {path: number for number, (path, _) in enumerate(tree.modules_by_path(model, SelfAttention))}
 
         def pooled(path: str, attention: SelfAttention) -> SelfAttention:
@@ -324,12 +320,6 @@ def _features(model: LanguageModel) -> HeadFeatures:
         return HeadFeatures.of(size, 0, interleaved=False)
     assert kinds[0].rope is not None
     return HeadFeatures.of(size, kinds[0].rope.num_rotated(size), interleaved=kinds[0].interleaved)
-
-
-def _config_of(model: LanguageModel) -> ModelConfig:
-    if not isinstance(model, Decoder):
-        raise ConfigError("surgery pool_kv_heads: the layers of this model are not known. Remove the surgery")
-    return model.config
 
 
 def _check_plain(path: str, *layers: Any) -> None:

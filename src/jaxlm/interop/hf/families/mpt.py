@@ -64,10 +64,6 @@ def _attention_notes(theirs: Mapping[str, Any]) -> list[str]:
     return [f"attn_config.{text}" for text in harmless]
 
 
-def _width_to_ours(theirs: Mapping[str, Any]) -> Json:
-    return {"intermediate_dim": _RATIO * theirs["d_model"]}
-
-
 def _width_notes(theirs: Mapping[str, Any]) -> list[str]:
     ratio = theirs.get("expansion_ratio", _RATIO)
     return [] if ratio == _RATIO else [f"expansion_ratio: {ratio}: transformers always uses {_RATIO} for this family"]
@@ -83,16 +79,16 @@ FAMILY = Family(
         JsonKey("d_model", "hidden_dim"),
         JsonKey("n_layers", "num_layers"),
         JsonKey("n_heads", "num_heads"),
-        KeyGroup(("expansion_ratio",), _width_to_ours, lambda _: {"expansion_ratio": _RATIO}, _width_notes),
+        KeyGroup(
+            ("expansion_ratio",),
+            lambda theirs: {"intermediate_dim": _RATIO * theirs["d_model"]},
+            lambda _: {"expansion_ratio": _RATIO},
+            _width_notes,
+        ),
         JsonKey("layer_norm_epsilon", "layer_norm_epsilon", 1e-5),
         JsonKey("initializer_range", "initializer_range", 0.02),
         JsonKey("tie_word_embeddings", "tie_word_embeddings", True),
-        KeyGroup(
-            ("attn_config",),
-            _attention_to_ours,
-            _attention_to_theirs,
-            _attention_notes,
-        ),
+        KeyGroup(("attn_config",), _attention_to_ours, _attention_to_theirs, _attention_notes),
         FixedKey("no_bias", True),
         FixedKey("logit_scale", None),
         FixedKey("resid_pdrop", 0.0, others=(0,)),

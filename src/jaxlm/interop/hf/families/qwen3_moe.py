@@ -33,10 +33,6 @@ def _window_to_ours(theirs: Mapping[str, Any]) -> Json:
     return {"sliding_window": theirs.get("sliding_window", 4096) if theirs.get("use_sliding_window", False) else None}
 
 
-def _window_to_theirs(config: Qwen3MoeConfig) -> Json:
-    return {"use_sliding_window": config.sliding_window is not None, "sliding_window": config.sliding_window}
-
-
 _WINDOWS = ("use_sliding_window", "sliding_window", "max_window_layers", "layer_types")
 
 
@@ -58,7 +54,15 @@ FAMILY = Family(
         head_dim(),
         rope(),
         activation("hidden_act", "silu"),
-        KeyGroup(_WINDOWS, _window_to_ours, _window_to_theirs, unused_window_notes),
+        KeyGroup(
+            _WINDOWS,
+            _window_to_ours,
+            lambda config: {
+                "use_sliding_window": config.sliding_window is not None,
+                "sliding_window": config.sliding_window,
+            },
+            unused_window_notes,
+        ),
         *router("num_experts", num_experts=128, chosen=8),
         JsonKey("norm_topk_prob", "norm_topk_prob", False),
         JsonKey("attention_bias", "attention_bias", False),

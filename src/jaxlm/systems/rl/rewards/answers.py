@@ -10,11 +10,12 @@ import importlib.util
 import re
 from collections.abc import Callable, Iterator
 from decimal import Decimal, InvalidOperation
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.field_types import PositiveInt
 from jaxlm.core.install import install_command
+from jaxlm.core.rules import Rules, ordered
 from jaxlm.core.values.logged import ScoredRows
 from jaxlm.reading.choices import choice
 from jaxlm.systems.rl.rewards.base import Reward, RewardConfig, RewardContext, compiled_pattern
@@ -52,31 +53,36 @@ class ExactMatchConfig(RewardConfig):
                 compiled_pattern(pattern, f"reward of type exact_match: {name}")
 
     def open(self, context: RewardContext) -> Reward:
-        return ExactMatch(self)
+        return ComparedAnswers(self.column, _ExactMatch(self))
 
 
-class ExactMatch(Reward):
-    """Compares texts."""
+class ComparedAnswers(Reward):
+    """Compares each answer with the reference in its record."""
 
+    def __init__(self, column: str, is_right: Callable[[str, Any], bool | None]):
+        """Args: is_right: gets a completion and its reference; None if it cannot read the reference."""
+        self._column, self._is_right = column, is_right
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        return (self._column,)
+
+    def score(self, rows: ScoredRows) -> list[float | None]:
+        pairs = zip(rows.completions, rows.columns[self._column], strict=True)
+        found = [None if reference is None else self._is_right(text, reference) for text, reference in pairs]
+        return [None if is_right is None else float(is_right) for is_right in found]
+
+
+class _ExactMatch:
     def __init__(self, config: ExactMatchConfig):
         self._config = config
         self._pattern = None if config.pattern is None else re.compile(config.pattern)
         self._of_reference = None if config.reference_pattern is None else re.compile(config.reference_pattern)
 
-    @property
-    def columns(self) -> tuple[str, ...]:
-        return (self._config.column,)
-
-    def score(self, rows: ScoredRows) -> list[float | None]:
-        pairs = zip(rows.completions, rows.columns[self._config.column], strict=True)
-        return [self._score(completion, reference) for completion, reference in pairs]
-
-    def _score(self, completion: str, reference: Any) -> float | None:
-        if reference is None:
-            return None
+    def __call__(self, completion: str, reference: Any) -> bool:
         accepted = {self._plain(text) for text in self._references(reference)}
         answer = completion if self._pattern is None else last_match(self._pattern, completion)
-        return float(answer is not None and self._plain(answer) in accepted)
+        return answer is not None and self._plain(answer) in accepted
 
     def _references(self, reference: Any) -> Iterator[str]:
         for one in reference if isinstance(reference, list) else [reference]:
@@ -122,27 +128,8 @@ class MathRewardConfig(RewardConfig):
             )
 
     def open(self, context: RewardContext) -> Reward:
-        return MathReward(self.column, _is_equal_latex() if self.notation == "latex" else _is_equal_number)
-
-
-class MathReward(Reward):
-    """Compares answers."""
-
-    def __init__(self, column: str, is_equal: Callable[[str, str], bool | None]):
-        """Args: is_equal: whether a completion's answer is equal to a reference; None if the reference cannot be read."""
-        self._column, self._is_equal = column, is_equal
-
-    @property
-    def columns(self) -> tuple[str, ...]:
-        return (self._column,)
-
-    def score(self, rows: ScoredRows) -> list[float | None]:
-        pairs = zip(rows.completions, rows.columns[self._column], strict=True)
-        return [self._score(completion, reference) for completion, reference in pairs]
-
-    def _score(self, completion: str, reference: Any) -> float | None:
-        is_equal = None if reference is None else self._is_equal(completion, str(reference))
-        return None if is_equal is None else float(is_equal)
+        is_equal = _is_equal_latex() if self.notation == "latex" else _is_equal_number
+        return ComparedAnswers(self.column, lambda text, reference: is_equal(text, str(reference)))
 
 
 def marked_number(text: str) -> Decimal | None:
@@ -226,24 +213,18 @@ class LengthPenaltyConfig(RewardConfig):
             proportional to the length.
     """
 
+    rules: ClassVar[Rules] = (ordered("cache_tokens", "max_tokens"),)
+
     max_tokens: PositiveInt | None = None
     cache_tokens: PositiveInt | None = None
 
-    def check(self) -> None:
-        if self.max_tokens is not None:
-            self._check_cache(self.max_tokens)
-
     def open(self, context: RewardContext) -> Reward:
         longest = self.max_tokens or context.max_new_tokens
-        self._check_cache(longest)
-        return LengthPenalty(longest, self.cache_tokens or longest)
-
-    def _check_cache(self, longest: int) -> None:
-        if self.cache_tokens is not None and self.cache_tokens > longest:
+        if (over := self.cache_tokens or longest) > longest:
             raise ConfigError(
-                f"reward of type length: cache_tokens: {self.cache_tokens} given, at most {longest} expected, which is the"
-                " maximum length"
+                f"reward of type length: cache_tokens: {over} given, at most {longest} expected, which is the maximum length"
             )
+        return LengthPenalty(longest, over)
 
 
 class LengthPenalty(Reward):

@@ -1,7 +1,6 @@
 """The reward interface: a reward gives each completion a number. Every reward of a run works in a process of its own."""
 
 import abc
-import math
 import pickle
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -129,9 +128,7 @@ class Rewards:
     def __init__(self, configs: Sequence[RewardConfig], context: RewardContext, *, timeout_s: float):
         """Args: timeout_s: how long each reward may take in a call of `score`."""
         self._weights = {name: config.weight for name, config in zip(reward_names(configs), configs, strict=True)}
-        for name, config in zip(self._weights, configs, strict=True):
-            if not math.isfinite(config.weight):
-                raise ConfigError(f"reward '{name}': weight: {config.weight} given, a finite number expected")
+        for config in configs:
             config.check()
         self._workers: dict[str, RewardWorker] = {}
         try:

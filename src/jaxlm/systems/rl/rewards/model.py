@@ -3,11 +3,12 @@
 import importlib.util
 from collections.abc import Sequence
 from string import Formatter
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.field_types import PositiveInt
 from jaxlm.core.install import install_command
+from jaxlm.core.rules import Rules, one_of
 from jaxlm.core.values.logged import ScoredRows
 from jaxlm.reading.choices import choice
 from jaxlm.systems.rl.json_server import JsonServer, ServerConfig
@@ -30,6 +31,8 @@ class ModelRewardConfig(RewardConfig):
         batch_size: number of texts per request to the server.
     """
 
+    rules: ClassVar[Rules] = (one_of("path", "server"),)
+
     path: str | None = None
     server: ServerConfig | None = None
     protocol: Literal["vllm", "sglang"] = "vllm"
@@ -37,9 +40,6 @@ class ModelRewardConfig(RewardConfig):
     batch_size: PositiveInt = 32
 
     def check(self) -> None:
-        if (self.path is None) == (self.server is None):
-            keys = "both" if self.server is not None else "neither"
-            raise ConfigError(f"{_KEY}: {keys} of path and server given, one expected")
         if self.server is not None:
             self.server.check(f"{_KEY}: server")
         elif missing := [name for name in _LIBRARIES if importlib.util.find_spec(name) is None]:

@@ -16,8 +16,8 @@ import traceback
 from collections.abc import Callable, Mapping, Set
 from typing import TYPE_CHECKING, Any
 
-from jaxlm.core.errors import ConfigError
-from jaxlm.core.field_types import is_float32, shown, what_float32_needs
+from jaxlm.core.errors import ConfigError, shown
+from jaxlm.core.field_types import is_float32, what_float32_needs
 
 if TYPE_CHECKING:
     from jaxlm.core.values.logged import ScoredRows
