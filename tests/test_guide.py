@@ -36,6 +36,7 @@ NEEDED: dict[tuple[str, str | None, str], dict[str, Any]] = {
     ("trainer.distributed", None, "coordinator_address"): {"num_processes": 2, "process_id": 0},
     ("trainer.distributed", None, "num_processes"): {"coordinator_address": "10.0.0.1:8476", "process_id": 0},
     ("trainer.distributed", None, "process_id"): {"coordinator_address": "10.0.0.1:8476", "num_processes": 2},
+    ("trainer.mp.rules.N", None, "match"): {"compute": "float32"},
     ("trainer.until", None, "metric"): {"below": 3.2},
     ("trainer.until", None, "mode"): {"above": 0.5},
     ("preset", "progressive", "lora"): {"trunk": "lora"},

@@ -2,7 +2,7 @@
 
 import abc
 from collections.abc import Callable
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, fields
 from typing import Any, ClassVar
 
 import draccus
@@ -30,7 +30,7 @@ from jaxlm.data.tokenizer.tokenizer import Tokenizer
 from jaxlm.data.tokenizer.train_bpe import TRAIN_BPE, BpeConfig
 from jaxlm.reading.choices import Registry
 from jaxlm.reading.decode import choice_name, encode
-from jaxlm.reading.effects import Content, Harmless, Mixture
+from jaxlm.reading.effects import field
 
 
 @dataclass(frozen=True)
@@ -72,20 +72,20 @@ class DataConfig(SourceConfig, Registry, draccus.ChoiceRegistry, abc.ABC):
             evaluate on them. By source, `{wiki: 100}`, or a number if there is only one.
     """
 
-    cache_dir: Harmless[str] = "cache/"
-    cache_mirror_gb: Harmless[PositiveFloat] = 50.0
-    tokenizer: Content[str | BpeConfig] = TRAIN_BPE
-    added_tokens: Content[list[str]] = field(default_factory=list)
-    vocab_size: Content[PositiveInt | None] = None
-    shuffle: Content[bool | EraShuffle] = True
-    enforce_bos: Content[bool | None] = None
-    enforce_eos: Content[bool] = True
-    configs: Content[dict[str, SourceConfig]] = field(default_factory=dict)
-    train_weights: Mixture[dict[str, float] | list[list[Any]] | None] = None
-    stop_strategy: Mixture[StopStrategy] = "restart"
-    mixture_block_size: Mixture[PositiveInt] = 2048
-    max_train_batches: Content[PositiveInt | dict[str, PositiveInt] | None] = None
-    num_validation_sequences: Content[PositiveInt | dict[str, PositiveInt] | None] = None
+    cache_dir: str = field("cache/", on_resume="harmless")
+    cache_mirror_gb: PositiveFloat = field(50.0, on_resume="harmless")
+    tokenizer: str | BpeConfig = field(TRAIN_BPE, on_resume="content")
+    added_tokens: list[str] = field(default_factory=list, on_resume="content")
+    vocab_size: PositiveInt | None = field(None, on_resume="content")
+    shuffle: bool | EraShuffle = field(True, on_resume="content")
+    enforce_bos: bool | None = field(None, on_resume="content")
+    enforce_eos: bool = field(True, on_resume="content")
+    configs: dict[str, SourceConfig] = field(default_factory=dict, on_resume="content")
+    train_weights: dict[str, float] | list[list[Any]] | None = field(None, on_resume="mixture")
+    stop_strategy: StopStrategy = field("restart", on_resume="mixture")
+    mixture_block_size: PositiveInt = field(2048, on_resume="mixture")
+    max_train_batches: PositiveInt | dict[str, PositiveInt] | None = field(None, on_resume="content")
+    num_validation_sequences: PositiveInt | dict[str, PositiveInt] | None = field(None, on_resume="content")
 
     rules: ClassVar[Rules] = (
         excludes(

@@ -32,7 +32,7 @@ from jaxlm.data.examples import Examples, WrappedExamples
 from jaxlm.data.shuffle import mix
 from jaxlm.data.tokenizer.tokenizer import END_OF_TEXT, Tokenizer
 from jaxlm.reading.decode import encode
-from jaxlm.reading.effects import Evaluations
+from jaxlm.reading.effects import field
 
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 _FRACTION_BITS = 53  # of a float64
@@ -141,7 +141,7 @@ class MaskingConfig:
     times: list[Fraction] | None = None
     strata: PositiveInt = 1
     mask_replicas: PositiveInt | None = None
-    validation_replicas: Evaluations[NumReplicas] = 1
+    validation_replicas: NumReplicas = field(1, on_resume="evaluations")
     random_fraction: Fraction = 0.0
     unchanged_fraction: Fraction = 0.0
     seed: Seed = 0

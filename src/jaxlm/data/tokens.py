@@ -28,7 +28,7 @@ from jaxlm.data.tokenizer.tokenizer import Tokenizer, open_tokenizer
 from jaxlm.data.tokenizer.train_bpe import bpe_config
 from jaxlm.reading.choices import choice
 from jaxlm.reading.decode import choice_name, encode
-from jaxlm.reading.effects import Content
+from jaxlm.reading.effects import field
 
 
 @choice(DataConfig, "tokens")
@@ -54,11 +54,11 @@ class TokensConfig(DataConfig):
         only("packing", when="enforce_bos", is_=(True, None), why="with which its rows begin"),
     )
 
-    ignore_token_id: Content[NonNegativeInt | None] = None
-    packing: Content[BestFitConfig | None] = None
-    stride: Content[PositiveInt | None] = None
-    train_overlap: Content[bool] = True
-    masking: Content[MaskingConfig | None] = None
+    ignore_token_id: NonNegativeInt | None = field(None, on_resume="content")
+    packing: BestFitConfig | None = field(None, on_resume="content")
+    stride: PositiveInt | None = field(None, on_resume="content")
+    train_overlap: bool = field(True, on_resume="content")
+    masking: MaskingConfig | None = field(None, on_resume="content")
 
     def batch_spec(self, seq_len: int) -> BatchSpec[Any]:
         if self.stride is not None and self.stride > seq_len:

@@ -27,7 +27,7 @@ from jaxlm.models.flops import FlopsPerToken
 from jaxlm.models.remat import AUTO, MLP, RematConfig, offloads, parse_remat, saves
 from jaxlm.models.rope import RotaryConfig
 from jaxlm.reading.choices import Registry
-from jaxlm.reading.effects import Rounding
+from jaxlm.reading.effects import field
 
 
 class EmbeddingNoise(eqx.Module):
@@ -359,16 +359,16 @@ class ModelConfig(Registry, draccus.ChoiceRegistry, abc.ABC):
     """
 
     seq_len: PositiveInt = 1024
-    gradient_checkpointing: Rounding[bool | str | list[str] | RematConfig] = AUTO
-    scan_layers: Rounding[bool | Literal["auto"]] = AUTO
-    attn_backend: Rounding[str] = AUTO
-    mlp_tile_tokens: Rounding[PositiveInt | None] = None
-    pad_vocab_to_multiple_of: Rounding[PositiveInt | None] = None
+    gradient_checkpointing: bool | str | list[str] | RematConfig = field(AUTO, on_resume="rounding")
+    scan_layers: bool | Literal["auto"] = field(AUTO, on_resume="rounding")
+    attn_backend: str = field(AUTO, on_resume="rounding")
+    mlp_tile_tokens: PositiveInt | None = field(None, on_resume="rounding")
+    pad_vocab_to_multiple_of: PositiveInt | None = field(None, on_resume="rounding")
 
     def __post_init__(self):
-        for field in fields(self):  # the config is a static field of the model: it must be hashable
-            if isinstance(value := getattr(self, field.name), list):
-                object.__setattr__(self, field.name, tuple(value))
+        for item in fields(self):  # the config is a static field of the model: it must be hashable
+            if isinstance(value := getattr(self, item.name), list):
+                object.__setattr__(self, item.name, tuple(value))
         if self.mlp_tile_tokens is not None and saves(parse_remat(self.gradient_checkpointing), MLP):
             raise ConfigError(
                 f"model.mlp_tile_tokens: {self.mlp_tile_tokens} given, but gradient_checkpointing saves mlp, which exists"

@@ -2,8 +2,8 @@
 
 import itertools
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Annotated, ClassVar, Literal
+from dataclasses import dataclass
+from typing import ClassVar, Literal
 
 from jaxlm.core.errors import ConfigError, counted, divisors
 from jaxlm.core.field_types import PositiveInt
@@ -11,7 +11,7 @@ from jaxlm.core.rules import Rules, excludes
 from jaxlm.data.batch_schedule import BatchSchedule, BatchSize, BatchStage
 from jaxlm.engine.phases import Phase
 from jaxlm.reading.decode import choice_name
-from jaxlm.reading.effects import Evaluations, Rounding, follows
+from jaxlm.reading.effects import field, follows
 
 _KEY = "trainer.train_batch_size"
 ANOTHER_SIZE = follows("a step reads a different number of sequences from here")
@@ -35,12 +35,12 @@ class BatchConfig:
         per_device_eval_parallelism: sequences per device in evaluation; -1 uses the training value.
     """
 
-    train_batch_size: Annotated[PositiveInt | Literal[-1] | list[BatchSize], ANOTHER_SIZE] = 32
-    per_device_parallelism: Rounding[PositiveInt | Literal[-1]] = -1
-    per_device_train_parallelism: Rounding[PositiveInt | Literal[-1]] = -1
-    max_per_device_parallelism: Rounding[PositiveInt | None] = None
-    allow_nondivisible_batch_size: Rounding[bool] = False
-    per_device_eval_parallelism: Evaluations[PositiveInt | Literal[-1]] = -1
+    train_batch_size: PositiveInt | Literal[-1] | list[BatchSize] = field(32, on_resume=ANOTHER_SIZE)
+    per_device_parallelism: PositiveInt | Literal[-1] = field(-1, on_resume="rounding")
+    per_device_train_parallelism: PositiveInt | Literal[-1] = field(-1, on_resume="rounding")
+    max_per_device_parallelism: PositiveInt | None = field(None, on_resume="rounding")
+    allow_nondivisible_batch_size: bool = field(False, on_resume="rounding")
+    per_device_eval_parallelism: PositiveInt | Literal[-1] = field(-1, on_resume="evaluations")
     rules: ClassVar[Rules] = (
         excludes("max_per_device_parallelism", when="per_device_parallelism", why="which sets the size"),
         excludes("max_per_device_parallelism", when="per_device_train_parallelism", why="which sets the size"),

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from jaxlm.core import tree
@@ -28,7 +28,7 @@ from jaxlm.models.base import LanguageModel
 from jaxlm.models.moe import check_expert_sharding
 from jaxlm.plan.context.choice import ContextChoice, Rows
 from jaxlm.plan.context.config import ContextConfig, check_context, plan_context
-from jaxlm.reading.effects import Rounding
+from jaxlm.reading.effects import field
 
 
 @dataclass(frozen=True)
@@ -54,17 +54,17 @@ class ShardingConfig:
         context: context parallelism: devices that share the tokens of each row.
     """
 
-    batch_axis: Rounding[str | None] = "batch"
-    fsdp_axis: Rounding[str | list[str] | None] = "embed"
-    tensor_parallel_axes: Rounding[str | list[str] | None] = None
-    model_axis_size: Rounding[PositiveInt] = 1
-    replica_ici_axis_size: Rounding[PositiveInt] = 1
-    replica_dcn_axis_size: Rounding[PositiveInt] = 1
-    axis_resources: Rounding[dict[str, str | list[str]]] = field(default_factory=dict)
-    parameter_axis_resources: Rounding[dict[str, str | list[str]]] = field(default_factory=dict)
-    compute_axis_resources: Rounding[dict[str, str | list[str]]] = field(default_factory=dict)
-    mesh: Rounding[MeshConfig | None] = None
-    context: Rounding[ContextConfig] = field(default_factory=ContextConfig)
+    batch_axis: str | None = field("batch", on_resume="rounding")
+    fsdp_axis: str | list[str] | None = field("embed", on_resume="rounding")
+    tensor_parallel_axes: str | list[str] | None = field(None, on_resume="rounding")
+    model_axis_size: PositiveInt = field(1, on_resume="rounding")
+    replica_ici_axis_size: PositiveInt = field(1, on_resume="rounding")
+    replica_dcn_axis_size: PositiveInt = field(1, on_resume="rounding")
+    axis_resources: dict[str, str | list[str]] = field(default_factory=dict, on_resume="rounding")
+    parameter_axis_resources: dict[str, str | list[str]] = field(default_factory=dict, on_resume="rounding")
+    compute_axis_resources: dict[str, str | list[str]] = field(default_factory=dict, on_resume="rounding")
+    mesh: MeshConfig | None = field(None, on_resume="rounding")
+    context: ContextConfig = field(default_factory=ContextConfig, on_resume="rounding")
     rules: ClassVar[Rules] = (
         excludes(
             *("model_axis_size", "replica_ici_axis_size", "replica_dcn_axis_size", "context.size"),

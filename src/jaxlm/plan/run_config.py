@@ -1,7 +1,7 @@
 """The configuration of a run, as frozen dataclasses."""
 
-from dataclasses import dataclass, field, replace
-from typing import Annotated, ClassVar
+from dataclasses import dataclass, replace
+from typing import ClassVar
 
 from jaxlm.controllers.base import ControllerConfig
 from jaxlm.controllers.early_stopping import UntilConfig
@@ -24,22 +24,7 @@ from jaxlm.plan.presets.base import PresetConfig
 from jaxlm.plan.refs.base import RefConfig
 from jaxlm.plan.trainer_config import TrainerConfig
 from jaxlm.reading.decode import encode
-from jaxlm.reading.effects import (
-    AtTheStart,
-    Content,
-    Controlling,
-    Effect,
-    Evaluations,
-    Harmless,
-    Length,
-    Loss,
-    Order,
-    Refused,
-    Rounding,
-    Stopping,
-    Updates,
-    follows,
-)
+from jaxlm.reading.effects import Effect, field, follows
 from jaxlm.surgery.base import SurgeryConfig
 
 
@@ -68,17 +53,17 @@ class PhaseConfig:
     """
 
     name: str
-    num_train_steps: Length[PositiveInt | None] = None
-    train_batch_size: Annotated[PositiveInt | None, ANOTHER_SIZE] = None
-    per_device_parallelism: Rounding[PositiveInt | None] = None
-    until: Stopping[UntilConfig | None] = None
-    controllers: Controlling[list[ControllerConfig] | None] = None
+    num_train_steps: PositiveInt | None = field(None, on_resume="length")
+    train_batch_size: PositiveInt | None = field(None, on_resume=ANOTHER_SIZE)
+    per_device_parallelism: PositiveInt | None = field(None, on_resume="rounding")
+    until: UntilConfig | None = field(None, on_resume="stopping")
+    controllers: list[ControllerConfig] | None = field(None, on_resume="controllers")
     surgery: list[SurgeryConfig] = field(default_factory=list)
     trainable: list[str] = field(default_factory=lambda: [".*"])
-    data: Content[DataConfig | None] = None
-    objective: Loss[ObjectiveConfig | None] = None
-    optimizer: Updates[OptimizerConfig | None] = None
-    carry_optimizer: Updates[bool] = False
+    data: DataConfig | None = field(None, on_resume="content")
+    objective: ObjectiveConfig | None = field(None, on_resume="loss")
+    optimizer: OptimizerConfig | None = field(None, on_resume="updates")
+    carry_optimizer: bool = field(False, on_resume="updates")
 
     def batch_keys(self, trainer: TrainerConfig) -> TrainerConfig:
         """The section `trainer` with the batch keys of the phase."""
@@ -133,31 +118,29 @@ class RunConfig:
             log folder, then exit.
     """
 
-    data: Content[DataConfig] = field(default_factory=TokensConfig)
-    model: Refused[ModelConfig] = field(default_factory=LlamaConfig)
+    data: DataConfig = field(default_factory=TokensConfig, on_resume="content")
+    model: ModelConfig = field(default_factory=LlamaConfig, on_resume="refused")
     trainer: TrainerConfig = field(default_factory=TrainerConfig)
-    optimizer: Updates[OptimizerConfig] = field(default_factory=AdamConfig)
-    objective: Loss[ObjectiveConfig] = field(default_factory=NextToken)
-    refs: Content[dict[str, RefConfig]] = field(default_factory=dict)
-    evals: Evaluations[list[EvalConfig]] = field(default_factory=lambda: [LossEvalConfig()])
-    tables: Harmless[list[TableConfig]] = field(default_factory=list)
-    phases: Annotated[list[PhaseConfig], follows("the phases from the current one on differ")] = field(
-        default_factory=list
+    optimizer: OptimizerConfig = field(default_factory=AdamConfig, on_resume="updates")
+    objective: ObjectiveConfig = field(default_factory=NextToken, on_resume="loss")
+    refs: dict[str, RefConfig] = field(default_factory=dict, on_resume="content")
+    evals: list[EvalConfig] = field(default_factory=lambda: [LossEvalConfig()], on_resume="evaluations")
+    tables: list[TableConfig] = field(default_factory=list, on_resume="harmless")
+    phases: list[PhaseConfig] = field(
+        default_factory=list, on_resume=follows("the phases from the current one on differ")
     )
-    preset: Annotated[PresetConfig | None, Effect("harmless", "the keys that it fills in are compared themselves")] = (
-        None
-    )
-    data_seed: Order[Seed | None] = None
-    epoch: Length[NonNegativeInt] = 0
-    initialize_from_hf: AtTheStart[bool | str] = False
-    hf_weight_names: AtTheStart[dict[str, str]] = field(default_factory=dict)
-    hf_skip_keys: AtTheStart[list[str]] = field(default_factory=list)
-    use_hf_model_config: AtTheStart[bool] = False
-    hf_save_path: Harmless[str | None] = None
-    hf_save_steps: Harmless[PositiveInt] = 10_000
-    hf_save_dtype: Harmless[str | None] = None
-    hf_upload: Harmless[bool | str | None] = None
-    dry_run: Harmless[bool] = False
+    preset: PresetConfig | None = field(None, on_resume=Effect("harmless", "what it fills in is compared itself"))
+    data_seed: Seed | None = field(None, on_resume="order")
+    epoch: NonNegativeInt = field(0, on_resume="length")
+    initialize_from_hf: bool | str = field(False, on_resume="at_start")
+    hf_weight_names: dict[str, str] = field(default_factory=dict, on_resume="at_start")
+    hf_skip_keys: list[str] = field(default_factory=list, on_resume="at_start")
+    use_hf_model_config: bool = field(False, on_resume="at_start")
+    hf_save_path: str | None = field(None, on_resume="harmless")
+    hf_save_steps: PositiveInt = field(10_000, on_resume="harmless")
+    hf_save_dtype: str | None = field(None, on_resume="harmless")
+    hf_upload: bool | str | None = field(None, on_resume="harmless")
+    dry_run: bool = field(False, on_resume="harmless")
 
     rules: ClassVar[Rules] = (
         excludes("initialize_from_hf", "trainer.initialize_from", why="and both set the initial weights"),

@@ -1,7 +1,7 @@
 """The `trainer` section: run length, batch size, devices, checkpoints and logging."""
 
-from dataclasses import dataclass, field
-from typing import Annotated, ClassVar, Literal
+from dataclasses import dataclass
+from typing import ClassVar, Literal
 
 from jaxlm.controllers.base import ControllerConfig
 from jaxlm.controllers.early_stopping import UntilConfig
@@ -23,17 +23,7 @@ from jaxlm.observe.trackers import TrackerConfig
 from jaxlm.optim.averaging import AveragingConfig
 from jaxlm.plan.batches import BatchConfig
 from jaxlm.plan.mesh import ShardingConfig
-from jaxlm.reading.effects import (
-    ANOTHER_ORDER,
-    AtTheStart,
-    Controlling,
-    Evaluations,
-    Harmless,
-    Length,
-    Rounding,
-    Stopping,
-    follows,
-)
+from jaxlm.reading.effects import ANOTHER_ORDER, field, follows
 
 
 @dataclass(frozen=True)
@@ -53,13 +43,13 @@ class LengthConfig:
         max_eval_batches: maximum batches per source in each evaluation; null evaluates all of them.
     """
 
-    id: Harmless[str | None] = None
-    seed: Annotated[Seed, follows(f"dropout differs; unless data_seed is set, {ANOTHER_ORDER}")] = 0
-    num_train_steps: Length[PositiveInt] = 400_000
-    until: Stopping[UntilConfig | None] = None
-    controllers: Controlling[list[ControllerConfig]] = field(default_factory=list)
-    steps_per_eval: Evaluations[PositiveInt] = 1000
-    max_eval_batches: Evaluations[PositiveInt | None] = None
+    id: str | None = field(None, on_resume="harmless")
+    seed: Seed = field(0, on_resume=follows(f"dropout differs; unless data_seed is set, {ANOTHER_ORDER}"))
+    num_train_steps: PositiveInt = field(400_000, on_resume="length")
+    until: UntilConfig | None = field(None, on_resume="stopping")
+    controllers: list[ControllerConfig] = field(default_factory=list, on_resume="controllers")
+    steps_per_eval: PositiveInt = field(1000, on_resume="evaluations")
+    max_eval_batches: PositiveInt | None = field(None, on_resume="evaluations")
 
 
 @dataclass(frozen=True)
@@ -83,13 +73,13 @@ class StartConfig:
         checkpointer: where and when to save checkpoints.
     """
 
-    load_checkpoint: Harmless[bool | None] = None
-    load_checkpoint_path: Harmless[str | None] = None
-    initialize_from: AtTheStart[str | None] = None
-    initialize_from_state: AtTheStart[str | None] = None
-    allow_partial_checkpoint: Harmless[bool] = False
-    allow_changes: Harmless[list[Literal["data", "tokenizer", "refs"]]] = field(default_factory=list)
-    checkpointer: Harmless[CheckpointerConfig] = field(default_factory=CheckpointerConfig)
+    load_checkpoint: bool | None = field(None, on_resume="harmless")
+    load_checkpoint_path: str | None = field(None, on_resume="harmless")
+    initialize_from: str | None = field(None, on_resume="at_start")
+    initialize_from_state: str | None = field(None, on_resume="at_start")
+    allow_partial_checkpoint: bool = field(False, on_resume="harmless")
+    allow_changes: list[Literal["data", "tokenizer", "refs"]] = field(default_factory=list, on_resume="harmless")
+    checkpointer: CheckpointerConfig = field(default_factory=CheckpointerConfig, on_resume="harmless")
 
     rules: ClassVar[Rules] = (
         excludes("initialize_from", "initialize_from_state", why="the first loads only the model, the second all"),
@@ -130,12 +120,12 @@ class FailureConfig:
         shutdown_at_exit: only false is supported. Shut machines down in the command that starts the run.
     """
 
-    crash_on_nan: Stopping[bool] = False
-    crash_on_inf: Stopping[bool] = False
-    crash_after_skipped: Stopping[PositiveInt | None] = 25
-    watchdog: Harmless[WatchdogConfig] = field(default_factory=WatchdogConfig)
-    preemption_notices: Harmless[bool] = True
-    shutdown_at_exit: Harmless[bool | float] = False
+    crash_on_nan: bool = field(False, on_resume="stopping")
+    crash_on_inf: bool = field(False, on_resume="stopping")
+    crash_after_skipped: PositiveInt | None = field(25, on_resume="stopping")
+    watchdog: WatchdogConfig = field(default_factory=WatchdogConfig, on_resume="harmless")
+    preemption_notices: bool = field(True, on_resume="harmless")
+    shutdown_at_exit: bool | float = field(False, on_resume="harmless")
 
 
 # The last base comes first: --help and the guide list the keys from the length of a run to its logs.
@@ -169,23 +159,25 @@ class TrainerConfig(FailureConfig, StartConfig, ShardingConfig, BatchConfig, Len
         ray: tokenize on a Ray cluster (`{}` starts one). Null tokenizes in process 0, on all cores of its machine.
     """
 
-    mp: Annotated[str | PrecisionConfig, follows("numbers have a different precision from here")] = "f32"
-    offload_optimizer: Rounding[bool] = False
-    log_dir: Harmless[str] = "logs/"
-    compilation_cache_dir: Harmless[str | None] = "cache/xla"
-    strict_performance: Harmless[bool] = False
-    require_accelerator: Harmless[bool | None] = None
-    jax_config: Rounding[dict[str, bool | int | float | str | None]] = field(default_factory=dict)
-    log_jaxprs: Harmless[bool] = False
-    log_xla_hlo: Harmless[bool] = False
-    model_averaging: Annotated[AveragingConfig | None, follows("the average of the weights differs from here")] = None
-    tracker: Harmless[TrackerConfig | list[TrackerConfig]] = field(default_factory=list)
-    completions: Harmless[CompletionsConfig] = field(default_factory=CompletionsConfig)
-    callbacks: Harmless[list[CallbackConfig]] = field(default_factory=list)
-    watch: Rounding[WatchConfig | None] = None
-    profiler: Harmless[ProfilerConfig | None] = None
-    distributed: Harmless[DistributedConfig] = field(default_factory=DistributedConfig)
-    ray: Harmless[RayConfig | None] = None
+    mp: str | PrecisionConfig = field("f32", on_resume=follows("numbers have a different precision from here"))
+    offload_optimizer: bool = field(False, on_resume="rounding")
+    log_dir: str = field("logs/", on_resume="harmless")
+    compilation_cache_dir: str | None = field("cache/xla", on_resume="harmless")
+    strict_performance: bool = field(False, on_resume="harmless")
+    require_accelerator: bool | None = field(None, on_resume="harmless")
+    jax_config: dict[str, bool | int | float | str | None] = field(default_factory=dict, on_resume="rounding")
+    log_jaxprs: bool = field(False, on_resume="harmless")
+    log_xla_hlo: bool = field(False, on_resume="harmless")
+    model_averaging: AveragingConfig | None = field(
+        None, on_resume=follows("the average of the weights differs from here")
+    )
+    tracker: TrackerConfig | list[TrackerConfig] = field(default_factory=list, on_resume="harmless")
+    completions: CompletionsConfig = field(default_factory=CompletionsConfig, on_resume="harmless")
+    callbacks: list[CallbackConfig] = field(default_factory=list, on_resume="harmless")
+    watch: WatchConfig | None = field(None, on_resume="rounding")
+    profiler: ProfilerConfig | None = field(None, on_resume="harmless")
+    distributed: DistributedConfig = field(default_factory=DistributedConfig, on_resume="harmless")
+    ray: RayConfig | None = field(None, on_resume="harmless")
 
     def check(self) -> None:
         """Raises `ConfigError` for values that are invalid for every model and every set of devices."""

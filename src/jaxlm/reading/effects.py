@@ -1,18 +1,19 @@
-"""What a changed key means for a run that resumes: its field's type says so (`log_dir: Harmless[str]`), or that of a section
-around it.
+"""What a changed key means for a run that resumes: its field says so (`log_dir: str = field("x", on_resume="harmless")`), or
+that of a section around it.
 """
 
 import dataclasses
 import types
 import typing
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from typing import Annotated, Any, Literal, TypeVar
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import MISSING, dataclass
+from typing import Annotated, Any, Literal, TypeVar, overload
 
 from draccus.choice_types import CHOICE_TYPE_KEY
 
 from jaxlm.reading.decode import is_choice
 
+T = TypeVar("T")
 Kind = Literal["harmless", "changes what follows", "refused"]
 
 
@@ -44,22 +45,40 @@ CONTENT = Effect("harmless", "the content is the same")
 OWN = follows("a key of your own")
 ANOTHER_ORDER = "the order of the data changes from here: some is read again, and some is left out"
 
-T = TypeVar("T")
-Harmless = Annotated[T, HARMLESS]
-Rounding = Annotated[T, ROUNDING]
-Content = Annotated[T, CONTENT]
-Refused = Annotated[T, Effect("refused")]
-AtTheStart = Annotated[T, Effect("harmless", "only a new run reads it")]
-Evaluations = Annotated[T, follows("evaluations, and what depends on them, are not comparable with earlier ones")]
-Order = Annotated[T, follows(ANOTHER_ORDER)]
-Mixture = Annotated[T, follows("the sources are mixed differently from here")]
-Updates = Annotated[T, follows("the next updates differ")]
-Loss = Annotated[T, follows("a different loss is minimized from here")]
-Length = Annotated[T, follows("the run ends at a different step, and the learning rate follows the new length")]
-Controlling = Annotated[
-    T, follows("a new controller starts here, and the learning rate loses the factor of one that is removed")
-]
-Stopping = Annotated[T, follows("the run may end or go back where it would not have before")]
+EFFECTS = {
+    "harmless": HARMLESS,
+    "rounding": ROUNDING,
+    "content": CONTENT,
+    "refused": Effect("refused"),
+    "at_start": Effect("harmless", "only a new run reads it"),
+    "evaluations": follows("evaluations, and what depends on them, are not comparable with earlier ones"),
+    "order": follows(ANOTHER_ORDER),
+    "mixture": follows("the sources are mixed differently from here"),
+    "updates": follows("the next updates differ"),
+    "loss": follows("a different loss is minimized from here"),
+    "length": follows("the run ends at a different step, and the learning rate follows the new length"),
+    "controllers": follows(
+        "a new controller starts here, and the learning rate loses the factor of one that is removed"
+    ),
+    "stopping": follows("the run may end or go back where it would not have before"),
+}
+"""Effects by the names that `field` knows."""
+_ON_RESUME = "on_resume"
+
+
+@overload
+def field(default: T, *, on_resume: str | Effect | None = None) -> T: ...
+@overload
+def field(*, default_factory: Callable[[], T], on_resume: str | Effect | None = None) -> T: ...
+def field(default: Any = MISSING, *, default_factory: Any = MISSING, on_resume: str | Effect | None = None) -> Any:
+    """A field of a section, as `dataclasses.field`, that says what a change of it means for a resumed run.
+
+    Args:
+        on_resume: a name in `EFFECTS`, or an effect; None for that of the section around it.
+    """
+    effect = EFFECTS[on_resume] if isinstance(on_resume, str) else on_resume
+    metadata = {} if effect is None else {_ON_RESUME: effect}
+    return dataclasses.field(default=default, default_factory=default_factory, metadata=metadata)  # pyright: ignore[reportCallIssue]
 
 
 def effect_of(kind: type, path: str) -> Effect:
@@ -73,17 +92,18 @@ def effect_of(kind: type, path: str) -> Effect:
     effect, hints = OWN, [kind]
     for name in path.split("."):
         members = [member for hint in hints for member in _members(hint)]
-        hints = [hint for member in members for hint in _at(member, name)]
+        found = [one for member in members for one in _at(member, name)]
+        hints = [hint for hint, _ in found]
         if hints or name != CHOICE_TYPE_KEY:
             effect = next(filter(None, (getattr(member, "keys_effect", None) for member in members)), effect)
-        effect = next(filter(None, map(_stated, hints)), effect)
+        effect = next(filter(None, (stated for _, stated in found)), effect)
     return effect
 
 
 def stated_effects(kind: type) -> dict[str, Effect]:
     """Field -> effect of the fields of a dataclass that state one."""
-    hints = typing.get_type_hints(kind, include_extras=True)
-    return {name: effect for name, hint in hints.items() if (effect := _stated(hint)) is not None}
+    stated = {field.name: field.metadata.get(_ON_RESUME) for field in dataclasses.fields(kind)}
+    return {name: effect for name, effect in stated.items() if effect is not None}
 
 
 def _members(hint: Any) -> Sequence[Any]:
@@ -93,18 +113,14 @@ def _members(hint: Any) -> Sequence[Any]:
     return typing.get_args(hint) if typing.get_origin(hint) in (typing.Union, types.UnionType) else (hint,)
 
 
-def _at(member: Any, name: str) -> Iterator[Any]:
-    """The types of what a list, a mapping or a section of a type has under a name."""
+def _at(member: Any, name: str) -> Iterator[tuple[Any, Effect | None]]:
+    """The types, and the effects, of what a list, a mapping or a section of a type has under a name."""
     if typing.get_origin(member) in (list, dict):
-        yield typing.get_args(member)[-1]
+        yield typing.get_args(member)[-1], None
     elif dataclasses.is_dataclass(member):
         kinds: list[Any] = [member]
         if is_choice(member) and name not in typing.get_type_hints(member):
             kinds += kinds[0].get_known_choices().values()
-        hints = (typing.get_type_hints(kind, include_extras=True) for kind in kinds)
-        yield from (hint[name] for hint in hints if name in hint)
-
-
-def _stated(hint: Any) -> Effect | None:
-    metadata = hint.__metadata__ if typing.get_origin(hint) is Annotated else ()
-    return next((item for item in metadata if isinstance(item, Effect)), None)
+        for kind in kinds:
+            if name in (hints := typing.get_type_hints(kind)):
+                yield hints[name], stated_effects(kind).get(name)

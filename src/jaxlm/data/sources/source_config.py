@@ -9,7 +9,7 @@ import abc
 import json
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
@@ -28,7 +28,7 @@ from jaxlm.data.sources.hugging_face import HubDataset, is_saved_dataset, saved_
 from jaxlm.data.sources.mirror import MirroredSource, copy_folder_name
 from jaxlm.reading.choices import Registry
 from jaxlm.reading.decode import encode
-from jaxlm.reading.effects import OWN, Content, Effect, Evaluations, Harmless
+from jaxlm.reading.effects import OWN, Effect, field
 
 
 def dataset_sources(
@@ -170,19 +170,19 @@ class SourceConfig:
             or one of your own, `{type: "my_package.my_module:MyCorpus"}`.
     """
 
-    train_urls: Content[list[str]] = field(default_factory=list)
-    validation_urls: Evaluations[list[str]] = field(default_factory=list)
-    num_validation_files: Content[PositiveInt | None] = None
-    cache_dir: Harmless[str | None] = None
-    text_key: Content[str] = DEFAULT_TEXT_KEY
-    format: Content[FormatConfig] = field(default_factory=TextFormat)
-    tags: Evaluations[list[str]] = field(default_factory=list)
-    id: Content[str | None] = None
-    name: Content[str | None] = None
-    split: Content[str] = TRAIN
-    validation_split: Evaluations[str | None] = VALIDATION
-    stream: Content[bool] = False
-    source: Content[CorpusConfig | None] = None
+    train_urls: list[str] = field(default_factory=list, on_resume="content")
+    validation_urls: list[str] = field(default_factory=list, on_resume="evaluations")
+    num_validation_files: PositiveInt | None = field(None, on_resume="content")
+    cache_dir: str | None = field(None, on_resume="harmless")
+    text_key: str = field(DEFAULT_TEXT_KEY, on_resume="content")
+    format: FormatConfig = field(default_factory=TextFormat, on_resume="content")
+    tags: list[str] = field(default_factory=list, on_resume="evaluations")
+    id: str | None = field(None, on_resume="content")
+    name: str | None = field(None, on_resume="content")
+    split: str = field(TRAIN, on_resume="content")
+    validation_split: str | None = field(VALIDATION, on_resume="evaluations")
+    stream: bool = field(False, on_resume="content")
+    source: CorpusConfig | None = field(None, on_resume="content")
 
     rules: ClassVar[Rules] = (
         excludes("train_urls", "id", "source", why="and a source has one of them"),

@@ -4,7 +4,6 @@ import contextlib
 import functools
 import zlib
 from collections.abc import Callable, Mapping
-from dataclasses import field
 from typing import Annotated, Any, ClassVar, Literal
 
 import numpy as np
@@ -35,7 +34,7 @@ from jaxlm.data.loader import BatchContext, Batching, BatchMaker, BatchReader, l
 from jaxlm.data.tokenizer.tokenizer import Tokenizer
 from jaxlm.models.inference.sampling import Sampling
 from jaxlm.reading.choices import choice
-from jaxlm.reading.effects import Harmless, Order, Rounding, Updates
+from jaxlm.reading.effects import field
 from jaxlm.systems.rl.curricula import CurriculumConfig, CurriculumContext
 from jaxlm.systems.rl.environments import EnvironmentConfig, opened_environment
 from jaxlm.systems.rl.maker import EARNED, Conversations, RolloutMaker, RolloutOptions, dialect_of
@@ -197,23 +196,23 @@ class RolloutsConfig(DataConfig):
     expects: ClassVar[str] = "prompts"
 
     format: FormatConfig = field(default_factory=PromptsFormat)
-    group_size: Updates[Annotated[int, Interval(ge=2, le=LARGEST_INT)]] = 8
-    max_new_tokens: Updates[PositiveInt] = 256
-    temperature: Updates[Annotated[float, Interval(ge=0.001, le=LARGEST_INT)]] = 1.0
-    top_k: Updates[PositiveInt | None] = None
-    top_p: Updates[PositiveFraction | None] = None
-    min_p: Updates[Fraction | None] = None
-    repetition_penalty: Updates[PositiveFloat] = 1.0
-    updates_per_rollout: Updates[PositiveInt] = 1
-    minibatches_per_rollout: Updates[PositiveInt] = 1
-    rewards: Updates[list[RewardConfig]] = field(default_factory=list)
-    reward_timeout_s: Harmless[Seconds] = 600.0
-    dynamic_sampling: Updates[NonNegativeInt] = 0
-    curriculum: Updates[CurriculumConfig | None] = None
-    environment: Updates[EnvironmentConfig | None] = None
-    max_turns: Updates[PositiveInt] = 4
-    long_prompts: Order[Literal["refuse", "leave_out"]] = "refuse"
-    sampler: Rounding[SamplerConfig] = field(default_factory=LocalSamplerConfig)
+    group_size: Annotated[int, Interval(ge=2, le=LARGEST_INT)] = field(8, on_resume="updates")
+    max_new_tokens: PositiveInt = field(256, on_resume="updates")
+    temperature: Annotated[float, Interval(ge=0.001, le=LARGEST_INT)] = field(1.0, on_resume="updates")
+    top_k: PositiveInt | None = field(None, on_resume="updates")
+    top_p: PositiveFraction | None = field(None, on_resume="updates")
+    min_p: Fraction | None = field(None, on_resume="updates")
+    repetition_penalty: PositiveFloat = field(1.0, on_resume="updates")
+    updates_per_rollout: PositiveInt = field(1, on_resume="updates")
+    minibatches_per_rollout: PositiveInt = field(1, on_resume="updates")
+    rewards: list[RewardConfig] = field(default_factory=list, on_resume="updates")
+    reward_timeout_s: Seconds = field(600.0, on_resume="harmless")
+    dynamic_sampling: NonNegativeInt = field(0, on_resume="updates")
+    curriculum: CurriculumConfig | None = field(None, on_resume="updates")
+    environment: EnvironmentConfig | None = field(None, on_resume="updates")
+    max_turns: PositiveInt = field(4, on_resume="updates")
+    long_prompts: Literal["refuse", "leave_out"] = field("refuse", on_resume="order")
+    sampler: SamplerConfig = field(default_factory=LocalSamplerConfig, on_resume="rounding")
 
     def batch_spec(self, seq_len: int) -> BatchSpec[GroupBatch]:
         Group, Position = Axis(GROUP, self.group_size), Axis(POSITION, seq_len)
