@@ -122,9 +122,14 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=8)
     parser.add_argument("--rounds", type=int, default=12)
     options = parser.parse_args()
-    config = LlamaConfig(
-        seq_len=256, hidden_dim=256, intermediate_dim=704, num_layers=options.layers, num_heads=4, num_kv_heads=2
-    )
+    sizes: dict[str, Any] = {
+        "seq_len": 256,
+        "hidden_dim": 256,
+        "intermediate_dim": 704,
+        "num_heads": 4,
+        "num_kv_heads": 2,
+    }
+    config = LlamaConfig(**sizes, num_layers=options.layers)
     steps = {name: Timed(objective, config) for name, objective in OBJECTIVES.items()}
     seconds: dict[str, list[float]] = {name: [] for name in steps}
     for _ in range(options.rounds):

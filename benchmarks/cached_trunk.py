@@ -71,9 +71,8 @@ class Side:
             plain = self.plan.data[0].open(tokenizer, SEQ_LEN, lambda _: None)
             reopen = lambda: plain.batches(**order)  # noqa: E731
             clock, position, check_stop = ActivityClock(), {"examples": 0}, lambda: None
-            self.data = with_annotations(
-                self.plan, self.phase, plain, print, reopen, 0, position, clock, check_stop=check_stop
-            )
+            where = self.plan, self.phase, plain, print, reopen
+            self.data = with_annotations(*where, 0, position, clock, check_stop)
             self.steps = compile_steps(self.plan, self.phase, 0, print)
             self.state = enter_phase(self.plan.state_builder, self.phase, self.plan.layout, None)()
             self.batches = self.data.batches(**order)
@@ -153,9 +152,8 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as temporary:
         folder = options.folder or Path(temporary)
         found = [compare(options, folder, trunk) for trunk in map(int, options.trunks.split(","))]
-    shape = (
-        f"width {options.hidden}, {options.layers} layers train, {options.steps} steps of {BATCH} x {SEQ_LEN} tokens"
-    )
+    steps = f"{options.steps} steps of {BATCH} x {SEQ_LEN} tokens"
+    shape = f"width {options.hidden}, {options.layers} layers train, {steps}"
     print(f"\n{shape}, {options.store}, jax {jax.__version__} on {jax.devices()[0].device_kind}\n")
     print("| trunk | computed, tokens/s | stored, tokens/s | ratio | losses | fill, tokens/s | pays after |")
     print("|---|---|---|---|---|---|---|")

@@ -78,9 +78,8 @@ def run(tree: Path, home: Path, config: Path, steps: int, number: int) -> dict[s
     if process.returncode or first_step is None:
         raise SystemExit(f"{tree}: the run failed with exit code {process.returncode}")
     (metrics,) = (home / "logs" / f"round-{number}").glob("metrics.jsonl")
-    seconds = [
-        json.loads(line)["throughput/duration"] for line in metrics.read_text().splitlines() if "duration" in line
-    ]
+    lines = metrics.read_text().splitlines()
+    seconds = [json.loads(line)["throughput/duration"] for line in lines if "duration" in line]
     return {"first_step_s": first_step, "step_s": statistics.median(seconds[WARMUP:]), "peak_bytes": peak}
 
 

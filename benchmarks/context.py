@@ -9,7 +9,6 @@ as one process, and the loss after the last step.
 """
 
 import argparse
-import json
 import os
 import socket
 import statistics
@@ -20,6 +19,7 @@ from pathlib import Path
 import jax
 import yaml
 from processes import spread
+from training_runs import read, trainer_in
 
 WARMUP_STEPS = 3
 ALONE = "one process"
@@ -40,16 +40,8 @@ def run_of(folder: Path, variant: str, seq_len: int, steps: int) -> Path:
     sizes = {"type": "llama", "seq_len": seq_len, "hidden_dim": 256, "intermediate_dim": 704, "num_layers": 4, **heads}
     context = VARIANTS[variant]
     name = variant.replace(", ", "-").replace(" ", "-")
-    trainer = {
-        "id": name,
-        "num_train_steps": steps,
-        "train_batch_size": 1,
-        "steps_per_eval": 1_000_000,
-        "log_dir": str(folder / "logs"),
-        "compilation_cache_dir": str(folder / "xla"),
-        "checkpointer": {"base_path": str(folder / "checkpoints"), "save_interval": "1h", "keep": []},
-        **({"context": {"size": 2, **context}} if context else {}),
-    }
+    keys = {"context": {"size": 2, **context}} if context else {}
+    trainer = trainer_in(folder, folder, id=name, num_train_steps=steps, train_batch_size=1, **keys)
     data = {"train_urls": ["stdlib:train"], "tokenizer": "bpe", "vocab_size": 1024, "cache_dir": str(folder / "data")}
     path = folder / f"{name}.yaml"
     run = {"model": sizes, "data": data, "trainer": trainer, "optimizer": {"learning_rate": 1e-3}, "evals": []}
@@ -75,8 +67,7 @@ def train(folder: Path, variant: str, seq_len: int, steps: int) -> tuple[list[fl
     for process in processes:
         if process.wait():
             sys.exit(f"{variant}: a process ended with {process.returncode}")
-    records = [json.loads(line) for line in (log / "metrics.jsonl").read_text().splitlines()]
-    records = [record for record in records if "train/loss" in record]
+    records = [record for record in read(log / "metrics.jsonl") if "train/loss" in record]
     return [one["throughput/duration"] for one in records[WARMUP_STEPS:]], records[-1]["train/loss"]
 
 

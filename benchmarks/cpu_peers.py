@@ -134,7 +134,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--minutes", type=float, default=11, help="no round starts after this time (default 11)")
     parser.add_argument("--steps", type=int, default=4, help="measured steps of a turn, after one more (default 4)")
     parser.add_argument(
-        "--starts", type=int, default=0, help="pairs of starts per peer to time: without and with a cache"
+        "--starts", type=int, default=0, help="pairs of starts per peer to time, without and with cache"
     )
     parser.add_argument("--memory_gib", type=float, default=24, help="most memory of all peers together (default 24)")
     parser.add_argument("--here", action="store_true", help="run all peers with this Python and its packages")

@@ -36,12 +36,8 @@ def main() -> None:
     parser.add_argument("--forms", default=f"{DIFFUSION},{CAUSAL}", help="what to train (default both)")
     parser.add_argument("--seeds", default="0,1,2", help="comma-separated seeds (default 0,1,2)")
     parser.add_argument("--steps", type=int, default=1800, help="steps of the diffusion model (default 1800)")
-    parser.add_argument(
-        "--replicas", type=int, default=4, help="ways to hide tokens of a validation sequence (default 4)"
-    )
-    parser.add_argument(
-        "--eval_batches", type=int, default=200, help="batches of 8 sequences to evaluate (default 200)"
-    )
+    parser.add_argument("--replicas", type=int, default=4, help="ways to hide tokens of a sequence (default 4)")
+    parser.add_argument("--eval_batches", type=int, default=200, help="batches of 8 sequences to evaluate")
     options = parser.parse_args()
     options.folder.mkdir(parents=True, exist_ok=True)
     results: dict[str, list[dict[str, float]]] = {form: [] for form in options.forms.split(",")}

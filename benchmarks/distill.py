@@ -47,9 +47,7 @@ def main() -> None:
     parser.add_argument("--seeds", default="0,1,2", help="comma-separated seeds of the students (default 0,1,2)")
     parser.add_argument("--teacher_steps", type=int, default=1300, help="steps of the teacher (default 1300)")
     parser.add_argument("--steps", type=int, default=1000, help="steps of each student (default 1000)")
-    parser.add_argument(
-        "--forms", default=",".join(FORM_NAMES), help=f"comma-separated: {', '.join(FORM_NAMES)} (default all)"
-    )
+    parser.add_argument("--forms", default=",".join(FORM_NAMES), help="comma-separated (default all)")
     parser.add_argument("--jobs", type=int, default=1, help="students that train at the same time (default 1)")
     options = parser.parse_args()
     options.folder.mkdir(parents=True, exist_ok=True)

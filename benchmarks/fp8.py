@@ -23,6 +23,7 @@ from pathlib import Path
 
 from gpu import MODELS, TINY, Model, usable
 from processes import PeerFailedError, answer_of, shortened
+from training_runs import read, trainer_in
 
 VARIANTS = {"bfloat16": None, "tensorwise": "tensorwise", "rowwise": "rowwise"}
 LIMIT = 0.01  # of the relative difference of the mean loss of ten steps
@@ -55,26 +56,11 @@ def with_recipe(config: dict, recipe: str | None, min_features: int) -> dict:
 def curve_config(sizes: dict, recipe: str | None, folder: Path, steps: int, rows: int) -> dict:
     """A run on the standard library's source files. All variants share the token cache."""
     data = {"train_urls": ["stdlib:train"], "cache_dir": str(folder / "cache"), "tokenizer": "bpe", "vocab_size": 4096}
-    checkpointer = {"base_path": str(folder / "checkpoints"), "save_interval": "1h", "keep": []}
-    trainer = {
-        "id": f"curve-{recipe or 'bfloat16'}",
-        "seed": 0,
-        "mp": "p=f32,c=bfloat16",
-        "num_train_steps": steps,
-        "train_batch_size": rows,
-        "log_dir": str(folder / "logs"),
-        "compilation_cache_dir": str(folder / "programs"),
-        "checkpointer": checkpointer,
-    }
+    keys = {"mp": "p=f32,c=bfloat16", "num_train_steps": steps, "train_batch_size": rows}
+    trainer = trainer_in(folder, folder, id=f"curve-{recipe or 'bfloat16'}", **keys)
     optimizer = {"learning_rate": 1e-3, "warmup": 10, "lr_schedule": "constant"}
-    config = {
-        "data": data,
-        "model": {"type": "llama", **sizes},
-        "trainer": trainer,
-        "optimizer": optimizer,
-        "evals": [],
-    }
-    return with_recipe(config, recipe, 128)
+    config = {"data": data, "model": {"type": "llama", **sizes}, "trainer": trainer, "optimizer": optimizer}
+    return with_recipe({**config, "evals": []}, recipe, 128)
 
 
 @dataclass
@@ -110,10 +96,8 @@ class Run:
         if done.returncode:
             self.failures.append(f"curve, {variant}: {shortened(done.stderr)}")
             return
-        log = folder / "logs" / config["trainer"]["id"] / "metrics.jsonl"
-        records = map(json.loads, log.read_text().splitlines())
-        losses = [record["train/loss"] for record in records if "train/loss" in record]
-        self.curves[variant] = losses
+        records = read(folder / "logs" / config["trainer"]["id"] / "metrics.jsonl")
+        self.curves[variant] = losses = [record["train/loss"] for record in records if "train/loss" in record]
         print(f"curve, {variant}: {losses[0]:.4f} to {losses[-1]:.4f}, {self.left_s:.0f} s left", file=sys.stderr)
 
     def measure_speed(self, model: Model, variant: str, folder: Path, *more: str) -> None:
@@ -164,9 +148,7 @@ def main() -> None:
     """Measures the curves, then the speeds, and writes the report."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tiny", action="store_true", help="tiny shapes, to run all of the code on a CPU")
-    parser.add_argument(
-        "--forecast", metavar="TOPOLOGY", help="compile the steps for a GPU that is not attached instead"
-    )
+    parser.add_argument("--forecast", metavar="TOPOLOGY", help="compile the steps for a GPU that is not attached")
     parser.add_argument("--models", default="", help="only models whose name contains this text (default all)")
     parser.add_argument("--steps", type=int, default=12, help="measured steps per process (default 12)")
     parser.add_argument("--minutes", type=float, default=5.8, help="time limit in minutes (default 5.8)")
@@ -197,9 +179,8 @@ def main() -> None:
     print(text)
     apart = [f"{variant} {value:.3%}" for variant, value in differences(run.curves).items() if value > LIMIT]
     if run.failures or apart:
-        raise SystemExit(
-            "; ".join([*(f[:500] for f in run.failures), *(f"loss: {each} from bfloat16" for each in apart)])
-        )
+        failures = [*(f[:500] for f in run.failures), *(f"loss: {each} from bfloat16" for each in apart)]
+        raise SystemExit("; ".join(failures))
 
 
 if __name__ == "__main__":

@@ -159,9 +159,7 @@ class Run:
 def main() -> None:
     """Runs all rounds and writes the report."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument(
-        "--tiny", action="store_true", help="tiny shapes and few steps, to run all of the code on a CPU"
-    )
+    parser.add_argument("--tiny", action="store_true", help="tiny shapes and few steps, to run all code on a CPU")
     parser.add_argument("--models", default="", help="only models whose name contains this text (default all)")
     parser.add_argument("--forecast", metavar="TOPOLOGY", help="print what `jaxlm bench --topology` expects")
     parser.add_argument("--rounds", type=int, default=3, help="maximum number of rounds (default 3)")
@@ -169,12 +167,8 @@ def main() -> None:
     parser.add_argument("--warmup", type=int, default=3, help="warm-up steps before them (default 3)")
     parser.add_argument("--minutes", type=float, default=8.5, help="time limit in minutes (default 8.5)")
     parser.add_argument("--jax_python", default=sys.executable, help="interpreter that has jaxlm (default: this one)")
-    parser.add_argument(
-        "--torch_python", default=sys.executable, help="interpreter that has PyTorch (default: this one)"
-    )
-    parser.add_argument(
-        "--output", type=Path, default=Path("gpu"), help="prefix of the files OUTPUT.md and OUTPUT.json"
-    )
+    parser.add_argument("--torch_python", default=sys.executable, help="the one that has PyTorch (default: this one)")
+    parser.add_argument("--output", type=Path, default=Path("gpu"), help="prefix of OUTPUT.md and OUTPUT.json")
     options = parser.parse_args()
     models = [model for model in (TINY if options.tiny else MODELS) if options.models in model.name]
     if not models:
@@ -210,9 +204,8 @@ def forecast(python: str, topology: str, models: Sequence[Model]) -> None:
             path = Path(folder) / "run.yaml"
             path.write_text(json.dumps(model.config))
             try:
-                answer = answer_of(
-                    [python, "-m", "jaxlm.commands.bench", "--config_path", str(path), "--topology", topology]
-                )
+                command = [python, "-m", "jaxlm.commands.bench", "--config_path", str(path), "--topology", topology]
+                answer = answer_of(command)
             except PeerFailedError as error:
                 raise SystemExit(str(error)) from error
         seconds = f"{answer['compute_seconds']:.3f} s | {answer['memory_seconds']:.3f} s"
@@ -287,9 +280,8 @@ def how(peer: str, answer: dict) -> str:
     if peer == "jaxlm":
         kernels = ", ".join(f"{name} x {n}" for name, n in answer["kernels"].items()) or "no library kernels"
         return f"recomputation {answer['recomputation']}; {kernels}; compiled in {answer['compile_seconds']:.0f} s"
-    return (
-        f"{answer['attention']}, {answer['micro_batches']} microbatch(es), first step {answer['compile_seconds']:.0f} s"
-    )
+    parts = f"{answer['attention']}, {answer['micro_batches']} microbatch(es)"
+    return f"{parts}, first step {answer['compile_seconds']:.0f} s"
 
 
 def measured(case: dict) -> list[str]:

@@ -28,7 +28,7 @@ from typing import Any
 from jaxlm.core.imports import gc_paused  # noqa: F401  # before haliax
 
 import jax
-from training_runs import Figures, read, series
+from training_runs import Figures, read, series, trainer_in
 
 from jaxlm.models.flops import matrix_operations
 from jaxlm.plan.load_config import decode_run
@@ -51,23 +51,13 @@ def config(keys: Mapping[str, Any], folder: Path, seed: int, layers: int, learni
     """The configuration of one run."""
     model = {"type": "llama", "seq_len": SEQ_LEN, "hidden_dim": 128, "intermediate_dim": 352, "num_layers": layers}
     model |= {"num_heads": 2, "num_kv_heads": 2, "initializer_range": 0.08, "tie_word_embeddings": False}
-    trainer = {"id": "run", "seed": seed, "train_batch_size": BATCH, "log_dir": str(folder / "logs")}
-    trainer |= {
-        "steps_per_eval": 1_000_000,
-        "max_eval_batches": 40,
-        "compilation_cache_dir": str(folder.parent / "xla"),
-    }
-    trainer |= {"checkpointer": {"base_path": str(folder / "checkpoints"), "save_interval": "1h", "keep": []}}
+    trainer = trainer_in(folder, folder.parent, seed=seed, train_batch_size=BATCH, max_eval_batches=40)
     data = {"train_urls": ["stdlib:train"], "validation_urls": ["stdlib:validation"], "tokenizer": "bpe"}
     data |= {"vocab_size": VOCAB, "cache_dir": str(folder.parent / "data")}
     optimizer = {"learning_rate": learning_rate, "weight_decay": 0.1, "warmup": 0.1, "lr_schedule": "cosine"}
-    tree = {"data": data, "model": model, "trainer": trainer, "optimizer": optimizer, "evals": [{"type": "loss"}]}
-    return {
-        **tree,
-        **keys,
-        "model": {**model, **keys.get("model", {})},
-        "trainer": {**trainer, **keys.get("trainer", {})},
-    }
+    model, trainer = model | keys.get("model", {}), trainer | keys.get("trainer", {})
+    tree = {"data": data, "optimizer": optimizer, "evals": [{"type": "loss"}], **keys}
+    return {**tree, "model": model, "trainer": trainer}
 
 
 def run(tree: dict[str, Any]) -> dict[str, Any]:
@@ -88,9 +78,8 @@ def polished(steps: int, stacks: int) -> dict[str, Any]:
     """Stacks with polishing, in about `steps * stacks` steps in all."""
     total = steps * stacks
     polish = max(1, round(total / (5 * stacks - 1)))
-    return preset(
-        max(1, round((total - polish * (stacks - 1)) / stacks)), stacks, polish_steps=polish, carry_optimizer=True
-    )
+    each = max(1, round((total - polish * (stacks - 1)) / stacks))
+    return preset(each, stacks, polish_steps=polish, carry_optimizer=True)
 
 
 def with_range(values: list[float]) -> str:
@@ -147,9 +136,8 @@ def main() -> None:
                 keys = whole(max(1, round(frozen["flops"] / (joint["flops"] / joint["steps"]))), stacks, options.layers)
             tree = config(keys, folder, seed, options.layers, options.learning_rate)
             results.get(f"{name} {seed}", lambda tree=tree: run(tree))
-    print(
-        f"\n{stacks} stacks of {options.layers} layers, {steps} steps each, seeds {options.seeds}, jax {jax.__version__}\n"
-    )
+    shape = f"{stacks} stacks of {options.layers} layers, {steps} steps each"
+    print(f"\n{shape}, seeds {options.seeds}, jax {jax.__version__}\n")
     print(table(results, chosen, seeds))
 
 

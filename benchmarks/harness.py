@@ -23,9 +23,7 @@ def main() -> None:
     """Runs all tasks of a folder with both backends."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--checkpoint", required=True, help="a Hugging Face model folder")
-    parser.add_argument(
-        "--tasks", type=Path, default=TASKS, help="a folder of task .yaml files (default examples/tasks)"
-    )
+    parser.add_argument("--tasks", type=Path, default=TASKS, help="folder of tasks (default examples/tasks)")
     parser.add_argument("--limit", type=int, default=500, help="maximum documents per task (default 500)")
     parser.add_argument("--batch_size", type=int, default=16, help="requests per batch (default 16)")
     options = parser.parse_args()
@@ -66,9 +64,8 @@ def hf_metrics(options: argparse.Namespace, task: str) -> dict:
 
     model = HFLM(pretrained=options.checkpoint, dtype="float32", device="cpu", batch_size=options.batch_size)
     manager = TaskManager(include_path=str(options.tasks))
-    results = lm_eval.simple_evaluate(
-        model=model, tasks=[task], task_manager=manager, limit=options.limit, bootstrap_iters=0
-    )
+    given = {"tasks": [task], "task_manager": manager, "limit": options.limit, "bootstrap_iters": 0}
+    results = lm_eval.simple_evaluate(model=model, **given)
     return results["results"][task]
 
 

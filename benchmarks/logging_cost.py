@@ -84,9 +84,8 @@ def log(pairs: Sequence[tuple[float, float]], cpu_s: dict[str, float]) -> None:
     ratio = math.exp(trimmed_mean(logs))
     low, high = (float(np.exp(np.quantile([trimmed_mean(sample) for sample in resampled], q))) for q in (0.025, 0.975))
     step = statistics.median(silent)
-    print(
-        f"\nstep without logging {step * 1e3:.2f} ms, with logging {statistics.median(logged) * 1e3:.2f} ms (medians)"
-    )
+    logged_ms = statistics.median(logged) * 1e3
+    print(f"\nstep without logging {step * 1e3:.2f} ms, with logging {logged_ms:.2f} ms (medians)")
     print(f"ratio {ratio:.4f} (95 %: {low:.4f} to {high:.4f}; {len(pairs)} pairs)")
     for name, seconds in sorted(cpu_s.items(), key=lambda item: -item[1]):
         print(f"  {name:<32} {seconds * 1e6:8.1f} us CPU per step, {seconds / step:.2%} of it")
@@ -174,9 +173,8 @@ def measure(
 
 def open_trackers(plan: Plan, folder: Path) -> list[Tracker]:
     """Opens the metrics file, TensorBoard and Weights & Biases as a run does."""
-    run_info = RunInfo(
-        "logging_cost", 0, True, encode(plan.config), dump(plan.config), {"backend": jax.default_backend()}
-    )
+    config, backend = plan.config, {"backend": jax.default_backend()}
+    run_info = RunInfo("logging_cost", 0, True, encode(config), dump(config), backend)
     configs = [TensorboardConfig(logdir=str(folder)), WandbConfig(project="cost", save_code=False)]
     background = [
         BackgroundTracker(choice_name(type(config)), lambda config=config: config.open(run_info), print)
@@ -191,9 +189,8 @@ def cpu_seconds() -> dict[str, float]:
     threads = {t.name: own / str(t.native_id) for t in threading.enumerate() if t.native_id != me}
     seconds = {name: used for name, path in threads.items() if (used := _cpu_seconds_of(path)) is not None}
     for process in Path("/proc").glob("[0-9]*"):
-        tasks = (
-            [_cpu_seconds_of(task) or 0.0 for task in process.glob("task/*")] if _parent(process) == os.getpid() else []
-        )
+        is_child = _parent(process) == os.getpid()
+        tasks = [_cpu_seconds_of(task) or 0.0 for task in process.glob("task/*")] if is_child else []
         if tasks:
             seconds[f"process {(process / 'comm').read_text().strip()}"] = sum(tasks)
     return seconds

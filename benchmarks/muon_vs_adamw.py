@@ -48,9 +48,7 @@ def main() -> None:
         parser.add_argument(f"--{side}_learning_rates", default="", help="comma-separated learning rates to try first")
     parser.add_argument("--seeds", default="0,1,2", help="comma-separated seeds of the runs (default 0,1,2)")
     parser.add_argument("--steps", type=int, required=True, help="steps of each run")
-    parser.add_argument(
-        "--tuning_steps", type=int, help="steps of the runs that try learning rates (default --steps / 3)"
-    )
+    parser.add_argument("--tuning_steps", type=int, help="steps of runs that try learning rates (default --steps / 3)")
     parser.add_argument("--evals", type=int, default=25, help="evaluations of each run (default 25)")
     options = parser.parse_args()
     options.folder.mkdir(parents=True, exist_ok=True)

@@ -180,9 +180,8 @@ def complete_bundle(given: Path, folder: Path) -> Path:
         (folder / "eval_data" / path.name).symlink_to(path)
         with path.open(encoding="utf-8") as lines:
             keys = json.loads(next(lines))
-        kind = (
-            "multiple_choice" if "choices" in keys else "schema" if "context_options" in keys else "language_modeling"
-        )
+        kinds = {"choices": "multiple_choice", "context_options": "schema"}
+        kind = next((kind for key, kind in kinds.items() if key in keys), "language_modeling")
         entries.append(
             {
                 "label": name,
@@ -393,9 +392,8 @@ def findings_of(case: Case, place: Place, home: Path, losses: list[float]) -> li
         return Finding(str(case), name, float(difference), goal, note)
 
     def logits(name: str, a: np.ndarray, b: np.ndarray) -> Finding:
-        return finding(
-            f"logits, {name}", np.abs(a - b).max(), _LOGITS_GOAL, f"of {b.size:,}, up to {np.abs(b).max():.1f}"
-        )
+        note = f"of {b.size:,}, up to {np.abs(b).max():.1f}"
+        return finding(f"logits, {name}", np.abs(a - b).max(), _LOGITS_GOAL, note)
 
     found = [
         logits("its initial weights in jaxlm", ours["start"], theirs["start"]),

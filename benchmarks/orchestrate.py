@@ -20,7 +20,6 @@ not repeated.
 import argparse
 import math
 import statistics
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +27,7 @@ from jaxlm.core.imports import gc_paused  # noqa: F401  # before haliax
 
 import jax
 import yaml
-from training_runs import Figures, read
+from training_runs import Figures, read, trainer_in
 
 from jaxlm.plan.load_config import decode_run, load_config
 from jaxlm.reading.decode import dump
@@ -50,11 +49,8 @@ def sections(model: str, rows: int | None) -> dict[str, Any]:
         heads = {"num_heads": 2, "num_kv_heads": 2, "initializer_range": 0.08}
         data = {"train_urls": ["stdlib:train"], "validation_urls": ["stdlib:validation"]}
         data |= {"tokenizer": "bpe", "vocab_size": 1024}
-        return {
-            "model": sizes | heads,
-            "data": data,
-            "trainer": {"train_batch_size": rows or 8, "max_eval_batches": 24},
-        }
+        trainer = {"train_batch_size": rows or 8, "max_eval_batches": 24}
+        return {"model": sizes | heads, "data": data, "trainer": trainer}
     recipe = load_config(["--config_path", "jaxlm:nanochat/cpu_d4.yaml"], "orchestrate")
     model, data = (yaml.safe_load(dump(section)) for section in (recipe.model, recipe.data))
     return {"model": model, "data": data, "trainer": {"train_batch_size": rows or 16, "max_eval_batches": 16}}
@@ -73,12 +69,8 @@ def orchestrator(steps: int) -> dict[str, Any]:
     """The controller, with times in proportion to the guide's (500, 100 and 200 of a run of 10,000 steps)."""
     interval = max(20, steps // 20)
     times = {"interval": interval, "horizon": max(4, interval // 5), "min_steps_between_switches": interval * 2 // 5}
-    return {
-        "type": "orchestrator",
-        **times,
-        "branch_budget": BUDGET,
-        "safety": {"snapshot_interval": max(20, interval * 2 // 5)},
-    }
+    safety = {"snapshot_interval": max(20, interval * 2 // 5)}
+    return {"type": "orchestrator", **times, "branch_budget": BUDGET, "safety": safety}
 
 
 class Runs:
@@ -101,27 +93,12 @@ class Runs:
         tree = sections(self._model, self._rows)
         steps = round(self._steps * (1 + BUDGET)) if name == LONGER else self._steps
         place = self._folder / "runs" / f"{self._model}-{_in_file_names(name)}-{rate:g}-{seed}"
-        trainer = {
-            **tree["trainer"],
-            "id": "run",
-            "seed": seed,
-            "num_train_steps": steps,
-            "steps_per_eval": 1_000_000,
-            "log_dir": str(place / "logs"),
-            "compilation_cache_dir": str(self._folder / "xla"),
-            "checkpointer": {"base_path": str(place / "checkpoints"), "save_interval": "1h", "keep": []},
-            "controllers": [orchestrator(steps)] if name == ORCHESTRATED else [],
-        }
-        data = {**tree["data"], "cache_dir": str(self._folder / "data")}
-        evals = [{"type": "loss"}]
-        run = {
-            "model": tree["model"],
-            "data": data,
-            "trainer": trainer,
-            "optimizer": optimizer(name, rate),
-            "evals": evals,
-        }
-        result = train(decode_run(ConfigSource(run), "run"))
+        controllers = [orchestrator(steps)] if name == ORCHESTRATED else []
+        keys = {**tree["trainer"], "seed": seed, "num_train_steps": steps, "controllers": controllers}
+        tree["trainer"] = trainer_in(place, self._folder, **keys)
+        tree["data"] |= {"cache_dir": str(self._folder / "data")}
+        tree |= {"optimizer": optimizer(name, rate), "evals": [{"type": "loss"}]}
+        result = train(decode_run(ConfigSource(tree), "run"))
         logs = result.plan.log_folder
         losses = [record["eval/loss"] for record in read(logs / "metrics.jsonl") if "eval/loss" in record]
         found: dict[str, Any] = {"loss": losses[-1]}
@@ -168,9 +145,7 @@ def main() -> None:
         rates[name] = min(RATES[options.model], key=lambda rate: runs.loss(name, rate, options.tuning_seed))
     if ADAMW in chosen:
         rates[LONGER] = rates[ADAMW]
-    losses: Mapping[str, list[float]] = {
-        name: [runs.loss(name, rate, seed) for seed in seeds] for name, rate in rates.items()
-    }
+    losses = {name: [runs.loss(name, rate, seed) for seed in seeds] for name, rate in rates.items()}
     if options.only:
         return
     print(f"\n{options.model}, {options.steps} steps, seeds {options.seeds}, jax {jax.__version__}\n")

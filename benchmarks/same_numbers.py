@@ -338,9 +338,8 @@ def main() -> int:
         "--only", type=lambda text: text.split(","), default=list(GROUPS), help="comma-separated groups (default: all)"
     )
     parser.add_argument("--folder", type=Path, help="new folder to work in and keep (default: temporary)")
-    parser.add_argument(
-        "--cases", type=lambda text: text.split(","), default=[case.name for case in CASES], help="(default: all)"
-    )
+    every = [case.name for case in CASES]
+    parser.add_argument("--cases", type=lambda text: text.split(","), default=every, help="(default: all)")
     options = parser.parse_args()
     if unknown := [name for name in options.only if name not in GROUPS]:
         parser.error(f"--only: {', '.join(unknown)} given. Allowed: {', '.join(GROUPS)}")
@@ -659,9 +658,8 @@ def same_contents(before: Path, now: Path) -> str:
 
 def contents(folder: Path) -> dict[str, str]:
     """File -> hash of its bytes."""
-    hashes = {
-        path.relative_to(folder).as_posix(): hashlib.sha256(path.read_bytes()).hexdigest() for path in files_in(folder)
-    }
+    digests = {path: hashlib.sha256(path.read_bytes()).hexdigest() for path in files_in(folder)}
+    hashes = {path.relative_to(folder).as_posix(): digest for path, digest in digests.items()}
     if not hashes:
         raise DifferentError(f"{folder} is empty")
     return hashes

@@ -11,8 +11,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 ROOT = Path(__file__).resolve().parents[1]
 Records = list[dict[str, Any]]
 LLAMA = {"type": "llama", "seq_len": 256, "hidden_dim": 128, "intermediate_dim": 352, "num_heads": 2, "num_kv_heads": 2}
@@ -58,8 +56,21 @@ def trainer(seed: int, batch: int, steps_per_eval: int) -> dict[str, Any]:
     }
 
 
+def trainer_in(folder: Path, caches: Path, **keys: Any) -> dict[str, Any]:
+    """The trainer's keys of a run with logs and checkpoints of its own, which is evaluated at its end alone."""
+    checkpointer = {"base_path": str(folder / "checkpoints"), "save_interval": "1h", "keep": []}
+    places = {
+        "log_dir": str(folder / "logs"),
+        "compilation_cache_dir": str(caches / "xla"),
+        "checkpointer": checkpointer,
+    }
+    return {"id": "run", "steps_per_eval": 1_000_000, **places, **keys}
+
+
 def train(folder: Path, name: str, config: Mapping[str, Any]) -> Records:
     """Trains a run to its end if it is not there yet. Returns its records."""
+    import yaml
+
     finished, text = folder / f"{name}.finished", yaml.safe_dump(dict(config), sort_keys=False)
     if not finished.exists() or finished.read_text() != text:
         (folder / f"{name}.yaml").write_text(text)

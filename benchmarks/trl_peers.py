@@ -90,9 +90,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--methods", default="sft,dpo,dpo-lora,grpo", help=f"comma-separated, of: {', '.join(METHODS)}")
     parser.add_argument("--variants", default="trl", help=f"comma-separated, of: {', '.join(VARIANTS)}")
     parser.add_argument("--rounds", type=int, default=40, help="at most this many rounds for a method (default 40)")
-    parser.add_argument(
-        "--minutes", type=float, default=6, help="no round of a method starts after this time (default 6)"
-    )
+    parser.add_argument("--minutes", type=float, default=6, help="no round of a method starts later (default 6)")
     parser.add_argument("--steps", type=int, default=4, help="measured steps of a turn, after one more (default 4)")
     parser.add_argument("--memory_gib", type=float, default=24, help="most memory of all peers together (default 24)")
     parser.add_argument("--here", action="store_true", help="run both programs with this Python and its packages")

@@ -30,7 +30,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import yaml
-from training_runs import LLAMA, Figures, start
+from training_runs import LLAMA, Figures, start, trainer
 
 from jaxlm.core.mesh import AxisMappings, make_layout, mesh_shape
 from jaxlm.core.values.batch_types import TokenBatch
@@ -118,7 +118,7 @@ def teacher_config(seed: int, model: dict = TEACHER) -> dict:
     return {
         "data": DATA | {"vocab_size": 4096},
         "model": model,
-        "trainer": trainer(seed, TEACHER_STEPS, TEACHER_STEPS // 2),
+        "trainer": trainer_of(seed, TEACHER_STEPS, TEACHER_STEPS // 2),
         "evals": [{"type": "loss"}],
         "optimizer": TEACHER_OPTIMIZER,
         "hf_save_path": f"teacher-{seed}-hf",
@@ -126,17 +126,8 @@ def teacher_config(seed: int, model: dict = TEACHER) -> dict:
     }
 
 
-def trainer(seed: int, steps: int, every: int) -> dict:
-    """Keys of `trainer` that all runs share."""
-    return {
-        "seed": seed,
-        "num_train_steps": steps,
-        "train_batch_size": ROWS,
-        "steps_per_eval": every,
-        "max_eval_batches": EVALUATED,
-        "log_dir": "logs",
-        "checkpointer": {"base_path": "checkpoints", "save_interval": "10m", "keep": []},
-    }
+def trainer_of(seed: int, steps: int, every: int) -> dict:
+    return trainer(seed, ROWS, every) | {"num_train_steps": steps, "max_eval_batches": EVALUATED}
 
 
 def run(folder: Path, name: str, config: dict, ends: Callable[[Path], bool] = lambda _: False) -> None:
@@ -274,7 +265,7 @@ def recovery_config(folder: Path, method: str, seed: int, steps: int, rate: floa
     common = {
         "data": DATA | {"tokenizer": teacher},
         "refs": {"teacher": {"type": "hf", "path": teacher, "dtype": "float32"}},
-        "trainer": trainer(seed, steps, 10 * EVERY if method == SCRATCH else EVERY),
+        "trainer": trainer_of(seed, steps, 10 * EVERY if method == SCRATCH else EVERY),
         "evals": [{"type": "fidelity", "batches": 4, "every": 1, "max_delta_nll": None, "max_ppl_ratio": None}],
     }
     if method == SCRATCH:

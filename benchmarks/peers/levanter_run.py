@@ -40,9 +40,8 @@ def mean(losses, axis=None, where=None):
 
 def main():
     clock = common.Clock(version=getattr(levanter, "__version__", "1.2.dev1644"))
-    config = Gpt2Config(
-        seq_len=common.SEQ_LEN, hidden_dim=common.HIDDEN, num_layers=common.LAYERS, num_heads=common.HEADS
-    )
+    sizes = {"seq_len": common.SEQ_LEN, "hidden_dim": common.HIDDEN}
+    config = Gpt2Config(**sizes, num_layers=common.LAYERS, num_heads=common.HEADS)
     optimizer = AdamConfig(
         learning_rate=common.LEARNING_RATE,
         beta1=common.BETAS[0],

@@ -89,7 +89,7 @@ def test_the_dtype_of_the_computation_is_a_key(tmp_path):
     [
         ([[1], []], {}, r"text 1 has 0 tokens\. Expected 1 to 48"),
         ([[1] * 49], {}, r"text 0 has 49 tokens\. Expected 1 to 48"),
-        ([[1, 61]], {}, r"text 0 has ids from 1 to 61, but the vocabulary has 61 tokens"),
+        ([[1, 61]], {}, r"text 0 has ids from 1 to 61. The vocabulary has 61 tokens"),
         (
             [[1]],
             {"taps": ["layer_9"]},

@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jaxlm.core.errors import ConfigError
+from jaxlm.objectives.base import ObjectiveFacts
 from jaxlm.objectives.next_token import NextToken
 from jaxlm.optim.base import OptimizerConfig
 from jaxlm.optim.elementwise import AdamConfig
@@ -220,13 +221,13 @@ class NoSlot(NextToken):
 
 
 @dataclass(frozen=True)
-class ReferencesAsAMethod(NextToken):
-    def references(self): ...
+class FactsAsAMethod(NextToken):
+    def facts(self): ...
 
 
 @dataclass(frozen=True)
 class MoreParameters(NextToken):
-    references = ("teacher",)
+    facts = ObjectiveFacts(references=("teacher",))
 
     def terms(self, model, batch, *slot_and_more, key=None, scale=1.0, **options): ...
 
@@ -236,12 +237,12 @@ class MoreParameters(NextToken):
 OTHER_PARAMETERS = """\
 the class NoSlot defines terms(self, model, batch, *, key), but it is called as terms(self, model, batch, slot, *, key). \
 Change its parameters"""
-A_METHOD = "the class ReferencesAsAMethod defines references as a method, but it is a property. Add @property"
+A_METHOD = "the class FactsAsAMethod defines facts as a method, but it is a property. Add @property"
 
 
 @pytest.mark.parametrize(
     ("kind", "problems"),
-    [(NoSlot, [OTHER_PARAMETERS]), (ReferencesAsAMethod, [A_METHOD]), (MoreParameters, []), (NextToken, [])],
+    [(NoSlot, [OTHER_PARAMETERS]), (FactsAsAMethod, [A_METHOD]), (MoreParameters, []), (NextToken, [])],
 )
 def test_a_method_with_other_parameters_than_its_calls_is_named(kind, problems):
     assert list(signature_problems(kind)) == problems

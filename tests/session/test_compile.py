@@ -55,12 +55,10 @@ def test_the_least_recomputation_that_fits_is_chosen():
 )
 def test_policies_that_need_compiler_remat_are_not_chosen(monkeypatch, compiler_remat, chosen):
     def attempt(plan, phase, stage, remat_policy, limit):
-        return CompiledStep(
-            mock.Mock(), mock.Mock(), remat_policy, 1.0, 900, limit, remat_policy in compiler_remat, ""
-        ), ""
+        return CompiledStep(mock.Mock(), mock.Mock(), remat_policy, 1.0, 900, limit, remat_policy in compiler_remat, "")
 
     monkeypatch.setitem(CANDIDATES, "cpu", CANDIDATES["gpu"])
-    monkeypatch.setattr("jaxlm.session.compilation.step._try_compile", attempt)
+    monkeypatch.setattr("jaxlm.session.compilation.step._compile", attempt)
     assert compiled(plan_of(), limit=1000)[0].remat_policy == chosen
 
 

@@ -304,7 +304,7 @@ def test_the_loss_of_a_folder_is_that_of_transformers(folder, tmp_path, monkeypa
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ((), "is a Hugging Face model, which has no validation data. Set it: --data.validation_urls"),
+        ((), "is a Hugging Face model, which has no validation data. Set --data.validation_urls"),
         (("--data.validation_urls", "[nowhere.txt]"), "nowhere.txt"),
         (("--weights", "ema", "--data.validation_urls", "[x]"), "is a Hugging Face model and has no averages"),
         (("--data.tokenizer", "x.json"), "--data.tokenizer has no effect here"),

@@ -110,9 +110,7 @@ def main(arguments: Sequence[str]) -> int:
     parts = parts_of("bench")
     for part in parts:
         part.add_options(parser)
-    tune_help = (
-        "find the XLA options and block sizes that make the step fastest on this machine, and keep them for jaxlm train"
-    )
+    tune_help = "find the XLA options and block sizes that make the step fastest here, and keep them for jaxlm train"
     boolean = {"nargs": "?", "const": "true", "default": "false", "choices": ("true", "false")}
     parser.add_argument("--tune", **boolean, help=tune_help)
     options, rest = parser.parse_known_args(arguments)
@@ -159,12 +157,10 @@ def _check_tunable(warmup: int | None, steps: int, config: RunConfig) -> None:
     if steps < MIN_ROUNDS:
         raise ConfigError(f"--steps: {steps} given, but --tune compares at least {MIN_ROUNDS} of each program")
     if folder is None or is_url(folder):
-        raise ConfigError(
-            f"trainer.compilation_cache_dir: {folder} given, but --tune keeps its results in a local folder"
-        )
+        raise ConfigError(f"trainer.compilation_cache_dir: {folder} given. --tune keeps its results in a local folder")
     if distributed.num_processes not in (None, 1):
         raise ConfigError(
-            "--tune runs in one process. Start it on one machine, and copy tuned_options.json to the others"
+            "--tune runs in one process. Run it on one machine, and copy tuned_options.json to the others"
         )
 
 

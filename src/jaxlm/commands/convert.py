@@ -138,9 +138,8 @@ def _write_adapters(folder: Location, opened: LoadedModel, dtype: Any, card: Mod
     files = {README: card.text().encode()}
     if base is not None and type(num_rows := opened.source().get("vocab_size")) is int:
         rows = BaseRows(base, num_rows, lambda: open_tensors(local_folder(base, "--adapters only", weights=True)))
-    save_peft(
-        folder, model, opened.model, plan.layout, dtype=dtype, base=base or "", files=files, saved=saved, rows=rows
-    )
+    made_of = {"base": base or "", "files": files, "saved": saved, "rows": rows}
+    save_peft(folder, model, opened.model, plan.layout, dtype=dtype, **made_of)
     print(f"wrote the adapters of {opened.location} to {folder}")
     if base is not None and verify:
         print(_verify_adapters(Path(folder), base, opened, round_adapters(model, dtype, saved)))

@@ -142,7 +142,7 @@ def data_with(opened: LoadedModel, options: Mapping[str, Any]) -> DataConfig:
     if not data.has_validation:
         subject = "the run has" if opened.step is not None else f"{opened.location} is a Hugging Face model, which has"
         raise ConfigError(
-            f"data.validation_urls: {subject} no validation data. Set it: --data.validation_urls '[folder/*.txt]'"
+            f"data.validation_urls: {subject} no validation data. Set --data.validation_urls '[folder/*.txt]'"
         )
     return data
 

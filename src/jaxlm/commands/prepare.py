@@ -103,9 +103,8 @@ def prepare(config: RunConfig, console: Console) -> tuple[Tokenizer, list[Prepar
     if batches is not None:
         config = with_num_steps_of_data(config, batches, tokenizer, console.log)
     phases = plan_phases(config)[0]
-    opened = [
-        section.open(tokenizer, seq_len, log=console.log) for section, seq_len in zip(sections, seq_lens, strict=True)
-    ]
+    pairs = zip(sections, seq_lens, strict=True)
+    opened = [section.open(tokenizer, seq_len, log=console.log) for section, seq_len in pairs]
     for phase, data in zip(phases, opened, strict=True):
         if phase.objective.facts.sequences_axis is not None:
             check_signals(data.train)

@@ -53,9 +53,8 @@ def _write(locations: Sequence[str], output_path: Path | None, price_per_hour: f
 def _parser() -> argparse.ArgumentParser:
     parser = Parser("jaxlm report", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("runs", nargs="+", metavar="RUN", help="log folder, its URL, or a run's id below ./logs")
-    parser.add_argument(
-        "--price_per_hour", type=float, help="price of all machines of a run together, to show what each run cost"
-    )
+    price = "price of all machines of a run together, to show what each run cost"
+    parser.add_argument("--price_per_hour", type=float, help=price)
     parser.add_argument("--output_path", type=Path, help=f"the file to write; by default {REPORT_PAGE}, see above")
     return parser
 

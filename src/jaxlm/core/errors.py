@@ -1,6 +1,7 @@
 """Ends commands without a traceback: exceptions that are printed as messages, checks that raise them, and Ctrl-C."""
 
 import argparse
+import contextlib
 import difflib
 import itertools
 import os
@@ -8,7 +9,7 @@ import select
 import signal
 import sys
 import threading
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Iterator
 from typing import Any, NoReturn
 
 EXIT_FAILED = 1
@@ -86,6 +87,15 @@ class ConfigError(ValueError):
     def __init__(self, message: str = ""):
         """Args: message: long lines lose their middle, whatever values they show."""
         super().__init__(bounded(message))
+
+
+@contextlib.contextmanager
+def within(where: str) -> Iterator[None]:
+    """Says in front of a `ConfigError` where it arose."""
+    try:
+        yield
+    except ConfigError as error:
+        raise ConfigError(f"{where}: {error}") from error
 
 
 def say(line: str) -> None:

@@ -234,7 +234,7 @@ def _taken(fresh: T, carried: Any) -> T:
     return tree.map_leaves(taken, fresh)
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class StateBuilder:
     """Builds a run's models and states: the initial model, and the state at the start of each phase.
 

@@ -12,7 +12,7 @@ import numpy as np
 from jaxlm.core import tree
 from jaxlm.core.axes import BATCH
 from jaxlm.core.devices import open_devices
-from jaxlm.core.errors import ConfigError
+from jaxlm.core.errors import ConfigError, within
 from jaxlm.core.field_types import LARGEST_INT, check_fields
 from jaxlm.core.mesh import MeshShape
 from jaxlm.core.precision import Precision, parse_precision
@@ -241,11 +241,9 @@ def _empty_batch(phase: Phase, data: DataConfig) -> Any:
 def _check_batch(phase: Phase, data: DataConfig) -> None:
     """Raises `ConfigError` if the phase's surgeries or its objective do not read the batches of its data."""
     batch = _empty_batch(phase, data)
-    try:
+    with within(f"phase '{phase.name}'"):
         check_calibration(phase.surgeries, batch, choice_name(type(data)))
         check_data(phase.objective, data, batch)
-    except ConfigError as error:
-        raise ConfigError(f"phase '{phase.name}': {error}") from error
     check_model(phase.objective, phase.model)
 
 

@@ -8,7 +8,7 @@ import shutil
 import time
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +31,6 @@ from jaxlm.data.batch import Columns
 from jaxlm.data.data import Data
 from jaxlm.data.examples import Examples
 from jaxlm.data.loader import BatchContext, BatchReader
-from jaxlm.data.mixture import Mixture
 from jaxlm.engine.activity import ActivityClock
 from jaxlm.engine.phases import Phase
 from jaxlm.models.base import LanguageModel
@@ -75,48 +74,30 @@ def with_annotations(
     template = abstract_annotations(plan, phase, abstract_batch(plan, phase))
     annotations = {name: AwaitedAnnotations() for name in data.train}
     schedule, itself = plan.batches.of(phase), phase.objective.facts.asks_itself
+    annotator = _Annotator(plan, phase, data, template, log, clock, check_stop)
 
     def load() -> dict[str, LanguageModel]:
         refs = {name: load_reference(plan, name, log) for name in phase.objective.facts.references}
         check_sanity(plan, phase, refs, open_batches, log)
         return refs
 
-    def store(mixture: Mixture, step: int, first: int, model: LanguageModel | None) -> dict[str, AnnotationFolder]:
-        """Stores what is missing of the examples that the phase reads from a step on.
-
-        Args:
-            first: number of the first example of the step in the stream of the phase.
-            model: the one that trains; None if it is not asked.
-
-        Returns:
-            Name of each source that is read -> where its annotations are.
-        """
-        facts, ask = {}, load
-        if model is not None:
-            facts = _identity(plan, phase, model)
-            ask = lambda: {ITSELF: jax.jit(plan.precision.cast_to_compute)(model)}  # noqa: E731
-        drawn = mixture.drawn(first, first + schedule.examples_between(step, phase.end))
-        folders = {
-            name: AnnotationFolder(data.train[name], _made_from(plan, phase, data.train[name], facts))
-            for name, indices in drawn.items()
-            if len(indices)
-        }
-        _store_missing(plan, phase, data, template, folders, drawn, ask, log, clock, check_stop)
-        return folders
-
     if not itself:
         mixture = data.mixture(schedule.starting_at(phase.start), seed=plan.config.order_seed)
-        store(mixture, first_step, int(position["examples"]), None)
+        first = int(position["examples"])
+        annotator.store(mixture.drawn(first, first + schedule.examples_between(first_step, phase.end)), load, {})
 
     def make(reader: BatchReader, context: BatchContext) -> Batches:
         def ask(model: LanguageModel, step: int, first: int) -> None:
-            folders = store(reader.mixture, step, first, model if itself else None)
+            facts = annotator.identity(model) if itself else {}
+            of_model = lambda: {ITSELF: jax.jit(plan.precision.cast_to_compute)(model)}  # noqa: E731
+            last = first + schedule.examples_between(step, phase.end)
+            folders = annotator.store(reader.mixture.drawn(first, last), of_model if itself else load, facts)
             # Those of the whole phase, also after a resume, if what was read before is stored in the same folder.
-            read = reader.mixture.drawn(0, first + schedule.examples_between(step, phase.end))
+            read = reader.mixture.drawn(0, last)
             for name, folder in folders.items():
                 annotations[name].cache = cache = _opened(folder)
                 count = np.count_nonzero(cache.stored(read[name]))
-                size = count * _bytes_per_example(template) / 1e6
+                size = count * annotator.example_bytes / 1e6
                 log(f"phase '{phase.name}': reads {count:,} stored sequences ({size:,.1f} MB) from {folder.path}")
 
         return AskingBatches(data.make_batches(reader, context), ask)
@@ -124,112 +105,161 @@ def with_annotations(
     return replace(annotated_data(data, annotations, template), make_batches=make)
 
 
-def _identity(plan: Plan, phase: Phase, model: LanguageModel) -> dict[str, Any]:
-    """Lists what the bits of the model's annotations depend on: its frozen part, and the program. Plain JSON."""
-    layout = plan.layout
-    return {
-        "model": encode(phase.model),
-        "precision": str(plan.precision),
-        "weights": array_digest(phase.split(model)[1]),
-        "microbatch": plan.batches.of(phase).largest.microbatch,
-        "mesh": dict(layout.mesh.shape),
-        "sharding": dict(layout.compute),
-        "device": layout.device.device_kind,
-        **({"context": encode(layout.context)} if layout.context.axes else {}),
-    }
-
-
 def _opened(folder: AnnotationFolder) -> AnnotationCache:
     """Opens what process 0 finds in a folder. Others may list it late, but a file that they ask for by name is there."""
     blocks = from_main(folder.blocks)
     if not all_processes(all(map(folder.has, blocks))):
         raise ConfigError(
-            f"objective: {folder.path} is not visible to all processes. Set data.cache_dir to a folder that they share"
+            f"objective: not all processes see {folder.path}. Set data.cache_dir to a folder that they share"
         )
     return folder.open(blocks)
 
 
-def _store_missing(
-    plan: Plan,
-    phase: Phase,
-    data: Data,
-    template: Any,
-    folders: Mapping[str, AnnotationFolder],
-    drawn: Mapping[str, np.ndarray],
-    load: Callable[[], dict[str, LanguageModel]],
-    log: Log,
-    clock: ActivityClock,
-    check_stop: Callable[[], None],
-) -> None:
-    """Annotates the examples that have no annotations yet.
+@dataclass(frozen=True)
+class _Annotator:
+    """Asks models about the examples of a phase, and stores the answers. All processes compute; process 0 writes.
 
-    Args:
+    Attributes:
         template: the annotations of a batch {microbatch, batch, ...}, of shapes.
-        folders: of the sources, by name.
-        drawn: source name -> the indices of the examples that need annotations.
-        load: the models that are asked, by name.
     """
-    missing = {name: drawn[name][_missing(folder, drawn[name])] for name, folder in folders.items()}
-    missing = {name: indices for name, indices in missing.items() if len(indices)}
-    if not missing:
-        return
-    example_bytes = _bytes_per_example(template)
-    count = sum(map(len, missing.values()))
-    main_only(lambda: _check_space(next(iter(folders.values())).path, count * example_bytes))
-    batch_size = plan.batches.of(phase).largest.microbatch  # that of a step, so that the program computes the same
-    refs = load()
 
-    @functools.partial(jax.jit, out_shardings=plan.layout.replicated())
-    def program(refs: Mapping[str, LanguageModel], batch: Any) -> Any:
-        with tracing(quantized_products=phase.objective.facts.asks_itself):  # as in a step
-            annotations = phase.objective.annotate(refs, batch).annotations
+    plan: Plan
+    phase: Phase
+    data: Data
+    template: Any
+    log: Log
+    clock: ActivityClock
+    check_stop: Callable[[], None]
 
-        order = getattr(batch, "order", None)  # a batch of your own may have none
+    @property
+    def example_bytes(self) -> int:
+        def size(leaf: hax.NamedArray) -> int:
+            sizes = [axis.size for axis in leaf.axes if axis.name not in (MICROBATCH, BATCH)]
+            return math.prod(sizes) * leaf.dtype.itemsize
 
-        def in_text(leaf: Any) -> Any:
-            return in_text_order(leaf, order) if tree.is_named(leaf) and leaf.has_axis(POSITION) else leaf
+        return sum(size(leaf) for _, leaf in tree.leaves(self.template))
 
-        return jax.tree.map(in_text, annotations, is_leaf=tree.is_named)
+    @property
+    def batch_size(self) -> int:
+        """That of a step, so that the program computes the same."""
+        return self.plan.batches.of(self.phase).largest.microbatch
 
-    compiled: list[Callable[..., Any]] = []
+    def identity(self, model: LanguageModel) -> dict[str, Any]:
+        """Lists what the bits of the model's annotations depend on: its frozen part, and the program. Plain JSON."""
+        layout = self.plan.layout
+        return {
+            "model": encode(self.phase.model),
+            "precision": str(self.plan.precision),
+            "weights": array_digest(self.phase.split(model)[1]),
+            "microbatch": self.batch_size,
+            "mesh": dict(layout.mesh.shape),
+            "sharding": dict(layout.compute),
+            "device": layout.device.device_kind,
+            **({"context": encode(layout.context)} if layout.context.axes else {}),
+        }
 
-    def annotate(examples: Examples, indices: np.ndarray) -> Columns:
-        """The annotations of some examples, at most a batch of them."""
-        read = lambda rows: examples.read(indices[np.minimum(rows, len(indices) - 1)])  # noqa: E731
-        batch = data.spec.assemble(read, (hax.Axis(BATCH, batch_size),), plan.layout)
-        if not compiled:
-            with clock.during(Activity.COMPILE):
-                compiled.append(program.lower(refs, batch).compile())
-        columns = tree.leaves(compiled[0](refs, batch))
-        return {path: np.asarray(tree.raw(leaf))[: len(indices)] for path, leaf in columns}
+    def store(
+        self, drawn: Mapping[str, np.ndarray], load: Callable[[], dict[str, LanguageModel]], facts: Mapping[str, Any]
+    ) -> dict[str, AnnotationFolder]:
+        """Stores the annotations that are missing.
 
-    def write(folder: AnnotationFolder, indices: np.ndarray) -> None:
-        check_stop()
-        with clock.during(Activity.ANNOTATION):
-            parts = [
-                annotate(folder.examples, indices[at : at + batch_size]) for at in range(0, len(indices), batch_size)
-            ]
-            columns = {path: np.concatenate([part[path] for part in parts]) for path in parts[0]}
-            main_only(functools.partial(folder.write, indices, columns))
+        Args:
+            drawn: source name -> the indices of the examples that need annotations.
+            load: the models that are asked, by name.
+            facts: what they depend on, besides references and tokens.
 
-    for name in missing:
-        _build(folders[name], drawn[name], write, batch_size, example_bytes, log)
+        Returns:
+            Name of each source that is read -> where its annotations are.
+        """
+        read = [name for name, indices in drawn.items() if len(indices)]
+        folders = {
+            name: AnnotationFolder(self.data.train[name], self._made_from(self.data.train[name], facts))
+            for name in read
+        }
+        missing = {name: drawn[name][_missing(folder, drawn[name])] for name, folder in folders.items()}
+        if count := sum(map(len, missing.values())):
+            main_only(lambda: _check_space(next(iter(folders.values())).path, count * self.example_bytes))
+            annotate = self._annotate(load())
+            for name in (name for name, indices in missing.items() if len(indices)):
+                self._fill(folders[name], drawn[name], annotate)
+        return folders
+
+    def _made_from(self, examples: Examples, facts: Mapping[str, Any]) -> dict[str, Any]:
+        identity, of_objective = references_identity(self.plan), self.phase.objective.facts
+        starts = examples.starts(np.arange(len(examples)))
+        return {
+            "references": {name: identity[name] for name in of_objective.references},
+            "objective": dict(of_objective.annotation_key or {}),
+            "tokens": examples.cache.fingerprint,
+            "seq_len": examples.seq_len,
+            "examples": hashlib.sha256(starts.tobytes()).hexdigest(),
+            **examples.arrangement,
+            "vocabulary": self.plan.state_builder.Vocab.size,
+            **facts,
+        }
+
+    def _annotate(self, refs: Mapping[str, LanguageModel]) -> Callable[[Examples, np.ndarray], Columns]:
+        """Returns what annotates some examples, at most a batch of them."""
+        objective, layout = self.phase.objective, self.plan.layout
+
+        @functools.partial(jax.jit, out_shardings=layout.replicated())
+        def program(refs: Mapping[str, LanguageModel], batch: Any) -> Any:
+            with tracing(quantized_products=objective.facts.asks_itself):  # as in a step
+                annotations = objective.annotate(refs, batch).annotations
+
+            order = getattr(batch, "order", None)  # a batch of your own may have none
+
+            def in_text(leaf: Any) -> Any:
+                return in_text_order(leaf, order) if tree.is_named(leaf) and leaf.has_axis(POSITION) else leaf
+
+            return jax.tree.map(in_text, annotations, is_leaf=tree.is_named)
+
+        compiled: list[Callable[..., Any]] = []
+
+        def annotate(examples: Examples, indices: np.ndarray) -> Columns:
+            read = lambda rows: examples.read(indices[np.minimum(rows, len(indices) - 1)])  # noqa: E731
+            batch = self.data.spec.assemble(read, (hax.Axis(BATCH, self.batch_size),), layout)
+            if not compiled:
+                with self.clock.during(Activity.COMPILE):
+                    compiled.append(program.lower(refs, batch).compile())
+            columns = tree.leaves(compiled[0](refs, batch))
+            return {path: np.asarray(tree.raw(leaf))[: len(indices)] for path, leaf in columns}
+
+        return annotate
+
+    def _fill(
+        self, folder: AnnotationFolder, drawn: np.ndarray, annotate: Callable[[Examples, np.ndarray], Columns]
+    ) -> None:
+        """Annotates those of the drawn examples that have no annotations, in blocks."""
+        with ExitStack() as locked:
+            main_only(lambda: locked.enter_context(folder.locked(self.log)))
+            missing, started = drawn[_missing(folder, drawn)], time.perf_counter()
+            size = self.batch_size * max(1, _BLOCK_EXAMPLES // self.batch_size)
+            blocks, logged = [missing[at : at + size] for at in range(0, len(missing), size)], started
+            num_bytes = len(missing) * self.example_bytes
+            self.log(
+                f"annotating {len(missing):,} sequences into {folder.path} ({num_bytes / 1e6:,.1f} MB): the steps read"
+                f" {len(drawn):,} of {len(folder.examples):,}, and {len(drawn) - len(missing):,} are there"
+            )
+            for done, indices in enumerate(blocks):
+                self.check_stop()
+                with self.clock.during(Activity.ANNOTATION):
+                    batches = (indices[at : at + self.batch_size] for at in range(0, len(indices), self.batch_size))
+                    parts = [annotate(folder.examples, batch) for batch in batches]
+                    columns = {path: np.concatenate([part[path] for part in parts]) for path in parts[0]}
+                    main_only(functools.partial(folder.write, indices, columns))
+                if time.perf_counter() - logged > _LOG_INTERVAL_S:
+                    self.log(f"annotated {done + 1} of {len(blocks)} blocks")
+                    logged = time.perf_counter()
+            seconds, num_tokens = time.perf_counter() - started, len(missing) * folder.examples.seq_len
+            rate = num_tokens / max(seconds, 1e-9)
+            self.log(f"annotated {num_tokens:,} tokens in {seconds:,.1f} s ({rate:,.0f} tokens/s)")
 
 
 def _missing(folder: AnnotationFolder, indices: np.ndarray) -> np.ndarray:
     """bool: for which of some examples process 0 finds no annotations."""
     found = main_only(lambda: folder.missing(indices))
     return broadcast_from_main(np.zeros(len(indices), bool) if found is None else found)
-
-
-def _bytes_per_example(template: Any) -> int:
-    """Args: template: annotations of a batch {microbatch, batch, ...} of shapes."""
-
-    def size(leaf: hax.NamedArray) -> int:
-        sizes = [axis.size for axis in leaf.axes if axis.name not in (MICROBATCH, BATCH)]
-        return math.prod(sizes) * leaf.dtype.itemsize
-
-    return sum(size(leaf) for _, leaf in tree.leaves(template))
 
 
 def _check_space(folder: Path, needed: int) -> None:
@@ -241,45 +271,3 @@ def _check_space(folder: Path, needed: int) -> None:
             f" {free / 1e9:,.1f} GB are free. Set objective.cache: false (or use the objective inside of cached_trunk alone),"
             " train on fewer or shorter sequences, or move data.cache_dir"
         )
-
-
-def _made_from(plan: Plan, phase: Phase, examples: Examples, facts: Mapping[str, Any]) -> dict[str, Any]:
-    identity = references_identity(plan)
-    starts = examples.starts(np.arange(len(examples)))
-    return {
-        "references": {name: identity[name] for name in phase.objective.facts.references},
-        "objective": dict(phase.objective.facts.annotation_key or {}),
-        "tokens": examples.cache.fingerprint,
-        "seq_len": examples.seq_len,
-        "examples": hashlib.sha256(starts.tobytes()).hexdigest(),
-        **examples.arrangement,
-        "vocabulary": plan.state_builder.Vocab.size,
-        **facts,
-    }
-
-
-def _build(
-    folder: AnnotationFolder,
-    drawn: np.ndarray,
-    write: Callable[[AnnotationFolder, np.ndarray], None],
-    batch_size: int,
-    example_bytes: int,
-    log: Log,
-) -> None:
-    """Annotates those of the drawn examples that have no annotations. All processes compute; process 0 writes."""
-    with ExitStack() as locked:
-        main_only(lambda: locked.enter_context(folder.locked(log)))
-        missing, started = drawn[_missing(folder, drawn)], time.perf_counter()
-        size = batch_size * max(1, _BLOCK_EXAMPLES // batch_size)
-        blocks, logged = [missing[at : at + size] for at in range(0, len(missing), size)], started
-        log(
-            f"annotating {len(missing):,} sequences into {folder.path} ({len(missing) * example_bytes / 1e6:,.1f} MB): the"
-            f" steps read {len(drawn):,} of {len(folder.examples):,}, and {len(drawn) - len(missing):,} are there"
-        )
-        for done, indices in enumerate(blocks):
-            write(folder, indices)
-            if time.perf_counter() - logged > _LOG_INTERVAL_S:
-                log(f"annotated {done + 1} of {len(blocks)} blocks")
-                logged = time.perf_counter()
-        seconds, num_tokens = time.perf_counter() - started, len(missing) * folder.examples.seq_len
-        log(f"annotated {num_tokens:,} tokens in {seconds:,.1f} s ({num_tokens / max(seconds, 1e-9):,.0f} tokens/s)")

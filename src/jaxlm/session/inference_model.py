@@ -111,7 +111,7 @@ class InferenceModel:
         """
         if not self.model.is_causal:
             raise ConfigError(
-                "log_probs: the tokens of this model attend to later ones, so it does not predict the next one"
+                "log_probs: this model's tokens attend to later ones, so it does not predict the next one"
             )
         return [arrays["log_probs"][:-1] for arrays in self._run("log_probs", texts, batch_size, _log_probs)]
 
@@ -163,15 +163,11 @@ class InferenceModel:
     def _ids(self, where: str, text: Text) -> list[int]:
         vocab_size, seq_len = self.model.Vocab.size, self.model.Pos.size
         is_text = isinstance(text, str)
-        ids = (
-            self.tokenizer.encode_like_transformers(text, add_special_tokens=True) if is_text else list(map(int, text))
-        )
+        ids = self.tokenizer.encode_like_transformers(text, add_special_tokens=True) if is_text else [*map(int, text)]
         if not 0 < len(ids) <= seq_len:
             raise ConfigError(f"{where} has {len(ids)} tokens. Expected 1 to {seq_len}, the model's seq_len")
         if not 0 <= min(ids) <= max(ids) < vocab_size:
-            raise ConfigError(
-                f"{where} has ids from {min(ids)} to {max(ids)}, but the vocabulary has {vocab_size} tokens"
-            )
+            raise ConfigError(f"{where} has ids from {min(ids)} to {max(ids)}. The vocabulary has {vocab_size} tokens")
         return ids
 
 

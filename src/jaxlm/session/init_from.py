@@ -462,7 +462,7 @@ def check_tokenizer(init_from: InitFrom, tokenizer: Tokenizer, log: Log) -> None
         )
     if theirs.fingerprint != tokenizer.fingerprint:
         log(
-            f"warning: {checkpoint.location} was trained with another tokenizer, so its embeddings belong to different tokens"
+            f"warning: {checkpoint.location} was trained with another tokenizer. Its embeddings belong to different tokens"
         )
 
 

@@ -146,7 +146,7 @@ def find_checkpoint(location: Path | str, spelling: Spelling = OPTIONS) -> Verif
         near = sorted(str(p.parent) for p in path.parent.glob("*/step-*")) if path.parent.is_dir() else []
         existing = f" Existing folders: {', '.join(dict.fromkeys(near))}." if near else ""
         raise ConfigError(
-            f"{prefix}{location}: no checkpoint found (expected step-N, or a folder of checkpoints).{existing}"
+            f"{prefix}{location}: no checkpoint found (expected step-N or a folder of checkpoints).{existing}"
         )
     newest = candidates[-1]
     try:

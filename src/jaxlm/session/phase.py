@@ -190,9 +190,8 @@ def open_hooks(
     evaluations = open_evaluations(run, phase, data.data, refs)
     exports = _open_exports(run, phase, evaluations)
     with contextlib.ExitStack() as closing:
-        profiling = [
-            closing.enter_context(contextlib.closing(hook)) for hook in _open_profiler(run, phase, data, steps)
-        ]
+        hooks = _open_profiler(run, phase, data, steps)
+        profiling = [closing.enter_context(contextlib.closing(hook)) for hook in hooks]
         # The profiler comes first, so that an evaluation after the last recorded step is not in the profile.
         yield Hooks(profiling, evaluations, [AtEarlyEnd(evaluations), *exports])
     evaluations.check_passed()

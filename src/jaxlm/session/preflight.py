@@ -50,9 +50,7 @@ def main(arguments: Sequence[str]) -> int:
     config = load_config(train, "jaxlm.train")
     check_num_steps(config)
     if not options.devices:
-        print(
-            "configuration: the keys are valid. The plan was not made, because the number of devices is not known here"
-        )
+        print("configuration: the keys are valid. No plan was made: the number of devices is not known here")
         return 0
     if options.slices < 1 or options.devices < 0 or options.devices % options.slices:
         raise ConfigError(

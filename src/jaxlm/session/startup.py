@@ -86,9 +86,8 @@ def check_performance(plan: Plan) -> None:
     for emulated fp8."""
     slow = [f"attention uses the {c.name} backend: {c.reason}" for c in attention_choices(plan) if c.degraded]
     if plan.layout.platform != "cpu" and plan.precision.compute.itemsize > 2:
-        slow.append(
-            f"the compute dtype is {plan.precision.compute.name}: trainer.mp 'p=f32,c=bfloat16' is several times faster"
-        )
+        name = plan.precision.compute.name
+        slow.append(f"the compute dtype is {name}: trainer.mp 'p=f32,c=bfloat16' is several times faster")
     if not has_fp8_products(plan.layout.device):
         slow += [f"phase '{name}': {text}" for name, text in fp8_products(plan).items()]
     if plan.config.trainer.strict_performance and slow:

@@ -248,9 +248,8 @@ def measure_tables(models: TableModels, tables: Sequence[TableConfig], log: Log)
     max_tokens = min(models.seq_lens.values())
     with plan.layout.use():
         for name, precision, model in models.opened(log):
-            subject = Subject(
-                name, model, precision, plan.layout, max_tokens, _validation(models.trained, log), score_batch, log
-            )
+            validation = _validation(models.trained, log)
+            subject = Subject(name, model, precision, plan.layout, max_tokens, validation, score_batch, log)
             for table, measured in zip(tables, rows, strict=True):
                 log(f"tables: measuring {file_name(table)} of {name} ...")
                 measured += table.rows(subject)
@@ -303,9 +302,7 @@ def tables_after_training(plan: Plan, state: RunState, tokenizer: Tokenizer, che
             return
         refs, missing = _readable(plan.refs)
         for name, reason in missing.items():
-            log(
-                f"warning: the tables lack refs.{name}, which cannot be read: {reason}. Write them again with jaxlm tables"
-            )
+            log(f"warning: the tables lack refs.{name}, which cannot be read: {reason}. Write them again: jaxlm tables")
         models = replace(models, refs=refs)
         if missing and _are_written(models, config.tables, folder, log):
             return

@@ -213,9 +213,8 @@ def _gates(opened: LoadedModel, file: str) -> Gates:
 
 
 def _compares(evaluation: EvalConfig) -> bool:
-    return isinstance(evaluation, GateConfig) or bool(
-        evaluation.scope.references or evaluation.metrics.limits.by_metric
-    )
+    metrics = evaluation.metrics.limits.by_metric
+    return isinstance(evaluation, GateConfig) or bool(evaluation.scope.references or metrics)
 
 
 def _reference(gates: Gates, name: str) -> Ref:

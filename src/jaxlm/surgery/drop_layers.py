@@ -20,7 +20,7 @@ from haliax import NamedArray
 
 from jaxlm.core import tree
 from jaxlm.core.axes import EMBED
-from jaxlm.core.errors import ConfigError
+from jaxlm.core.errors import ConfigError, within
 from jaxlm.core.field_types import NonNegativeInt, PositiveInt
 from jaxlm.core.rules import Rules, one_of, only
 from jaxlm.core.values.batch_types import TokenBatch
@@ -53,14 +53,12 @@ class DropLayersConfig(SurgeryConfig):
     rules: ClassVar[Rules] = (one_of("layers", "num_layers"), only("calibration_batches", when="num_layers"))
 
     def changed(self, config: ModelConfig) -> ModelConfig:
-        try:
+        with within("surgery drop_layers"):
             num_layers = config.Layers.size
             self._check(num_layers)
             if self.num_layers is not None:
                 _check_alike(config)
             return config.with_layers(self._structure(num_layers))
-        except ConfigError as error:
-            raise ConfigError(f"surgery drop_layers: {error}") from error
 
     def apply(self, model: LanguageModel, *, key: jax.Array) -> LanguageModel:
         return self._taken(model)
@@ -102,10 +100,9 @@ class DropLayersConfig(SurgeryConfig):
         return model
 
     def _taken(self, model: LanguageModel) -> LanguageModel:
-        try:
-            return _with_layers(model, self._structure(body_of(model, "surgery drop_layers").num_layers))
-        except ConfigError as error:
-            raise ConfigError(f"surgery drop_layers: {error}") from error
+        kept = self._structure(body_of(model, "surgery drop_layers").num_layers)
+        with within("surgery drop_layers"):
+            return _with_layers(model, kept)
 
     def _structure(self, num_layers: int) -> Sequence[int]:
         """The layers that remain; the first ones as long as nothing has been measured."""

@@ -12,7 +12,7 @@ from typing import Any
 
 import jax
 
-from jaxlm.core.errors import ConfigError
+from jaxlm.core.errors import ConfigError, within
 from jaxlm.core.field_types import PositiveInt
 from jaxlm.models.base import LanguageModel, ModelConfig, RotaryModel, with_context
 from jaxlm.models.rope import RotaryConfig
@@ -53,10 +53,8 @@ class ExtendContextConfig(SurgeryConfig):
         return {"rope": replace(rope, **{key: value for key, value in known.items() if key in missing})}
 
     def changed(self, config: ModelConfig) -> ModelConfig:
-        try:
+        with within("surgery extend_context"):
             changed = with_context(config, self.seq_len, self.rope)
-        except ConfigError as error:
-            raise ConfigError(f"surgery extend_context: {error}") from error
         if self.seq_len < config.seq_len:
             raise ConfigError(
                 f"surgery extend_context: seq_len: {self.seq_len} given, but the model reads {config.seq_len} tokens already."

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxlm.core import tree
-from jaxlm.core.errors import ConfigError
+from jaxlm.core.errors import ConfigError, within
 from jaxlm.core.field_types import Fraction
 from jaxlm.models.base import LanguageModel
 from jaxlm.reading.choices import choice
@@ -41,10 +41,8 @@ class InterpolateConfig(SurgeryConfig):
         return Wants(references=(self.ref,))
 
     def apply(self, model: LanguageModel, *, key: jax.Array) -> LanguageModel:
-        try:
+        with within("surgery interpolate: match"):
             tree.select(model, [self.match])
-        except ConfigError as error:
-            raise ConfigError(f"surgery interpolate: match: {error}") from error
         return model
 
     def fill(

@@ -22,7 +22,7 @@ from haliax import NamedArray
 
 from jaxlm.core import tree
 from jaxlm.core.axes import LORA, VOCAB, axes_of
-from jaxlm.core.errors import ConfigError, listed
+from jaxlm.core.errors import ConfigError, listed, within
 from jaxlm.core.field_types import BelowOne, NonNegativeFloat, NonNegativeInt, PositiveInt
 from jaxlm.core.products.stored_weights import StoredWeight
 from jaxlm.core.publish import Location
@@ -187,10 +187,8 @@ class LoraConfig(SurgeryConfig):
         assert target is not None, "init has been checked"
         layers = [(path, layer) for path, layer in tree.modules_by_path(model, Linear) if re.search(target, path)]
         paths = [p for p, layer in layers if any(s.rank for s in self._sizes(names.numbered(p, layer.weight)))]
-        try:
+        with within("surgery lora: init: eva: target"):
             return input_moments(model, paths, Inputs.of(batch))
-        except ConfigError as error:
-            raise ConfigError(f"surgery lora: init: eva: target: {error}") from error
 
     def fill(
         self, model: LanguageModel, before: LanguageModel, *, sums: Mapping[str, InputMoments], **_: Any

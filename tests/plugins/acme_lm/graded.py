@@ -98,7 +98,7 @@ class UnscoredData(TokensConfig):
 class GradedLoss(ObjectiveConfig):
     """Next-token loss weighted by grade and age."""
 
-    facts = ObjectiveFacts(batch_types=(GradedBatch,))
+    facts = ObjectiveFacts(batch_types=(GradedBatch, UnscoredBatch))
 
     def weights(self, batch):
         """The sum of the weights."""

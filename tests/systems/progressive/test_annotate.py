@@ -7,6 +7,7 @@ import re
 import signal
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import jax
 import numpy as np
@@ -276,8 +277,13 @@ def test_other_processes_read_the_blocks_that_process_0_lists(two_epochs, monkey
     drawn = np.array([3, 0])
     np.testing.assert_array_equal(annotate._opened(folder).read(drawn)["stream"], run.stored(drawn))
     monkeypatch.setattr(annotate, "from_main", lambda _: [*listed, "block-99"])
-    with pytest.raises(ConfigError, match=r"is not visible to all processes. Set data.cache_dir to a folder"):
+    with pytest.raises(ConfigError, match=r"not all processes see .*\. Set data.cache_dir to a folder"):
         annotate._opened(folder)
+
+
+def _annotator(plan, phase):
+    unused: Any = None
+    return annotate._Annotator(plan, phase, unused, unused, unused, unused, unused)
 
 
 def test_what_another_program_computes_is_stored_elsewhere(setup):
@@ -287,7 +293,7 @@ def test_what_another_program_computes_is_stored_elsewhere(setup):
         stage = BatchStage(0, batch, batch // microbatch, microbatch)
         batches = dataclasses.replace(setup.plan.batches, train=BatchSchedule((stage,)))
         plan = dataclasses.replace(setup.plan, batches=batches, layout=where or setup.plan.layout)
-        return json.dumps(annotate._identity(plan, setup.phase, setup.model))
+        return json.dumps(_annotator(plan, setup.phase).identity(setup.model))
 
     assert identity(batch=2 * BATCH) == identity()
     assert len({identity(), identity(microbatch=BATCH // 2), identity(where=layout())}) == 3
@@ -296,7 +302,7 @@ def test_what_another_program_computes_is_stored_elsewhere(setup):
 def test_other_masks_are_stored_elsewhere(setup):
     def place(**masking):
         (examples,) = setup.opened(**masking).train.values()
-        return AnnotationFolder(examples, annotate._made_from(setup.plan, setup.phase, examples, {})).path
+        return AnnotationFolder(examples, _annotator(setup.plan, setup.phase)._made_from(examples, {})).path
 
     places = {place(), place(seed=1), place(mask_replicas=3), place(max_mask_fraction=0.5), place(mode="fixed_count")}
     assert len(places) == 5

@@ -5,10 +5,8 @@ import functools
 import hashlib
 import itertools
 import json
-import math
 import os
 import re
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,6 +17,7 @@ from jaxlm.core.errors import ConfigError
 from jaxlm.core.hashing import note_file
 from jaxlm.core.safe_io import SMALL, read_bytes, read_json_object
 from jaxlm.core.values.sums import DummyPrefix
+from jaxlm.data.tokenizer.content import check_content
 from jaxlm.data.tokenizer.folder_settings import add_folder_settings, template_in
 
 if TYPE_CHECKING:
@@ -64,10 +63,6 @@ _EXTRA_FILES = (
     *(_CHAT_TEMPLATE, "chat_template.json", _GIVEN_TEMPLATES, _GENERATION, _MODEL),
 )
 _MODEL_KEYS = ("bos_token_id", "eos_token_id", "pad_token_id")  # the keys of config.json that speak of tokens
-_LARGEST_VOCABULARY = 1 << 24
-_MOST_GROWTH = 1000
-_GROWTH = {"ByteLevel": 4.0, "Precompiled": 18.0}  # bytes of a character; NFKC's longest expansion
-_MATCHES_NOTHING = re.compile(r"[*?|^$]|\\[bBAzZG]|\{0?,|''")  # what a regular expression that can match no text has
 _LONG_TEXT = 1 << 20  # characters; longer texts are split, to use all cores and bounded memory
 _CHARACTERS_PER_CALL = 1 << 23
 _LINE_ENDS = re.compile(r"(?<=[^\W_]\n)(?=[^\W_])")
@@ -408,7 +403,7 @@ def load_tokenizer(path: str, vocab_size: int | None = None, *, of_run: bool = F
     if not isinstance(content.get("model"), dict):
         raise ConfigError(f"data.tokenizer: '{file}' is not a tokenizer: it has no \"model\"")
     try:
-        _check_bounds(content, file)
+        check_content(content, file)
         backend = tokenizers.Tokenizer.from_file(str(file))
     except ConfigError:
         raise
@@ -484,43 +479,6 @@ def _special_id(backend: "tokenizers.Tokenizer", file: Path, side: str) -> int |
             return number
     numbers = (backend.token_to_id(name) for name in _COMMON_NAMES[side])
     return next((number for number in numbers if number is not None), None)
-
-
-def _check_bounds(content: Mapping[str, Any], file: Path) -> None:
-    """Raises `ConfigError` for what the library would try to hold in memory, whatever its size."""
-    for name in ("normalizer", "pre_tokenizer", "decoder"):
-        if (growth := _growth(content.get(name))) > _MOST_GROWTH:
-            raise ConfigError(
-                f"data.tokenizer: '{file}': its {name} can make a text {growth:.2g} times as long, at most {_MOST_GROWTH:,}"
-                " times expected. Use another tokenizer.json"
-            )
-    vocabulary = content["model"].get("vocab")
-    ids = [number for number in vocabulary.values() if isinstance(number, int)] if isinstance(vocabulary, dict) else []
-    if len(set(ids)) < len(ids):
-        number = Counter(ids).most_common(1)[0][0]
-        tokens = [token for token, other in vocabulary.items() if other == number]
-        raise ConfigError(
-            f"data.tokenizer: '{file}' has the tokens {tokens[0]!r} and {tokens[1]!r} with the same id {number}. Download or"
-            " train it again"
-        )
-    if (largest := max(ids, default=0)) >= _LARGEST_VOCABULARY:
-        raise ConfigError(
-            f"data.tokenizer: '{file}' has a token with the id {largest:,}, below {_LARGEST_VOCABULARY:,} expected."
-            " Download or train it again"
-        )
-
-
-def _growth(stage: Any) -> float:
-    """Returns how many times as long a text can become in a stage of tokenizer.json, and in all that are in it."""
-    if not isinstance(stage, dict):
-        return math.prod(map(_growth, stage)) if isinstance(stage, list) else 1.0
-    pattern, content = stage.get("pattern"), stage.get("content")
-    if stage.get("type") != "Replace" or not isinstance(pattern, dict) or not isinstance(content, str):
-        return _GROWTH.get(str(stage.get("type")), 1.0) * math.prod(map(_growth, stage.values()))
-    text = pattern.get("String")
-    if isinstance(text, str) and text:
-        return max(1.0, len(content) / len(text))
-    return len(content) + 1.0 if _MATCHES_NOTHING.search(str(pattern)) else max(1.0, len(content))
 
 
 def _as_list(value: Any) -> list[Any]:

@@ -29,7 +29,7 @@ import jax
 
 from jaxlm.core import tree
 from jaxlm.core.axes import LAYERS
-from jaxlm.core.errors import ConfigError
+from jaxlm.core.errors import ConfigError, within
 from jaxlm.core.field_types import NumLayers, PositiveFraction, PositiveInt
 from jaxlm.models.base import LanguageModel, ModelConfig, with_traits
 from jaxlm.models.decoder import as_transformer
@@ -98,20 +98,16 @@ class GrowConfig(SurgeryConfig):
     init: Literal["identity", "copy", "random"] = "identity"
 
     def changed(self, config: ModelConfig) -> ModelConfig:
-        try:
+        with within("surgery grow"):
             sources, _ = repeated_layers(config.Layers.size, self.num_layers, self.at)
             return config.with_layers(sources)
-        except ConfigError as error:
-            raise ConfigError(f"surgery grow: {error}") from error
 
     def apply(self, model: LanguageModel, *, key: jax.Array) -> LanguageModel:
         before = body_of(model, "surgery grow")
-        try:
+        with within("surgery grow"):
             grown = self._grown(model, key)
-            number = newest_stack(body_of(grown, "surgery grow"))
+            number = newest_stack(body_of(grown, "the new model"))
             return tree.map_modules(grown, Stack, rf"^body\.{number}$", lambda new: self._started(new, before))
-        except ConfigError as error:
-            raise ConfigError(f"surgery grow: {error}") from error
 
     def moved(self, moments: Any, sums: Any) -> Any:
         return self._grown(moments, None)
