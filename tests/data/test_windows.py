@@ -114,7 +114,7 @@ def test_a_stride_is_part_of_the_datas_identity_and_is_refused_where_it_has_no_e
         ({"train_overlap": False}, r"data\.train_overlap: false given without stride"),
         (
             {"stride": 4, "packing": BestFitConfig()},
-            r"data\.stride: 4 given together with packing: a section, whose rows",
+            r"data\.stride: 4 given together with packing, whose rows do not",
         ),
         (records, r"data\.stride: 4 given, but the records of data\.format \(supervised\) are not split"),
     ):
