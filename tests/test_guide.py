@@ -37,6 +37,7 @@ NEEDED: dict[tuple[str, str | None, str], dict[str, Any]] = {
     ("trainer.distributed", None, "num_processes"): {"coordinator_address": "10.0.0.1:8476", "process_id": 0},
     ("trainer.distributed", None, "process_id"): {"coordinator_address": "10.0.0.1:8476", "num_processes": 2},
     ("trainer.mp.rules.N", None, "match"): {"compute": "float32"},
+    ("evals.N.cases.N", None, "choices"): {"kind": "choice_logprob", "answer": "4"},
     ("trainer.until", None, "metric"): {"below": 3.2},
     ("trainer.until", None, "mode"): {"above": 0.5},
     ("preset", "progressive", "lora"): {"trunk": "lora"},
@@ -223,6 +224,14 @@ def test_every_example_is_valid_and_not_the_default(tmp_path, monkeypatch):
                 assert is_import_path(value["type"])
                 continue
             extra = NEEDED.get((section.path, section.choice, key.name), {})
+            for rule in section.rules:
+                alternatives = [one for one in section.keys if one.name in rule.keys and example(section, one)]
+                if (
+                    rule.text.startswith(("at least one of", "exactly one of"))
+                    and key.name not in rule.keys
+                    and alternatives
+                ):
+                    extra = {alternatives[0].name: parse_value(example(section, alternatives[0])), **extra}
             others = BESIDE.get(f"{section.path}.{key.name}", {})
             read = run_with(section, needed | extra | {key.name: value}, others)
             one_of_two = (section.choice, key.name) == ("drop_layers", "layers")

@@ -120,7 +120,11 @@ def undocumented(path: Path, module: ast.Module) -> list[str]:
         return []
     missing = [] if ast.get_docstring(module) else [str(path)]
     for node in module.body:
-        if isinstance(node, (ast.FunctionDef, ast.ClassDef)) and not node.name.startswith("_"):
+        if (
+            isinstance(node, (ast.FunctionDef, ast.ClassDef))
+            and node.name[0] != "_"
+            and not decorated(node, "overload")
+        ):
             missing += [] if ast.get_docstring(node) else [f"{path}: {node.name}"]
             methods = [n for n in node.body if isinstance(n, ast.FunctionDef) and n.name[0] != "_"]
             contracts = [n for n in methods if decorated(n, "abstractmethod")]

@@ -307,12 +307,14 @@ class Body(abc.ABC):
         layers = self.layer_numbers[number]
         start, stop = (sum(one < end for one in layers) for end in (segment.start, segment.stop))
         part, layers = self.stacks[number].between(start, stop), layers[start:stop]
+        if len(layers) < self.num_layers:
+            given = jax.tree.map(lambda leaf: taken_layers(leaf, np.asarray(layers)), given, is_leaf=is_named)
         return part, (
             part.layers.stacked,
             NamedArray(jnp.asarray(layers, jnp.int32), (part.Layers,)),
             shared.cached(number, start, stop),
             shared.layer_keys(layers, self.num_layers),
-            _layers_of(given, layers, self.num_layers),
+            given,
         )
 
     def _run(
@@ -542,13 +544,6 @@ class Stack(Body, eqx.Module):
 
 def _layers_between(tree: T, start: int, stop: int) -> T:
     return jax.tree.map(lambda leaf: leaf[LAYERS, start:stop], tree, is_leaf=is_named)
-
-
-def _layers_of(tree: T, layers: Sequence[int], num_layers: int) -> T:
-    """These layers of every array, of which the tree has `num_layers`."""
-    if len(layers) == num_layers:
-        return tree
-    return jax.tree.map(lambda leaf: taken_layers(leaf, np.asarray(layers)), tree, is_leaf=is_named)
 
 
 def taken_layers(leaf: Any, places: np.ndarray | jax.Array) -> Any:
