@@ -282,7 +282,7 @@ LORA: dict[str, Entry] = {
     ),
     "surgery.init": Change("pissa", Shapes({r"^model.*q_proj\.initial_a$": (2, 2, 32)})),
     "surgery.calibration_batches": Change(
-        3, Refused(r"calibration_batches: 3 given, but init: default measures no batches")
+        3, Refused(r"calibration_batches: 3 given without init: eva, but init is default")
     ),
     "surgery.from_peft": ShownIn("tests/surgery/test_peft.py::test_a_run_starts_from_peft_adapters_bit_for_bit"),
 }

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 
 from jaxlm.controllers.reduce_on_plateau import ReduceOnPlateauConfig
+from jaxlm.data.tokens import TokensConfig
 from jaxlm.objectives.dpo import Dpo
 from jaxlm.plan.controllers import controller_notes, objective_notes
 from jaxlm.plan.load_config import load_config
@@ -22,9 +23,9 @@ MOVING = PortfolioConfig(telemetry=True, nowcast=Nowcast())
 
 
 def noted(*phases: PhaseConfig, controllers: Any = (), **trainer: Any) -> list[str]:
-    config = RunConfig(
-        trainer=TrainerConfig(controllers=list(controllers), **trainer), optimizer=MOVING, phases=list(phases)
-    )
+    data = TokensConfig(num_validation_sequences=8)  # an orchestrator compares candidates on them
+    sections = {"data": data, "optimizer": MOVING, "phases": list(phases)}
+    config = RunConfig(trainer=TrainerConfig(controllers=list(controllers), **trainer), **sections)
     return controller_notes(config, plan_phases(config)[0])
 
 

@@ -16,6 +16,7 @@ import tokenizers
 
 from jaxlm.core import tree
 from jaxlm.core.errors import ConfigError
+from jaxlm.core.field_types import check_fields
 from jaxlm.plan.batches import plan_batches
 from jaxlm.plan.load_config import decode_run, load_config
 from jaxlm.plan.plan import make_plan
@@ -479,8 +480,10 @@ def test_mistakes_are_one_message(tree, message):
 
 def test_a_limit_beside_a_size_of_microbatches_is_refused():
     trainer = TrainerConfig(train_batch_size=8, per_device_parallelism=2, max_per_device_parallelism=4)
-    with pytest.raises(ConfigError, match=r"max_per_device_parallelism: 4 given, but per_device_parallelism: 2"):
-        plan_batches(trainer, 1)
+    with pytest.raises(
+        ConfigError, match=r"max_per_device_parallelism: 4 given together with per_device_parallelism: 2"
+    ):
+        check_fields(trainer, "trainer")
 
 
 @pytest.mark.parametrize("depth", [4, 12, 20])
