@@ -31,7 +31,7 @@ def section(*rules, **keys):
     class Ruled(Section):
         pass
 
-    Ruled.rules = rules
+    Ruled.key_rules = rules
     return Ruled(**keys)
 
 
@@ -58,7 +58,7 @@ KEPT = [
 ]
 
 
-@pytest.mark.parametrize("kept", KEPT, ids=lambda kept: kept.rules[0].text)
+@pytest.mark.parametrize("kept", KEPT, ids=lambda kept: kept.key_rules[0].text)
 def test_what_keeps_a_rule_is_accepted(kept):
     check_fields(kept)
 
@@ -92,10 +92,10 @@ def test_what_breaks_a_rule_is_refused_with_both_keys(message):
 
 def test_rules_of_bases_hold_too():
     class Base(Section):
-        rules: ClassVar[Rules] = (ordered("a", "b"),)
+        key_rules: ClassVar[Rules] = (ordered("a", "b"),)
 
     class Own(Base):
-        rules: ClassVar[Rules] = (only("names", when="a"),)
+        key_rules: ClassVar[Rules] = (only("names", when="a"),)
 
     assert [rule.text for rule in rules_of(Own)] == ["a <= b", "names: only with a"]
 

@@ -74,7 +74,7 @@ class UntilConfig:
     min_delta: NonNegativeFloat = 0.0
     mode: Literal["min", "max"] = "min"
 
-    rules: ClassVar[Rules] = (
+    key_rules: ClassVar[Rules] = (
         some_of("below", "above", "patience"),
         only("below", when="mode", is_="min"),
         only("above", when="mode", is_="max"),

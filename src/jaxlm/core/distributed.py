@@ -56,7 +56,7 @@ class DistributedConfig:
     initialization_timeout: timedelta = timedelta(minutes=5)
     heartbeat_timeout: timedelta = timedelta(seconds=100)
     shutdown_timeout: timedelta = timedelta(minutes=5)
-    rules: ClassVar[Rules] = (
+    key_rules: ClassVar[Rules] = (
         together("coordinator_address", "num_processes", "process_id"),
         ordered("process_id", "num_processes", strictly=True),
     )

@@ -203,7 +203,7 @@ class PrecisionRuleConfig:
     match: str
     params: str | None = None
     compute: str | None = None
-    rules: ClassVar[Rules] = (some_of("params", "compute"),)
+    key_rules: ClassVar[Rules] = (some_of("params", "compute"),)
 
 
 @dataclass(frozen=True)

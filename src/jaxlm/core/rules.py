@@ -1,6 +1,6 @@
 """Rules between the keys of one section, declared beside its fields:
 
-    rules: ClassVar[Rules] = (
+    key_rules: ClassVar[Rules] = (
         only("calibration_batches", when="init", is_="eva"),
         excludes("stride", "packing", why="whose rows do not overlap"),
         ordered("min_characters", "max_characters"),
@@ -143,7 +143,7 @@ def ordered(*keys: str, strictly: bool = False, why: str = "") -> Rule:
 @functools.cache
 def rules_of(kind: type) -> Rules:
     """The rules of a section's class and of its bases."""
-    return tuple(rule for base in reversed(kind.__mro__) for rule in vars(base).get("rules", ()))
+    return tuple(rule for base in reversed(kind.__mro__) for rule in vars(base).get("key_rules", ()))
 
 
 def broken(section: Any) -> Iterator[tuple[str, str]]:

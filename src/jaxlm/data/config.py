@@ -87,7 +87,7 @@ class DataConfig(SourceConfig, Registry, draccus.ChoiceRegistry, abc.ABC):
     max_train_batches: PositiveInt | dict[str, PositiveInt] | None = field(None, on_resume="content")
     num_validation_sequences: PositiveInt | dict[str, PositiveInt] | None = field(None, on_resume="content")
 
-    rules: ClassVar[Rules] = (
+    key_rules: ClassVar[Rules] = (
         excludes(
             *(item.name for item in fields(SourceConfig) if item.name != "cache_dir"),
             when="configs",

@@ -119,7 +119,7 @@ class MaskingConfig:
         seed: random seed of the masks.
     """
 
-    rules: ClassVar[Rules] = (
+    key_rules: ClassVar[Rules] = (
         excludes(
             "mask_schedule_type",
             "min_mask_fraction",

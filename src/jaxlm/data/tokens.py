@@ -48,7 +48,7 @@ class TokensConfig(DataConfig):
             fraction of each sequence. Null hides none.
     """
 
-    rules: ClassVar[Rules] = (
+    key_rules: ClassVar[Rules] = (
         only("train_overlap", when="stride"),
         excludes("stride", "packing", why="whose rows do not overlap"),
         only("packing", when="enforce_bos", is_=(True, None), why="with which its rows begin"),

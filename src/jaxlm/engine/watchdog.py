@@ -41,7 +41,7 @@ class WatchdogConfig:
 
     report_after: timedelta = timedelta(minutes=1)
     end_after: timedelta | None = timedelta(hours=1)
-    rules: ClassVar[Rules] = (ordered("report_after", "end_after"),)
+    key_rules: ClassVar[Rules] = (ordered("report_after", "end_after"),)
 
     def __post_init__(self) -> None:
         for name, value in (("report_after", self.report_after), ("end_after", self.end_after)):

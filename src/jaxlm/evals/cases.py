@@ -57,7 +57,7 @@ class Case:
     kind: Literal["int_greedy", "text_greedy", "choice_logprob"] = _INT
     choices: list[str] | None = None
 
-    rules: ClassVar[Rules] = (only("choices", when="kind", is_=_CHOICE),)
+    key_rules: ClassVar[Rules] = (only("choices", when="kind", is_=_CHOICE),)
 
     def check(self) -> None:
         """Raises `ConfigError` if the keys do not fit together."""
@@ -105,7 +105,7 @@ class CasesEvalConfig(GateConfig):
     min_student_accuracy: Fraction | None = None
     max_accuracy_drop: Fraction | None = None
 
-    rules: ClassVar[Rules] = (
+    key_rules: ClassVar[Rules] = (
         some_of("cases", "file"),
         excludes("max_accuracy_drop", when="reference", is_=None, why="with which there is nothing to drop from"),
     )

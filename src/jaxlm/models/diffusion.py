@@ -155,7 +155,7 @@ class TimeEmbeddingConfig:
     type: Literal["sinusoidal", "learned"] = "sinusoidal"
     dim: TimeFeatures = 512
     num_time_steps: NumTimeSteps | None = None
-    rules: ClassVar[Rules] = (
+    key_rules: ClassVar[Rules] = (
         only("num_time_steps", when="type", is_="learned"),
         needs("num_time_steps", when="type", is_="learned"),
     )

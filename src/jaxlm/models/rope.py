@@ -244,7 +244,7 @@ class Llama3Rotary(RotaryConfig):
     low_freq_factor: PositiveFloat = 1.0
     high_freq_factor: PositiveFloat = 4.0
     original_max_position_embeddings: PositiveInt = 8192
-    rules: ClassVar[Rules] = (ordered("low_freq_factor", "high_freq_factor", strictly=True),)
+    key_rules: ClassVar[Rules] = (ordered("low_freq_factor", "high_freq_factor", strictly=True),)
 
     def frequencies(self, size: int, places: Places) -> np.ndarray:
         unscaled = _unscaled_frequencies(self.theta, size)
@@ -282,7 +282,7 @@ class YarnRotary(RotaryConfig):
     mscale_all_dim: PositiveFloat | None = None
     truncate: bool = True
     original_max_position_embeddings: PositiveInt = 32768
-    rules: ClassVar[Rules] = (
+    key_rules: ClassVar[Rules] = (
         together("mscale", "mscale_all_dim", why="instead of which attention_factor may be given"),
     )
 

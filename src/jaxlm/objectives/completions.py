@@ -132,7 +132,7 @@ class ReferencedObjective(ObjectiveConfig):
     sync_interval: Annotated[NonNegativeInt, STEPS_OF_PHASE] = field(default=0, kw_only=True)
     sync_mixup: PositiveFraction = field(default=_WHOLE, kw_only=True)
 
-    rules: ClassVar[Rules] = (
+    key_rules: ClassVar[Rules] = (
         needs("reference", when="cache", why=_ASKED_BEFORE),
         excludes("cache", when="reference", is_=(_INITIAL, _NONE), why=_ASKED_BEFORE),
         only("sync_mixup", when="sync_interval"),

@@ -87,7 +87,7 @@ class Distill(ObjectiveConfig):
     cache: bool = False
     teacher_loss: bool = False
 
-    rules: ClassVar[Rules] = (
+    key_rules: ClassVar[Rules] = (
         only("beta", when="divergence", is_="js"),
         needs("top_k", when="cache", why="but a whole distribution is too large to store"),
         excludes("cache", "hidden", why="but only top k are stored"),

@@ -105,7 +105,7 @@ class Dpo(ReferencedObjective):
     discopop_tau: PositiveFloat = _TAU
     sft_weight: NonNegativeFloat | None = None
 
-    rules: ClassVar[Rules] = (
+    key_rules: ClassVar[Rules] = (
         only("f_divergence_alpha", when="f_divergence", is_="alpha_divergence"),
         excludes("f_divergence", when="reference", is_="none", why="from which nothing diverges"),
     )

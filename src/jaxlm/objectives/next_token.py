@@ -41,7 +41,9 @@ class NextToken(ObjectiveConfig):
     neftune_alpha: NonNegativeFloat = 0.0
     log_entropy: bool = False
 
-    rules: ClassVar[Rules] = (excludes("dft", "label_smoothing", why="but both change the weight of the likelihood"),)
+    key_rules: ClassVar[Rules] = (
+        excludes("dft", "label_smoothing", why="but both change the weight of the likelihood"),
+    )
 
     @property
     def facts(self) -> ObjectiveFacts:

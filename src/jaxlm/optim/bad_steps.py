@@ -148,7 +148,7 @@ class SkipBadSteps(StepGuard):
     rewind_after: PositiveInt | None = None
     max_rewinds: Annotated[int, Interval(ge=1, le=1000)] = 3
 
-    rules: ClassVar[Rules] = (
+    key_rules: ClassVar[Rules] = (
         ordered("rewind_after", "max_in_a_row", why="after which an outlier is applied, not skipped"),
         only("max_rewinds", when="rewind_after"),
     )

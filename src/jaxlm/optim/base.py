@@ -117,7 +117,7 @@ class OptimizerConfig(Registry, draccus.ChoiceRegistry, abc.ABC):
     groups: "list[OptimizerConfig]" = field(default_factory=list, metadata=INHERITS)
     match: str | None = None
 
-    rules: ClassVar[Rules] = (excludes("cycles", "cycle_length"),)
+    key_rules: ClassVar[Rules] = (excludes("cycles", "cycle_length"),)
 
     separates_matrices: ClassVar[bool] = False
     """Whether the optimizer has a separate update rule for matrices (see `jaxlm.optim.matrices`)."""

@@ -193,7 +193,7 @@ class AdaGc:
     beta: BelowOne = 0.98
     warmup: NonNegativeInt = 100
 
-    rules: ClassVar[Rules] = (
+    key_rules: ClassVar[Rules] = (
         only("threshold", when="mode", is_="zscore"),
         only("lambda_rel", "lambda_abs", when="mode", is_="paper"),
     )

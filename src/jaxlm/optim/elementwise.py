@@ -69,7 +69,7 @@ class AdamConfig(OptimizerConfig):
     adamc_weight_decay: bool = False
     cautious: bool = False
 
-    rules: ClassVar[Rules] = (excludes("update_rms_clipping", "clip_update_norm"),)
+    key_rules: ClassVar[Rules] = (excludes("update_rms_clipping", "clip_update_norm"),)
 
     def build(self, groups: Sequence[ParameterGroup], num_steps: int) -> optax.GradientTransformationExtraArgs:
         clip_update = [] if self.update_rms_clipping is None else [clip_by_rms(self.update_rms_clipping)]

@@ -233,7 +233,7 @@ class Telemetry(StepGuard):
     mean_steps: PositiveInt = 20
     reference_steps: PositiveInt = 200
 
-    rules: ClassVar[Rules] = (
+    key_rules: ClassVar[Rules] = (
         ordered("min_steps", "window"),
         ordered("mean_steps", "reference_steps", strictly=True, why="and a controller compares the two means"),
     )

@@ -41,7 +41,7 @@ class BatchConfig:
     max_per_device_parallelism: PositiveInt | None = field(None, on_resume="rounding")
     allow_nondivisible_batch_size: bool = field(False, on_resume="rounding")
     per_device_eval_parallelism: PositiveInt | Literal[-1] = field(-1, on_resume="evaluations")
-    rules: ClassVar[Rules] = (
+    key_rules: ClassVar[Rules] = (
         excludes("max_per_device_parallelism", when="per_device_parallelism", why="which sets the size"),
         excludes("max_per_device_parallelism", when="per_device_train_parallelism", why="which sets the size"),
     )

@@ -65,7 +65,7 @@ class ShardingConfig:
     compute_axis_resources: dict[str, str | list[str]] = field(default_factory=dict, on_resume="rounding")
     mesh: MeshConfig | None = field(None, on_resume="rounding")
     context: ContextConfig = field(default_factory=ContextConfig, on_resume="rounding")
-    rules: ClassVar[Rules] = (
+    key_rules: ClassVar[Rules] = (
         excludes(
             *("model_axis_size", "replica_ici_axis_size", "replica_dcn_axis_size", "context.size"),
             when="mesh",

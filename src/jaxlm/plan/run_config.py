@@ -142,7 +142,7 @@ class RunConfig:
     hf_upload: bool | str | None = field(None, on_resume="harmless")
     dry_run: bool = field(False, on_resume="harmless")
 
-    rules: ClassVar[Rules] = (
+    key_rules: ClassVar[Rules] = (
         excludes("initialize_from_hf", "trainer.initialize_from", why="and both set the initial weights"),
     )
 

@@ -81,7 +81,7 @@ class StartConfig:
     allow_changes: list[Literal["data", "tokenizer", "refs"]] = field(default_factory=list, on_resume="harmless")
     checkpointer: CheckpointerConfig = field(default_factory=CheckpointerConfig, on_resume="harmless")
 
-    rules: ClassVar[Rules] = (
+    key_rules: ClassVar[Rules] = (
         excludes("initialize_from", "initialize_from_state", why="the first loads only the model, the second all"),
         excludes("load_checkpoint_path", when="load_checkpoint", is_=False),
     )

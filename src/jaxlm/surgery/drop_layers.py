@@ -50,7 +50,7 @@ class DropLayersConfig(SurgeryConfig):
     num_layers: PositiveInt | None = None
     calibration_batches: PositiveInt | None = None
 
-    rules: ClassVar[Rules] = (one_of("layers", "num_layers"), only("calibration_batches", when="num_layers"))
+    key_rules: ClassVar[Rules] = (one_of("layers", "num_layers"), only("calibration_batches", when="num_layers"))
 
     def changed(self, config: ModelConfig) -> ModelConfig:
         with within("surgery drop_layers"):

@@ -118,7 +118,7 @@ class LoraConfig(SurgeryConfig):
     cap_rank: bool = False
     from_peft: str | None = None
 
-    rules: ClassVar[Rules] = (
+    key_rules: ClassVar[Rules] = (
         excludes(
             "from_peft", "embeddings", when="existing", is_=("keep", "merge"), why="which takes a surgery of its own"
         ),

@@ -52,7 +52,7 @@ class QuantizeConfig(ArraySurgery):
     modules: str | None = None
     double_quant: bool = True
 
-    rules: ClassVar[Rules] = (only("double_quant", when="kind", is_="nf4", why="whose scales are not quantized"),)
+    key_rules: ClassVar[Rules] = (only("double_quant", when="kind", is_="nf4", why="whose scales are not quantized"),)
 
     def on_read(self, model: LanguageModel) -> Mapping[str, Callable[[NamedArray], Any]]:
         chosen = self._chosen(model)

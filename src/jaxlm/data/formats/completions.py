@@ -336,7 +336,7 @@ class PairsFormat(CompletionsFormat):
             end, `keep_end` its beginning, and `drop_overlength` leaves the pair out.
     """
 
-    rules: ClassVar[Rules] = (only("prompt_ends_with", when="prompt_field", is_=None),)
+    key_rules: ClassVar[Rules] = (only("prompt_ends_with", when="prompt_field", is_=None),)
     produces: ClassVar[str] = "pairs"
 
     prompt_field: str | None = _PROMPT

@@ -184,7 +184,7 @@ class SourceConfig:
     stream: bool = field(False, on_resume="content")
     source: CorpusConfig | None = field(None, on_resume="content")
 
-    rules: ClassVar[Rules] = (
+    key_rules: ClassVar[Rules] = (
         excludes("train_urls", "id", "source", why="and a source has one of them"),
         only("num_validation_files", when="train_urls"),
         only("name", "split", "stream", "validation_split", when="id"),

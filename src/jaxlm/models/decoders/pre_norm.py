@@ -165,7 +165,7 @@ class TwoWayConfig(PreNormConfig):
 
     use_bidirectional_attention: bool = False
     time_embedding: TimeEmbeddingConfig | None = None
-    rules: ClassVar[Rules] = (
+    key_rules: ClassVar[Rules] = (
         only(
             "time_embedding",
             when="use_bidirectional_attention",
@@ -237,7 +237,7 @@ class LateWindowConfig(DenseConfig, TwoWayConfig):
 
     max_window_layers: NonNegativeInt = 0
     local_layers: list[NonNegativeInt] | None = None
-    rules: ClassVar[Rules] = (
+    key_rules: ClassVar[Rules] = (
         needs("sliding_window", when="local_layers"),
         excludes("max_window_layers", "local_layers"),
     )

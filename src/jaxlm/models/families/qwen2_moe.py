@@ -39,7 +39,7 @@ class Qwen2MoeConfig(MixedMoeConfig):
     num_experts: PositiveInt = 60
     num_experts_per_token: PositiveInt = 4
     local_layers: list[NonNegativeInt] | None = None
-    rules: ClassVar[Rules] = (needs("sliding_window", when="local_layers"),)
+    key_rules: ClassVar[Rules] = (needs("sliding_window", when="local_layers"),)
     shared_expert_intermediate_dim: PositiveInt = 5632
     norm_topk_prob: bool = False
     qkv_bias: bool = True

@@ -45,7 +45,7 @@ class SmolLm3Config(BiasedConfig):
     unrotated_layers: list[NonNegativeInt] | None = None
     sliding_window: PositiveInt | None = None
     local_layers: list[NonNegativeInt] | None = None
-    rules: ClassVar[Rules] = (needs("sliding_window", when="local_layers"),)
+    key_rules: ClassVar[Rules] = (needs("sliding_window", when="local_layers"),)
 
     @property
     def kinds(self) -> tuple[LayerKind, ...]:

@@ -53,7 +53,7 @@ class DenoisingConfig:
     remasking: Remasking = "low_confidence"
     schedule: PassSchedule = "equal"
 
-    rules: ClassVar[Rules] = (
+    key_rules: ClassVar[Rules] = (
         excludes(
             "num_steps",
             "block_length",

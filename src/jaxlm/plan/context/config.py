@@ -50,7 +50,7 @@ class ContextConfig:
     method: Literal["auto", "gather", "ulysses", "ring", "usp"] = AUTO
     balance: Literal["auto", "none", "zigzag", "blocks"] = AUTO
     heads_size: PositiveInt | None = None
-    rules: ClassVar[Rules] = (only("heads_size", when="method", is_="usp"),)
+    key_rules: ClassVar[Rules] = (only("heads_size", when="method", is_="usp"),)
 
 
 def plan_context(

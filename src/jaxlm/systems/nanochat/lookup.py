@@ -356,7 +356,7 @@ class LookupConfig:
     tied: bool = True
     key_norm: bool = True
     score_scale: PositiveFloat | None = None
-    rules: ClassVar[Rules] = (only("max_entries", "sample_tokens", when="allocation", is_=("lzw", "nanochat")),)
+    key_rules: ClassVar[Rules] = (only("max_entries", "sample_tokens", when="allocation", is_=("lzw", "nanochat")),)
 
     def __post_init__(self):
         # The config is a static field of the model: it must be hashable.

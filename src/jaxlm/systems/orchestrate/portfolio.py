@@ -121,7 +121,7 @@ class PortfolioConfig(OptimizerConfig):
     nowcast: Nowcast | None = None
 
     separates_matrices: ClassVar[bool] = True
-    rules: ClassVar[Rules] = (
+    key_rules: ClassVar[Rules] = (
         excludes("nowcast", when="state", why="as 8 bits keep nothing of the differences of close numbers in a trend"),
     )
 

@@ -161,7 +161,7 @@ class Sgd(Strategy):
     beta2: BelowOne = 0.95
     epsilon: NonNegativeFloat = 1e-8
 
-    rules: ClassVar[Rules] = (only("beta2", "epsilon", when="swats"),)
+    key_rules: ClassVar[Rules] = (only("beta2", "epsilon", when="swats"),)
 
     @property
     def mean_decay(self) -> float:

@@ -136,7 +136,7 @@ class ProgressiveConfig(PresetConfig):
     store: Kind | None = None
     depth_times: DepthTimes | None = None
 
-    rules: ClassVar[Rules] = (
+    key_rules: ClassVar[Rules] = (
         excludes("store", when="init", is_="copy", why="but what a new stack would copy is in another form then"),
         excludes("store", when="trunk", is_="train", why="but stored weights cannot be trained"),
         excludes("store", "polish_steps", why="but stored weights cannot be trained"),

@@ -158,7 +158,7 @@ class Overlong:
     cache: PositiveInt
     max_response_tokens: PositiveInt
 
-    rules: ClassVar[Rules] = (ordered("cache", "max_response_tokens"),)
+    key_rules: ClassVar[Rules] = (ordered("cache", "max_response_tokens"),)
 
     def penalties(self, lengths: jax.Array) -> jax.Array:
         """Returns what is added to each reward, float32: from 0 to -1. Args: lengths: in tokens."""
@@ -278,7 +278,9 @@ class Entropy:
     coef: NonNegativeFloat = 0.0
     adaptive: AdaptiveEntropy | None = None
 
-    rules: ClassVar[Rules] = (ordered("adaptive.min", "coef", "adaptive.max", why="and the coefficient starts there"),)
+    key_rules: ClassVar[Rules] = (
+        ordered("adaptive.min", "coef", "adaptive.max", why="and the coefficient starts there"),
+    )
 
     @property
     def has_weight(self) -> bool:

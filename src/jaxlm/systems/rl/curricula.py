@@ -231,7 +231,7 @@ class SuccessConfig(CurriculumConfig):
         momentum: how much a prompt's rate keeps of its old value when it is sampled for again.
     """
 
-    rules: ClassVar[Rules] = (ordered("hard", "easy", strictly=True, why="and a prompt is not both"),)
+    key_rules: ClassVar[Rules] = (ordered("hard", "easy", strictly=True, why="and a prompt is not both"),)
 
     solved_at: float = 1.0
     easy: Fraction = 1.0

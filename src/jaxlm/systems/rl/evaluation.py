@@ -62,7 +62,7 @@ class RolloutsEvalConfig(SamplingKeys, EvalConfig):
     reward_timeout_s: Seconds = 300.0
     name: str = "rollouts"
 
-    rules: ClassVar[Rules] = (
+    key_rules: ClassVar[Rules] = (
         ordered("num_samples", "batch_size"),
         excludes("num_samples", when="temperature", is_=0.0, why="with which all answers are the same"),
     )

@@ -105,7 +105,7 @@ class Grpo(ReferencedObjective):
     off_policy_threshold: PositiveFloat | None = None
     top_entropy: PositiveFraction = 1.0
 
-    rules: ClassVar[Rules] = (
+    key_rules: ClassVar[Rules] = (
         excludes("overlong", when="advantage", is_=NormalizeThenSum, why="which does not read the sum of the rewards"),
     )
 

@@ -337,7 +337,7 @@ class ImportanceSampling:
     floor: NonNegativeFloat = 0.0
     mode: Literal["token_truncate", "token_mask", "sequence_truncate", "sequence_mask"] = "token_truncate"
 
-    rules: ClassVar[Rules] = (ordered("floor", "cap"),)
+    key_rules: ClassVar[Rules] = (ordered("floor", "cap"),)
 
     @property
     def is_of_tokens(self) -> bool:

@@ -192,7 +192,7 @@ class RolloutsConfig(DataConfig):
         sampler: what samples the responses.
     """
 
-    rules: ClassVar[Rules] = (only("max_turns", when="environment"),)
+    key_rules: ClassVar[Rules] = (only("max_turns", when="environment"),)
     expects: ClassVar[str] = "prompts"
 
     format: FormatConfig = field(default_factory=PromptsFormat)

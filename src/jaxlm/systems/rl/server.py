@@ -66,7 +66,7 @@ class ServerSamplerConfig(SamplerConfig):
         max_concurrent: number of requests at a time. Each asks for one response.
     """
 
-    rules: ClassVar[Rules] = (
+    key_rules: ClassVar[Rules] = (
         needs("logprobs", when="protocol", is_="sglang", why="whose log-probabilities are processed"),
     )
 

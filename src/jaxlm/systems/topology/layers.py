@@ -169,7 +169,7 @@ class AttentionNode(LayerNode):
     gate: Literal["static", "dynamic"] | None = None
     null_slot: bool = False
     role: ClassVar[str] = "attn"
-    rules: ClassVar[Rules] = (
+    key_rules: ClassVar[Rules] = (
         needs("sem_dim", "geo_dim", when="mode", is_="decoupled", why="0 of which is for none"),
         only(*_DECOUPLED, when="mode", is_="decoupled"),
         excludes("dropout", when="mode", is_="decoupled"),

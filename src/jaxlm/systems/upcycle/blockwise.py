@@ -69,7 +69,7 @@ class Convergence:
     min_steps: PositiveInt = 1
     decay: BelowOne = 0.9
 
-    rules: ClassVar[Rules] = (ordered("min_steps", "max_steps"),)
+    key_rules: ClassVar[Rules] = (ordered("min_steps", "max_steps"),)
 
 
 @dataclass(frozen=True)

@@ -154,7 +154,7 @@ class DecoupleConfig(SurgeryConfig):
     gate: Literal["static", "dynamic"] | None = None
     null_slot: bool = False
 
-    rules: ClassVar[Rules] = (
+    key_rules: ClassVar[Rules] = (
         only("num_key_heads", when="method", is_=_SHARE_KEYS, why="whose keys are those of the key/value heads"),
     )
 

@@ -131,7 +131,7 @@ class PoolKvHeadsConfig(SurgeryConfig):
     align: bool = False
     calibration_batches: NonNegativeInt | None = None
 
-    rules: ClassVar[Rules] = (only("align", when="method", is_="mean"), only("calibration_batches", when="align"))
+    key_rules: ClassVar[Rules] = (only("align", when="method", is_="mean"), only("calibration_batches", when="align"))
 
     def changed(self, config: ModelConfig) -> ModelConfig:
         model = jax.eval_shape(lambda: config.build(vocab_axis(16), key=jax.random.key(0)))

@@ -213,7 +213,7 @@ class LengthPenaltyConfig(RewardConfig):
             proportional to the length.
     """
 
-    rules: ClassVar[Rules] = (ordered("cache_tokens", "max_tokens"),)
+    key_rules: ClassVar[Rules] = (ordered("cache_tokens", "max_tokens"),)
 
     max_tokens: PositiveInt | None = None
     cache_tokens: PositiveInt | None = None

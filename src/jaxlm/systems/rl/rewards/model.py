@@ -31,7 +31,7 @@ class ModelRewardConfig(RewardConfig):
         batch_size: number of texts per request to the server.
     """
 
-    rules: ClassVar[Rules] = (one_of("path", "server"),)
+    key_rules: ClassVar[Rules] = (one_of("path", "server"),)
 
     path: str | None = None
     server: ServerConfig | None = None
