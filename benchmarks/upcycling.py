@@ -203,7 +203,7 @@ class Texts:
         keys = jax.random.split(jax.random.key(seed))
         student = jax.jit(lambda model: surgery.apply(model, key=keys[0]))(teacher)
         wants = surgery.wants
-        if wants.measure is None:
+        if wants.measure is None or not wants.num_batches:
             return student
         measure = jax.jit(wants.measure)
         sums = [measure(teacher, self.batch(TRAIN, number)) for number in range(wants.num_batches)]

@@ -64,7 +64,7 @@ def test_what_keeps_a_rule_is_accepted(kept):
 
 
 BROKEN = {
-    "s.names: ['n'] given without kind: x or y, but kind is plain, as it is. Remove it, or set kind": section(
+    "s.names: ['n'] given without kind: x or y, as it is, but kind is plain. Remove it, or set kind": section(
         only("a", "names", why="as it is", **IS_KIND), names=["n"]
     ),
     "s.a: 0 given without b. Remove it, or set b": section(only("a", when="b"), a=0),

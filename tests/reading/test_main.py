@@ -1,5 +1,6 @@
 """The command `jaxlm`: errors, help and recipes, none of which starts a device."""
 
+import os
 import re
 import subprocess
 import sys
@@ -10,6 +11,7 @@ import pytest
 
 from jaxlm.core.errors import ConfigError
 from jaxlm.plan.load_config import load_config
+from jaxlm.reading import recipes
 from jaxlm.reading.recipes import all_recipes, recipe, recipes_command
 from jaxlm.reading.yaml import load_yaml
 
@@ -75,6 +77,17 @@ def test_recipes_are_valid_and_named_after_their_files(name):
     config = load_config(["--config_path", f"jaxlm:{name}", "--use_hf_model_config", "false"], "jaxlm.train")
     default = load_yaml(recipe(name)).tree.get("entrypoints", {}).get("default")
     assert config.trainer.id == (Path(name).stem if default is None else f"{Path(name).stem}-{default}")
+
+
+def test_recipes_include_each_other_where_the_package_is_a_link(tmp_path):
+    """As in a virtual environment of links, or with a home folder on another disk."""
+    (tmp_path / "linked").symlink_to(Path(recipes.__file__).parents[2])
+    (tmp_path / "run.yaml").write_text("<<: !include jaxlm:core.yaml\n")
+    code = "import jaxlm; print(jaxlm.__file__); print(jaxlm.read_config('run.yaml').trainer.id)"
+    environment = os.environ | {"PYTHONPATH": str(tmp_path / "linked")}
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, env=environment)
+    assert done.stdout.split() == [str(tmp_path / "linked/jaxlm/__init__.py"), "run"], done.stderr
 
 
 def test_recipes_are_listed_and_copied_but_never_overwrite_a_file(tmp_path, monkeypatch, capsys):

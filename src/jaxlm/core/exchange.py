@@ -101,11 +101,24 @@ def coordination() -> Any | None:
     return None if state.client is None or state.num_processes == 1 else state
 
 
-def exchange(root: str = _ROOT) -> Exchange | None:
-    """Between the processes of this run; None for a single process. Args: root: of exchanges in a thread of their own."""
+def exchange() -> Exchange | None:
+    """Of all facts, between the processes of this run; None for a single process."""
     if (service := coordination()) is None:
         return None
-    return _exchange(service.client, service.process_id, service.num_processes, root)
+    return _exchange(service.client, service.process_id, service.num_processes)
 
 
 _exchange = functools.lru_cache(maxsize=4)(Exchange)
+
+
+def exchange_about(what: str, number: int) -> Exchange | None:
+    """About one thing of a kind that comes again, by its number from 0, in a thread of its own; None for a single process.
+
+    A process that leaves out, or fails in, one of them takes part in the next one all the same.
+    """
+    if (service := coordination()) is None:
+        return None
+    if service.process_id == 0:
+        # Whoever takes part in the one before this has read what was said about the one before that.
+        service.client.key_value_delete(f"jaxlm/{what}/{number - 2}/")
+    return Exchange(service.client, service.process_id, service.num_processes, f"jaxlm/{what}/{number}/")

@@ -225,5 +225,6 @@ def _accepts(member: Any, value: Any) -> bool:
     if typing.get_origin(member) is Literal:
         return value in typing.get_args(member)
     if member in (int, float):
-        return isinstance(value, (int, member)) and not isinstance(value, bool) and -math.inf < value < math.inf
+        kind = numbers.Integral if member is int else numbers.Real  # of numpy too, in Python code
+        return isinstance(value, kind) and not isinstance(value, bool) and -math.inf < value < math.inf
     return member is Any or isinstance(value, typing.get_origin(member) or member)

@@ -15,13 +15,16 @@ A key is *given* if its value is not the default. `why` ends the message's first
 import dataclasses
 import functools
 import itertools
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from jaxlm.core.redaction import redacted
+
 GIVEN = object()
 """Stands for every value but the default."""
-_SECTION = "a section"
+_SECTION = "a section"  # without a type
 
 
 @dataclass(frozen=True)
@@ -52,7 +55,7 @@ def only(*keys: str, when: str, is_: Any = GIVEN, why: str = "") -> Rule:
         other = "" if is_ is GIVEN else f", but {when} is {_value(section, when)}"
         return (
             key,
-            f"{_value(section, key)} given without {_condition(when, is_)}{other}{_clause(why)}. Remove it, or set {when}",
+            f"{_value(section, key)} given without {_condition(when, is_)}{_clause(why)}{other}. Remove it, or set {when}",
         )
 
     return Rule(f"{', '.join(keys)}: only with {_condition(when, is_)}", (*keys, when), problem)
@@ -148,8 +151,13 @@ def rules_of(kind: type) -> Rules:
 
 def broken(section: Any) -> Iterator[tuple[str, str]]:
     """Yields the keys of a section that break its rules, each with what is wrong."""
-    problems = (rule.problem(section) for rule in rules_of(type(section)))
-    return (problem for problem in problems if problem is not None)
+    for key, problem in filter(None, (rule.problem(section) for rule in rules_of(type(section)))):
+        yield key, problem if _is_given(section, key) else as_default(problem)
+
+
+def as_default(problem: str) -> str:
+    """Says that a value is the default, instead of that it is given. "None of these given" stays."""
+    return re.sub(r"^(?!none of )(\S.*?) given\b", r"\1 is the default", problem)
 
 
 def _value_of(section: Any, key: str) -> Any:
@@ -203,7 +211,8 @@ def _written(value: Any) -> str:
     if dataclasses.is_dataclass(kind):
         named = getattr(kind, "get_choice_name", None)
         return _SECTION if named is None else f"{{type: {named(kind)}}}"
-    return f"{value!s:.60}"
+    items = value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else ()
+    return "sections" if any(map(dataclasses.is_dataclass, items)) else f"{redacted(str(value)):.60}"
 
 
 def _clause(why: str) -> str:

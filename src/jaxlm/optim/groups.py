@@ -21,6 +21,7 @@ from haliax import NamedArray
 from jaxlm.core import tree
 from jaxlm.core.axes import LAYERS
 from jaxlm.core.errors import ConfigError
+from jaxlm.core.guards import NOWCAST
 from jaxlm.core.pace import Pace
 from jaxlm.optim.base import OptimizerConfig, ParameterGroup, clip_by_norm
 from jaxlm.optim.curvature import Curvature
@@ -258,9 +259,11 @@ def _with_controls(
         read = _Read(controls)
         result = transformation.update(updates, state, params, controls=read, **extra)
         if read.unread:
+            control = min(read.unread)
+            advice = "Let its last link be jaxlm.optim.base.scale_by_learning_rate"
             raise ConfigError(
-                f"{path}.type: {type(config).__name__} does not read the control '{min(read.unread)}', which a controller"
-                " sets. Let its last link be jaxlm.optim.base.scale_by_learning_rate, or remove the controller"
+                f"{path}.type: {type(config).__name__} does not read the control '{control}', which a controller sets."
+                f" {f'Set {path}.nowcast' if control == NOWCAST else advice}, or remove the controller"
             )
         return result
 

@@ -347,6 +347,12 @@ def plan_phases(config: RunConfig) -> tuple[tuple[Phase, ...], tuple[DataConfig,
                 changed.check()
             model = changed
         pacing = objective.facts.pacing
+        if pacing is not None and optimizer.facts.nowcast_window is not None:
+            raise ConfigError(
+                f"phase '{phase.name}': optimizer.nowcast: given, but objective.type: {choice_name(type(objective))} slows"
+                " down or stops single layers, whose weights the trend would not follow. Remove nowcast from the optimizer"
+                " and from the controllers of this phase"
+            )
         scheduled = None if pacing is None else pacing.scheduled_steps(steps, model)
         phases.append(
             Phase(

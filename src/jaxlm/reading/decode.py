@@ -21,7 +21,7 @@ from draccus.choice_types import CHOICE_TYPE_KEY, ChoiceType
 from jaxlm.core.errors import ConfigError, did_you_mean, listed, shortened
 from jaxlm.core.field_types import LARGEST_FLOAT, bounds_of, describe_type, hints_of, in_range
 from jaxlm.core.redaction import without_secrets
-from jaxlm.core.rules import broken
+from jaxlm.core.rules import as_default, broken
 from jaxlm.reading.choices import (
     Registry,
     import_choice,
@@ -248,8 +248,7 @@ class _Decoder:
         }
         section = self._construct(kind, values | inner, path) if inner else section
         for key, problem in broken(section):
-            is_given = key.partition(".")[0] in values
-            raise self._error((*path, *key.split(".")), problem if is_given else _as_default(problem))
+            raise self._error((*path, *key.split(".")), problem)
         return section
 
     def _construct(self, kind: Any, values: Mapping[str, Any], path: KeyPath) -> Any:
@@ -398,13 +397,8 @@ def _located(problem: str, kind: Any, path: KeyPath, values: Mapping[str, Any]) 
     if not separator or not set(parents) <= set(path):
         return path, problem
     if key in (field.name for field in dataclasses.fields(kind)):
-        return (*path, key), rest if key in values else _as_default(rest)
+        return (*path, key), rest if key in values else as_default(rest)
     return (path, rest) if key in path else (path, problem)
-
-
-def _as_default(problem: str) -> str:
-    """Says that a value is the default, instead of that it is given. "None of these given" stays."""
-    return re.sub(r"^(?!none of )(\S.*?) given\b", r"\1 is the default", problem)
 
 
 def _is_name(kind: Any, value: Any) -> bool:

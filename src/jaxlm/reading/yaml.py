@@ -159,7 +159,9 @@ class _Reader:
         resolved = path.resolve()
         if self._root is None:
             self._root = resolved.parent
-        elif chain and not (resolved.is_relative_to(self._root) or resolved in all_recipes().values()):
+        elif chain and not (
+            resolved.is_relative_to(self._root) or resolved in map(Path.resolve, all_recipes().values())
+        ):
             raise ConfigError(
                 f"{self.marks.get(at, path)}: !include {path}: {resolved} is outside of the project {self._root}, the"
                 " folder of the first file. Move the file there, or name a folder that has all files: --config_root FOLDER"

@@ -30,8 +30,19 @@ from jaxlm.engine.phase_runner import RewindError
 from jaxlm.evals.base import GateError
 
 EXIT_INTERRUPTED = 130
-_FAILED = (GateError, LeaseLostError, NoUsableCheckpointError, NonFiniteError, PeerError, PublishError, RewindError)
-_FAILED += (SaveError, StopRunError)
+_FAILED = (
+    *(
+        GateError,
+        LeaseLostError,
+        NoUsableCheckpointError,
+        NonFiniteError,
+        PeerError,
+        PublishError,
+        RewindError,
+        SaveError,
+    ),
+    StopRunError,
+)
 
 
 def command(main: Callable[[Sequence[str]], int]) -> Callable[..., int]:

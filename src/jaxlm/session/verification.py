@@ -213,8 +213,8 @@ def _gates(opened: LoadedModel, file: str) -> Gates:
 
 
 def _compares(evaluation: EvalConfig) -> bool:
-    metrics = evaluation.metrics.limits.by_metric
-    return isinstance(evaluation, GateConfig) or bool(evaluation.scope.references or metrics)
+    limits = evaluation.metrics.limits.by_metric
+    return isinstance(evaluation, GateConfig) or bool(evaluation.scope.references or limits)
 
 
 def _reference(gates: Gates, name: str) -> Ref:

@@ -48,6 +48,10 @@ class Wants:
     leaves: Callable[[LanguageModel, ModelConfig], Leaves] = lambda model, config: {}
     compiler_options: Mapping[str, Mapping[str, bool | int | str]] = field(default_factory=dict)
 
+    def __post_init__(self):
+        if self.num_batches and self.measure is None:
+            raise ConfigError(f"surgery: wants.num_batches: {self.num_batches} given without measure. Set both")
+
 
 @dataclass(frozen=True)
 class SurgeryConfig(Registry, draccus.ChoiceRegistry, abc.ABC):

@@ -25,7 +25,7 @@ from jaxlm.core.field_types import NonNegativeInt, PositiveInt
 from jaxlm.core.rules import Rules, one_of, only
 from jaxlm.core.values.batch_types import TokenBatch
 from jaxlm.core.values.logged import LayerTable
-from jaxlm.models.base import EMBEDDING, Inputs, LanguageModel, ModelConfig, RewardModel, layer_tap, with_traits
+from jaxlm.models.base import EMBEDDING, Inputs, LanguageModel, ModelConfig, RewardModel, layer_tap
 from jaxlm.models.decoder import as_transformer
 from jaxlm.models.stacks import body_of, taken_layers
 from jaxlm.reading.choices import choice
@@ -148,7 +148,7 @@ def _check_alike(config: ModelConfig) -> None:
 def _with_layers(model: LanguageModel, kept: Sequence[int]) -> LanguageModel:
     if isinstance(model, RewardModel):
         base = _with_layers(model.base, kept)
-        return with_traits(replace(model, base=base), switch_lengths=base.traits.switch_lengths)
+        return replace(model, base=base, traits=base.traits)
     return as_transformer(model, "has no layers that jaxlm can take out").with_layers(kept)
 
 

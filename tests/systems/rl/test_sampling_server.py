@@ -406,7 +406,7 @@ def test_an_answer_that_does_not_end_is_refused(server, monkeypatch):
     [
         (
             {"protocol": "sglang"},
-            "protocol: sglang given without logprobs, whose log-probabilities are processed",
+            "protocol: sglang given together with logprobs: raw, but SGLang's are processed: set logprobs: processed",
         ),
         ({"weights_folder": "gs://bucket/x"}, r"data\.sampler\.weights_folder: 'gs://bucket/x' given, a folder"),
         ({"weights_folder": ""}, r"data\.sampler\.weights_folder: '' given, a folder"),

@@ -17,8 +17,6 @@ from jaxlm.core.values.sums import TokenScores
 _ROWS = 2**31 - 1  # folded into a step's key, into which the numbers of microbatches are folded too
 _KEY_WORDS = 2
 _NO_TOKEN = -1
-SAMPLER_LOGPS = "sampler_logps"
-"""A column of responses that the model has sampled while it trains."""
 
 
 class TokenBatch(eqx.Module):

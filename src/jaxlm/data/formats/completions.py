@@ -345,6 +345,12 @@ class PairsFormat(CompletionsFormat):
     prompt_ends_with: str | None = None
     truncation: Truncation = field(default="keep_start", kw_only=True)
 
+    def __post_init__(self):
+        if self.prompt_ends_with == "":
+            raise ConfigError(
+                "prompt_ends_with: '' given, a text expected. Null ends the prompt at the last white space"
+            )
+
     @property
     def overlong(self) -> Truncation:
         return self.truncation

@@ -287,12 +287,10 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return found
 
 
-_DECODER = json.JSONDecoder(object_pairs_hook=_unique)
-
-
 def _parse_json(path: Path, text: str, where: str) -> Any:
     try:
-        return _DECODER.decode(text.rstrip())  # an error at the end of a line is not at column 1 of the next
+        # Without the end of the line, an error there is not at column 1 of the next.
+        return json.loads(text.rstrip(), object_pairs_hook=_unique)
     except _RepeatedKeyError as error:
         raise ConfigError(
             f"{path}: {where}the key '{error}' is given twice in one object. Keep one of them: only the last would be read"

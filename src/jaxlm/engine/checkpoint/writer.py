@@ -24,7 +24,7 @@ import jax
 
 from jaxlm.core import tree
 from jaxlm.core.errors import counted
-from jaxlm.core.exchange import exchange
+from jaxlm.core.exchange import Exchange, exchange_about
 from jaxlm.core.runtime import is_main_process
 from jaxlm.core.stores import AT_START_S, BRIEFLY_S, WHILE_TRAINING_S, retried
 from jaxlm.engine.checkpoint.lease import LeaseCheck, LeaseLostError
@@ -177,7 +177,7 @@ class CheckpointWriter:
         # Not an `AsyncCheckpointer`: its barriers would wait for a process that has failed (docs/design/0016).
         self._orbax = ocp.PyTreeCheckpointHandler(use_ocdbt=True)
         self._save_args = ocp.args.PyTreeSave
-        self._others = exchange("jaxlm/saves/")
+        self._numbers = itertools.count()  # of saves: all processes number them alike
         self._cursor: Cursor | None = None  # of the save whose outcome has not been looked at
         self._thread = threading.Thread()
         self._error: SaveError | None = None
@@ -202,7 +202,8 @@ class CheckpointWriter:
         assert self._cursor is None, "the last save has not been waited for"
         name = cursor.folder_name
         files = self._small_files(state, cursor, position)
-        save = _Save(name, files, flat_arrays(state), _orbax_path(self._folder.arrays(name)))
+        others = exchange_about("saves", next(self._numbers))
+        save = _Save(name, files, flat_arrays(state), _orbax_path(self._folder.arrays(name)), others)
         self._cursor = cursor
         self._thread = threading.Thread(target=self._run, args=(save,), name="checkpoint")
         self._thread.start()
@@ -289,7 +290,7 @@ class CheckpointWriter:
         try:
             self._begin(save)
             failure = _failure_of(lambda: [write.result() for write in writes])  # of this process
-            failure = self._concluded(failure, lambda failures: self._commit(save, failures))
+            failure = _concluded(save, failure, lambda failures: self._commit(save, failures))
         except Exception as error:  # the coordination service is gone
             failure = _text(error)
         self._error = self._cannot(failure) if failure else None
@@ -303,7 +304,7 @@ class CheckpointWriter:
 
     def _begin(self, save: "_Save") -> None:
         failure = _failure_of(lambda: self._begin_folder(save)) if is_main_process() else ""
-        if failure := self._concluded(failure, lambda failures: failures[0]):
+        if failure := _concluded(save, failure, lambda failures: failures[0]):
             save.begun.set_exception(OSError(failure))
         else:
             save.begun.set_result(None)
@@ -318,13 +319,6 @@ class CheckpointWriter:
         except LeaseLostError as lost:
             self._lost = lost
             raise
-
-    def _concluded(self, failure: str, conclusion: Callable[[Sequence[str]], str]) -> str:
-        """What process 0 concludes of why the processes have failed; empty stands for no failure."""
-        if self._others is None:
-            return conclusion([failure])
-        conclude = lambda said: conclusion([text.decode() for text in said]).encode()  # noqa: E731
-        return self._others.conclude(failure.encode(), conclude).decode()
 
     def _commit(self, save: "_Save", failures: Sequence[str]) -> str:
         """Makes the checkpoint visible, if all processes have written their part. Returns why it is not."""
@@ -358,6 +352,7 @@ class _Save:
         files: relative path -> content of the small files.
         arrays: path -> array; empty once they are copied.
         folder: where Orbax writes the arrays.
+        others: what the processes tell each other about this save; None for a single process.
         copied: done when the training thread may go on.
         begun: done when the arrays may be written.
     """
@@ -366,8 +361,17 @@ class _Save:
     files: Mapping[str, bytes]
     arrays: dict[str, Any]
     folder: Any
+    others: Exchange | None
     copied: Future[None] = field(default_factory=Future)
     begun: Future[None] = field(default_factory=Future)
+
+
+def _concluded(save: _Save, failure: str, conclusion: Callable[[Sequence[str]], str]) -> str:
+    """What process 0 concludes of why the processes have failed; empty stands for no failure."""
+    if save.others is None:
+        return conclusion([failure])
+    conclude = lambda said: conclusion([text.decode() for text in said]).encode()  # noqa: E731
+    return save.others.conclude(failure.encode(), conclude).decode()
 
 
 class _ArraysFolder:

@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
+from jaxlm.core.errors import ConfigError
 from jaxlm.core.install import install_command
 from jaxlm.core.redaction import redacted
 from jaxlm.core.values.logged import Completion, Sample
@@ -40,6 +41,10 @@ class MlflowConfig(TrackerConfig):
     tracking_uri: str | None = None
     experiment: str = "jaxlm"
     name: str | None = None
+
+    def check(self) -> None:
+        if not self.experiment.strip():  # the tracker would fail while the run goes on without it
+            raise ConfigError(f"trainer.tracker (mlflow): experiment: '{self.experiment}' given, a name expected")
 
     def how_to_open(self, run_id: str) -> str | None:
         uri = redacted(self._uri())

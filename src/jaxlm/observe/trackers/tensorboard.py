@@ -44,6 +44,11 @@ class TensorboardConfig(TrackerConfig):
                 f"trainer.tracker (tensorboard): logdir: '{self.logdir}' given, a local folder expected. Copy the"
                 " events to a bucket with the bucket's own tools"
             )
+        for name, text in (("comment", self.comment), ("filename_suffix", self.filename_suffix)):
+            if "/" in text:  # else the events are written where nobody looks for them
+                raise ConfigError(
+                    f"trainer.tracker (tensorboard): {name}: '{text}' given, a part of a file name expected"
+                )
 
     def how_to_open(self, run_id: str) -> str | None:
         return f"tensorboard --logdir {self.logdir}" if self.write_to_disk else None

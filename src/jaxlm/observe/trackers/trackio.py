@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from jaxlm.core.errors import ConfigError
 from jaxlm.core.install import install_command
 from jaxlm.observe import environment
 from jaxlm.observe.trackers.base import ForwardTracker, MissingLibraryError, RunInfo, Tracker, TrackerConfig
@@ -23,6 +24,10 @@ class TrackioConfig(TrackerConfig):
     name: str | None = None
     group: str | None = None
     space_id: str | None = None
+
+    def check(self) -> None:
+        if not self.project.strip():  # the tracker would fail while the run goes on without it
+            raise ConfigError(f"trainer.tracker (trackio): project: '{self.project}' given, a name expected")
 
     def how_to_open(self, run_id: str) -> str | None:
         return f"trackio show --project {self.project}" if self.space_id is None else f"hf.co/spaces/{self.space_id}"

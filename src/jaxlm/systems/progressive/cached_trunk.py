@@ -87,9 +87,11 @@ class CachedTrunk(ObjectiveConfig):
     def __post_init__(self):
         inner = self.objective.facts
         reads_sequences = inner.pacing is None and self.facts.batch_types
+        changes_phase = type(self.objective).prepare is not ObjectiveConfig.prepare
         refusals = {
             "which has a trunk of its own": inner.asks_itself,
             "under which no block reads the output of another, so that there is no trunk": inner.num_shares > 1,
+            "which changes its phase (`prepare`)": changes_phase,
             "which asks another model in every step": inner.references or inner.holds_reference,
             "which does not train on sequences by the final hidden states of the model": not reads_sequences,
             "with which the model may not read the same each time that a sequence comes (remove noise on embeddings:"

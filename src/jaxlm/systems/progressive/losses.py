@@ -192,7 +192,9 @@ class DiffusionBlocks(DiffusionBound):
 
     def prepare_batch(self, batch: MaskedBatch, key: jax.Array | None) -> MaskedBatch:
         """The rows in the order of their mask fractions, {microbatch, denoiser, batch, ...}: every microbatch has the same
-        number for each block."""
+        number for each block. In evaluations, all layers compute every row."""
+        if not batch.mask_fractions.has_axis(MICROBATCH):
+            return batch
         Microbatch, Batch = (batch.mask_fractions.resolve_axis(name) for name in (MICROBATCH, BATCH))
         Block, Rows = Axis(DENOISER, self.num_blocks), Batch.resize(Batch.size // self.num_blocks)
         fractions = batch.mask_fractions.rearrange((Microbatch, Batch)).array

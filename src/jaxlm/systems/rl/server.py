@@ -17,7 +17,7 @@ import numpy as np
 
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.field_types import PositiveInt, is_float32
-from jaxlm.core.rules import Rules, needs
+from jaxlm.core.rules import Rules, excludes
 from jaxlm.core.runtime import from_main, main_only
 from jaxlm.core.stores import is_url
 from jaxlm.data.tokenizer.tokenizer import Tokenizer
@@ -67,7 +67,7 @@ class ServerSamplerConfig(SamplerConfig):
     """
 
     key_rules: ClassVar[Rules] = (
-        needs("logprobs", when="protocol", is_="sglang", why="whose log-probabilities are processed"),
+        excludes("protocol", when="logprobs", is_="raw", why="but SGLang's are processed: set logprobs: processed"),
     )
 
     server: ServerConfig

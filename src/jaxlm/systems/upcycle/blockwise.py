@@ -291,12 +291,6 @@ class Blockwise(ObjectiveConfig, Pacing):
                 f" {choice_name(type(self))} goes on to the next block, and its first steps would be skipped. Set"
                 " skip_bad_steps: false"
             )
-        if phase.optimizer.facts.nowcast_window is not None:
-            raise ConfigError(
-                f"phase '{phase.name}': optimizer.nowcast: given, but objective.type: {choice_name(type(self))} slows down or"
-                " stops single layers, whose weights the trend would not follow. Remove nowcast from the optimizer and from"
-                " the controllers of this phase"
-            )
         return phase
 
     def scheduled_steps(self, num_steps: int, model: ModelConfig) -> int | None:
