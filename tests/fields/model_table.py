@@ -296,7 +296,7 @@ TOPOLOGY: dict[str, Entry] = {
     **_of(
         "attention",
         {
-            "mode": Change("decoupled", Refused(r"sem_dim: null given, but mode: decoupled needs it")),
+            "mode": Change("decoupled", Refused(r"mode: decoupled given without sem_dim")),
             "num_heads": Change(8, Shapes({r"^model\.body\.0\..*q_proj\.weight": (2, 8, 4, 32)})),
             "num_kv_heads": Change(2, Shapes({r"^model\.body\.0\..*k_proj\.weight": (2, 2, 8, 32)})),
             "head_dim": Change(16, Shapes({r"^model\.body\.0\..*q_proj\.weight": (2, 4, 16, 32)})),

@@ -170,7 +170,7 @@ class AttentionNode(LayerNode):
     null_slot: bool = False
     role: ClassVar[str] = "attn"
     key_rules: ClassVar[Rules] = (
-        needs("sem_dim", "geo_dim", when="mode", is_="decoupled", why="0 of which is for none"),
+        needs("sem_dim", "geo_dim", when="mode", is_="decoupled", why="where 0 stands for none"),
         only(*_DECOUPLED, when="mode", is_="decoupled"),
         excludes("dropout", when="mode", is_="decoupled"),
         excludes("rope_semantic", when="rope", is_=None),
