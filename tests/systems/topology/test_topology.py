@@ -495,7 +495,7 @@ WIDER, EXPERTS = "{type: linear, output_dim: 48}", "{type: moe, intermediate_dim
         ),
         (
             "{type: attention, num_heads: 4, mode: decoupled, sem_dim: 8}",
-            r"mode: decoupled given without geo_dim, 0 of which is for none\. Set geo_dim",
+            r"mode: decoupled given without geo_dim, where 0 stands for none\. Set geo_dim",
         ),
         (
             "{type: attention, num_heads: 4, mode: decoupled, sem_dim: 8, geo_dim: 12}",
