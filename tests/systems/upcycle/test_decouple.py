@@ -380,7 +380,7 @@ def test_the_loss_right_after_depends_on_where_queries_and_keys_come_from(seed):
     for method in ("exact", "transmla", "whitened", "svd_joint", "svd_independent", "random", "fresh"):
         of_method = sizes.get(method, {"sem_dim": 16, "geo_dim": 16})
         surgery = DecoupleConfig(**of_method, method=method, calibration_batches=1)
-        sums = jax.jit(surgery.measure)(teacher, batch()) if surgery.num_calibration_batches else None
+        sums = jax.jit(surgery.measure)(teacher, batch()) if surgery.wants.num_batches else None
         losses[method] = float(nll(student(surgery, teacher, sums), held_out))
     assert losses["exact"] == pytest.approx(losses["teacher"], abs=1e-5)
     assert losses["whitened"] < min(losses[m] for m in ("svd_independent", "random", "fresh"))
