@@ -329,7 +329,7 @@ def test_aligned_heads_lose_less_than_means_of_a_trained_model(seed):
         "random": {"method": "random"},
     }.items():
         surgery = PoolKvHeadsConfig(num_kv_heads=2, **keys)
-        sums = jax.jit(surgery.measure)(teacher, calibration) if surgery.num_calibration_batches else None
+        sums = jax.jit(surgery.measure)(teacher, calibration) if surgery.wants.num_batches else None
         losses[name] = float(nll(pooled(surgery, teacher, sums), held_out))
     assert losses["aligned"] <= losses["mean"]
     assert losses["aligned without data"] <= losses["mean"]
