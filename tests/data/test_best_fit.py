@@ -595,7 +595,9 @@ def test_records_with_a_loss_mask_are_padded_and_never_cut(config, tmp_path):
 
 
 def test_rows_without_bos_are_refused(config):
-    with pytest.raises(ConfigError, match=r"data\.packing: .* given without enforce_bos: true or null, but .* false"):
+    with pytest.raises(
+        ConfigError, match=r"data\.packing: .* given without enforce_bos: true or null, .* but .* false"
+    ):
         check_fields(dataclasses.replace(config, enforce_bos=False), "data")
     with pytest.raises(
         ConfigError, match=r"data\.format\.type: pretokenized given, whose documents need not begin with BOS"

@@ -242,7 +242,7 @@ def test_a_model_continues_as_it_does_itself(where):
 def test_continuations_that_do_not_fit_are_refused():
     with pytest.raises(
         ConfigError,
-        match=r"a beginning has 32 tokens and max_new_tokens is 32, which together exceed model\.seq_len: 63",
+        match=r"a beginning .prompt_tokens. has 32 tokens and max_new_tokens is 32, which together exceed model\.seq_len: 63",
     ):
         ContinuationsEvalConfig().check_opens(lambda: None, 63, dry=False)
     limits = ContinuationsEvalConfig(min_agreement=0.5, max_delta_nll=0.1).metrics.limits.by_metric

@@ -277,10 +277,9 @@ class DataConfig(SourceConfig, Registry, draccus.ChoiceRegistry, abc.ABC):
         return examples
 
 
-def check_mixture(data: DataConfig) -> None:
-    """Checks the keys of the section against each other, without reading any file."""
-    sources = data.corpus.sources
-    for source in sources:
+def check_formats(data: DataConfig) -> None:
+    """Raises `ConfigError` for a format that does not produce what the section expects."""
+    for source in data.corpus.sources:
         record_format = source.config.format
         if record_format.produces != data.expects:
             raise ConfigError(
@@ -288,6 +287,11 @@ def check_mixture(data: DataConfig) -> None:
                 f" data.type: {choice_name(type(data))} expects {data.expects}. Set a format that produces {data.expects}, or"
                 " another data.type"
             )
+
+
+def check_mixture(data: DataConfig) -> None:
+    """Checks the keys of the section against each other, without reading any file."""
+    check_formats(data)
     _check_limits(data)
     if data.configs:
         _check_configs(data)

@@ -13,7 +13,7 @@ from jaxlm.core.errors import ConfigError
 from jaxlm.core.values.batch_types import MISMATCHED, GroupBatch, PairBatch, UnpairedBatch
 from jaxlm.data.batch import BatchSpec, Column, Columns, random_tokens, shifted_columns, token_columns
 from jaxlm.data.cache.token_cache import TokenCache
-from jaxlm.data.config import DataConfig
+from jaxlm.data.config import DataConfig, check_formats
 from jaxlm.data.examples import ContiguousExamples, WrappedExamples, documents_as_text
 from jaxlm.data.formats.base import TRUNCATION_TEXT, FormatConfig, Truncation
 from jaxlm.data.formats.completions import CompletionsFormat, GroupsFormat, PairsFormat, UnpairedFormat
@@ -328,7 +328,7 @@ class GroupsConfig(DataConfig):
         formats = [source.config.format for source in self.corpus.sources]
         sizes = {config.num_completions for config in formats if isinstance(config, CompletionsFormat)}
         if not sizes:
-            raise ConfigError("data.type: groups given, but no source has format.type: groups. Set it")
+            check_formats(self)
         if len(sizes) != 1:
             raise ConfigError(
                 f"data.configs: groups of {' and '.join(map(str, sorted(sizes)))} responses given, but all sources must have"

@@ -51,7 +51,7 @@ class TokensConfig(DataConfig):
     key_rules: ClassVar[Rules] = (
         only("train_overlap", when="stride"),
         excludes("stride", "packing", why="whose rows do not overlap"),
-        only("packing", when="enforce_bos", is_=(True, None), why="with which its rows begin"),
+        only("packing", when="enforce_bos", is_=(True, None), why="because its rows begin with BOS"),
     )
 
     ignore_token_id: NonNegativeInt | None = field(None, on_resume="content")

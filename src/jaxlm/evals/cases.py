@@ -266,7 +266,9 @@ class ContinuationsEvalConfig(GateConfig):
         }
 
     def check_opens(self, tokenizer: Callable[[], Any], seq_len: int, *, dry: bool) -> None:
-        check_fits("evals: type continuations: prompt_tokens", self.prompt_tokens, self.max_new_tokens, seq_len)
+        check_fits(
+            "evals: type continuations: a beginning (prompt_tokens)", self.prompt_tokens, self.max_new_tokens, seq_len
+        )
 
     def open(self, ctx: EvalContext) -> Eval:
         self.check_opens(lambda: ctx.tokenizer, ctx.seq_len, dry=False)

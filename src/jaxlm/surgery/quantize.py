@@ -52,7 +52,7 @@ class QuantizeConfig(ArraySurgery):
     modules: str | None = None
     double_quant: bool = True
 
-    key_rules: ClassVar[Rules] = (only("double_quant", when="kind", is_="nf4", why="whose scales are not quantized"),)
+    key_rules: ClassVar[Rules] = (only("double_quant", when="kind", is_="nf4", why="whose scales it quantizes"),)
 
     def on_read(self, model: LanguageModel) -> Mapping[str, Callable[[NamedArray], Any]]:
         chosen = self._chosen(model)

@@ -503,7 +503,7 @@ NO_KEY = r"objective\.loss\.%s: no such key in objective\.loss \(type %s\)"
         ({"entropy": {"adaptive": {"delta": 0.1}}}, r"objective\.entropy\.adaptive: the key 'target' is missing"),
         (
             {"entropy": {"coef": 2.0, "adaptive": {"target": 1.0}}},
-            r"objective\.entropy\.adaptive\.max: 1\.0 given, but coef is 2\.0, and the coefficient starts there",
+            r"objective\.entropy\.adaptive\.max: 1\.0 is the default, but coef is 2\.0, and the coefficient starts there",
         ),
         (
             {"entropy": {"adaptive": {"target": 1.0, "min": 0.1}}},

@@ -155,7 +155,7 @@ class DecoupleConfig(SurgeryConfig):
     null_slot: bool = False
 
     key_rules: ClassVar[Rules] = (
-        only("num_key_heads", when="method", is_=_SHARE_KEYS, why="whose keys are those of the key/value heads"),
+        only("num_key_heads", when="method", is_=_SHARE_KEYS, why="in which heads share keys"),
     )
 
     def changed(self, config: ModelConfig) -> ModelConfig:
