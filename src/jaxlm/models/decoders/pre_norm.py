@@ -170,7 +170,7 @@ class TwoWayConfig(PreNormConfig):
             "time_embedding",
             when="use_bidirectional_attention",
             is_=True,
-            why="because only from such a model tokens are hidden",
+            why="because no tokens are hidden from a causal model",
         ),
     )
 
