@@ -225,6 +225,6 @@ def _accepts(member: Any, value: Any) -> bool:
     if typing.get_origin(member) is Literal:
         return value in typing.get_args(member)
     if member in (int, float):
-        kind = numbers.Integral if member is int else numbers.Real  # of numpy too, in Python code
+        kind: Any = numbers.Integral if member is int else numbers.Real  # of numpy too, in Python code
         return isinstance(value, kind) and not isinstance(value, bool) and -math.inf < value < math.inf
     return member is Any or isinstance(value, typing.get_origin(member) or member)
