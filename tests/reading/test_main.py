@@ -82,7 +82,7 @@ def test_recipes_are_valid_and_named_after_their_files(name):
 def test_recipes_include_each_other_where_the_package_is_a_link(tmp_path):
     """As in a virtual environment of links, or with a home folder on another disk."""
     (tmp_path / "linked").symlink_to(Path(recipes.__file__).parents[2])
-    (tmp_path / "run.yaml").write_text("<<: !include jaxlm:core.yaml\n")
+    (tmp_path / "run.yaml").write_text("<<: !include jaxlm:two_phases.yaml\n")
     code = "import jaxlm; print(jaxlm.__file__); print(jaxlm.read_config('run.yaml').trainer.id)"
     environment = os.environ | {"PYTHONPATH": str(tmp_path / "linked")}
     command = [sys.executable, "-c", code]
