@@ -192,7 +192,7 @@ class Persistence:
         rewound: returns its state after the run has gone back to a step, because of this controller or of another one. Its
             decisions that were not in effect yet are dropped. None: all is again as in the checkpoint.
         resumed: returns its state and the controls in effect when a run resumes with other keys. Decisions not in effect yet
-            are dropped. Returns None if nothing changes, and raises `ConfigError` if it cannot go on with these keys.
+            are dropped. None if nothing changes. Raises `ConfigError` if it cannot resume with these keys.
         follows_schedule: whether it goes on in a phase in which the learning-rate schedule goes on (`carry_optimizer`),
             instead of anew.
     """

@@ -327,12 +327,11 @@ class GroupsConfig(DataConfig):
     def _group_size(self) -> int:
         formats = [source.config.format for source in self.corpus.sources]
         sizes = {config.num_completions for config in formats if isinstance(config, CompletionsFormat)}
-        if not sizes:
-            check_formats(self)
         if len(sizes) != 1:
+            check_formats(self)
+            given = " and ".join(map(str, sorted(sizes))) or "an unknown number of"
             raise ConfigError(
-                f"data.configs: groups of {' and '.join(map(str, sorted(sizes)))} responses given, but all sources must have"
-                " the same format.group_size"
+                f"data.configs: groups of {given} responses given, but all sources must have the same format.group_size"
             )
         return sizes.pop()
 

@@ -310,7 +310,7 @@ class EvalPhase:
             )
         if scope.validation and evaluation.metrics.limits.by_metric and not self.has_validation:
             raise ConfigError(
-                f"{which} has limits, but there is no validation data to measure it on. Set data.validation_urls, or"
+                f"{which} has limits, but there is no validation data. Set data.validation_urls, or"
                 " data.num_validation_sequences to hold some of the training data out"
             )
         if scope.objective and self.is_annotated:

@@ -162,7 +162,7 @@ def test_the_step_computes_a_share_of_the_layers_for_each_row(plain, blocks):
 
 
 def test_blocks_have_no_trunk_to_store():
-    with pytest.raises(ConfigError, match="diffusion_blocks given, under which no block reads the output of another"):
+    with pytest.raises(ConfigError, match="diffusion_blocks given, whose blocks do not read each other"):
         CachedTrunk(objective=DiffusionBlocks())
 
 

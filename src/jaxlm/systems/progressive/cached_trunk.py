@@ -90,7 +90,7 @@ class CachedTrunk(ObjectiveConfig):
         changes_phase = type(self.objective).prepare is not ObjectiveConfig.prepare
         refusals = {
             "which has a trunk of its own": inner.asks_itself,
-            "under which no block reads the output of another, so that there is no trunk": inner.num_shares > 1,
+            "whose blocks do not read each other, so there is no trunk": inner.num_shares > 1,
             "which changes its phase (`prepare`)": changes_phase,
             "which asks another model in every step": inner.references or inner.holds_reference,
             "which does not train on sequences by the final hidden states of the model": not reads_sequences,
