@@ -2,6 +2,7 @@
 
 import pytest
 
+from jaxlm.core.errors import counted
 from tests.end_to_end.test_mixture import write
 
 SIZES = "[{start: 0, value: 8}, {start: 7, value: 16}, {start: 12, value: 24}]"
@@ -16,7 +17,7 @@ def test_a_run_killed_at_a_step_with_larger_batches_ends_the_same(workplace):
     result = whole.finish(*RUN)
     for size, micro in ((8, 1), (16, 2), (24, 3)):
         assert f"compiling the step of phase 'train' for batches of {size} ..." in result.out
-        assert f"{size} x 32 = {size * 32:,} tokens per step, {micro} microbatches of 8" in result.out
+        assert f"{size} x 32 = {size * 32:,} tokens per step, {counted(micro, 'microbatch')} of 8" in result.out
     killed.die(*RUN, at="first phase")
     killed.finish(*RUN)
     assert killed.losses() == whole.losses()
