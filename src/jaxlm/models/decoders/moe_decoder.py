@@ -25,8 +25,9 @@ from jaxlm.models.decoders.pre_norm import (
 from jaxlm.models.growth import StartsAsIdentity, without_output
 from jaxlm.models.layers import Attention, ForCache, GatedMlp, LayerCache, LayerContext
 from jaxlm.models.linear import ExpertLinear, Linear
-from jaxlm.models.moe import Experts, RouterStats
+from jaxlm.models.moe import Experts
 from jaxlm.models.norms import Norm
+from jaxlm.models.routers import Router, RouterStats, SoftmaxRouter
 from jaxlm.models.stacks import Block, LayerKind
 
 
@@ -98,10 +99,9 @@ class MoeConfig(ExpertsConfig):
     router_aux_loss_coef: NonNegativeFloat = 0.001
     router_z_loss_coef: NonNegativeFloat = 0.0
 
-    @property
     @abc.abstractmethod
-    def normalizes_shares(self) -> bool:
-        """Tells whether the probabilities of a token's experts are normalized to sum to 1."""
+    def routing(self) -> Router:
+        """Initializes what chooses the experts of a layer."""
 
     @property
     def kinds(self) -> tuple[LayerKind, ...]:
@@ -144,11 +144,15 @@ def experts(config: MoeConfig, keys: jax.Array) -> Experts:
         gate_proj=ExpertLinear.init(Expert, Embed, Mlp, std=std, key=keys[1]),
         up_proj=ExpertLinear.init(Expert, Embed, Mlp, std=std, key=keys[2]),
         down_proj=ExpertLinear.init(Expert, Mlp, Embed, std=std, key=keys[3]),
+        routing=config.routing(),
         activation=config.activation_function,
-        num_chosen=config.num_experts_per_token,
-        normalised=config.normalizes_shares,
-        balance_weight=config.router_aux_loss_coef,
-        z_weight=config.router_z_loss_coef,
+    )
+
+
+def softmax_routing(config: MoeConfig, *, normalised: bool) -> SoftmaxRouter:
+    """A router by probabilities. Args: normalised: those of a token's experts are normalized to sum to 1."""
+    return SoftmaxRouter(
+        config.num_experts_per_token, normalised, config.router_aux_loss_coef, config.router_z_loss_coef
     )
 
 

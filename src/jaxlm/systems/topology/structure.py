@@ -20,8 +20,9 @@ from jaxlm.core.errors import ConfigError
 from jaxlm.models.decoder import DecoderBlock, TransformerConfig
 from jaxlm.models.decoders.moe_decoder import MoeBlock
 from jaxlm.models.layers import Attention, ForCache, GatedMlp, LayerCache, LayerContext, Mlp, SelfAttention
-from jaxlm.models.moe import Experts, RouterStats
+from jaxlm.models.moe import Experts
 from jaxlm.models.norms import LayerNorm, Norm, RMSNorm, UnweightedLayerNorm, UnweightedRMSNorm
+from jaxlm.models.routers import RouterStats
 from jaxlm.models.stacks import Block, LayerKind
 from jaxlm.systems.topology.layers import (
     AttentionNode,
