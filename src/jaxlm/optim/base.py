@@ -38,6 +38,7 @@ class ParameterGroup:
         weight_decay: decoupled decay, before multiplication by the learning rate.
         as_matrices: whether the optimizer applies its update rule for matrices to them.
         owner: index in `OptimizerConfig.groups` of the optimizer that updates them; None for the outer optimizer.
+        step: of parameters with an update rule of their own (`core/own_steps.py`), which no optimizer updates.
     """
 
     name: str
@@ -46,6 +47,7 @@ class ParameterGroup:
     weight_decay: float
     as_matrices: bool = False
     owner: int | None = None
+    step: float | None = None
 
 
 @dataclass(frozen=True)

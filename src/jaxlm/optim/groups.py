@@ -22,6 +22,7 @@ from jaxlm.core import tree
 from jaxlm.core.axes import LAYERS
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.guards import NOWCAST
+from jaxlm.core.own_steps import own_steps
 from jaxlm.core.pace import Pace
 from jaxlm.optim.base import OptimizerConfig, ParameterGroup, clip_by_norm
 from jaxlm.optim.curvature import Curvature
@@ -86,10 +87,11 @@ def parameter_groups(trainable: Any, config: OptimizerConfig) -> list[ParameterG
     """Assigns every trainable leaf to exactly one group.
 
     Groups are split by the optimizer that owns them, by whether parameters decay and, if the optimizer treats matrices
-    separately, by whether they are matrices.
+    separately, by whether they are matrices. Parameters with a step of their own are in groups without an optimizer.
     """
     _check(config)
-    leaves, sizes = dict(tree.leaves(trainable)), tree.sizes(trainable)
+    all_leaves, sizes, steps = dict(tree.leaves(trainable)), tree.sizes(trainable), own_steps(trainable)
+    leaves = {path: leaf for path, leaf in all_leaves.items() if path not in steps}
     owners = _owners(config, list(leaves))
     separates = any(optimizer.separates_matrices for _, optimizer in _optimizers(config))
     matrices = matrix_paths(trainable) if separates else frozenset()
@@ -117,7 +119,11 @@ def parameter_groups(trainable: Any, config: OptimizerConfig) -> list[ParameterG
             )
             for (as_matrices, decaying), paths in sorted(members.items(), reverse=True)
         ]
-    assert sorted(p for g in groups for p in g.paths) == sorted(leaves)
+    for step in sorted(set(steps.values())):
+        paths = tuple(path for path in steps if steps[path] == step)
+        name = f"own rule, step {step:g}"
+        groups.append(ParameterGroup(name, paths, sum(sizes[path] for path in paths), weight_decay=0.0, step=step))
+    assert sorted(p for g in groups for p in g.paths) == sorted(all_leaves)
     return groups
 
 
@@ -128,10 +134,23 @@ def build_optimizer(
 
     With `OptimizerConfig.groups`, it clips the norm of the whole gradient, and each optimizer then updates its own groups.
     """
-    optimizer = _without_adagc(config, groups, num_steps)
+    owned = [group for group in groups if group.step is None]
+    optimizer = _without_adagc(config, owned, num_steps)
     if config.adagc is not None:
         optimizer = optax.with_extra_args_support(optax.chain(config.adagc.build(), optimizer))
-    return _in_sum_dtypes(paced(_checked(optimizer, config)))
+    optimizer = _checked(optimizer, config)
+    if len(owned) < len(groups):
+        members = {"optimizer": _member(owned, optimizer)}
+        for number, group in enumerate(group for group in groups if group.step is not None):
+            members[f"own_rule_{number}"] = _member([group], _descend_by_sign(group.step))
+        optimizer = _update_each(members)
+    return _in_sum_dtypes(paced(optimizer))
+
+
+def _descend_by_sign(step: float) -> optax.GradientTransformationExtraArgs:
+    """Moves each element by a step against the sign of its gradient."""
+    move = lambda updates, params: jax.tree.map(lambda g: -(step * jnp.sign(g)), updates)  # noqa: E731
+    return optax.with_extra_args_support(optax.stateless(move))
 
 
 def _in_sum_dtypes(optimizer: optax.GradientTransformationExtraArgs) -> optax.GradientTransformationExtraArgs:
@@ -161,9 +180,8 @@ def _without_adagc(
                 member = dataclasses.replace(optimizer, groups=[], **dict.fromkeys(clips))
                 transformation = member.build(owned_groups, num_steps)
             path = "optimizer" if owner is None else f"optimizer.groups.{owner}"
-            paths = frozenset(leaf for group in owned_groups for leaf in group.paths)
             stored = optimizer.state.stored(_with_controls(transformation, optimizer, path))
-            members["rest" if owner is None else f"group_{owner}"] = _Member(paths, stored)
+            members["rest" if owner is None else f"group_{owner}"] = _member(owned_groups, stored)
     clip = clip_by_norm(getattr(config, "max_grad_norm", None))
     return optax.with_extra_args_support(optax.chain(clip, _update_each(members)))
 
@@ -207,6 +225,10 @@ class _Member:
     def others(self, params: Any) -> Any:
         """The tree with None in place of the member's leaves."""
         return tree.map_leaves(lambda path, leaf: None if path in self.paths else leaf, params)
+
+
+def _member(groups: Sequence[ParameterGroup], transformation: optax.GradientTransformationExtraArgs) -> _Member:
+    return _Member(frozenset(path for group in groups for path in group.paths), transformation)
 
 
 def _update_each(members: Mapping[str, _Member]) -> optax.GradientTransformationExtraArgs:
