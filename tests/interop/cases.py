@@ -61,6 +61,7 @@ GRANITE = {
     "logits_scaling": 2.5,
 }
 EXPERTS = {"num_experts": 5, "num_experts_per_tok": 3, "moe_intermediate_size": 40}
+BALANCED = {"n_routed_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 20, "head_dim": 8}
 MIXED = {**EXPERTS, "intermediate_size": 28, "initializer_range": 0.2}
 NEOX = {key: value for key, value in LLAMA.items() if key != "num_key_value_heads"}
 MPT = {"vocab_size": VOCAB, "max_seq_len": SEQ_LEN, "d_model": 32, "n_layers": 2, "n_heads": 4}
@@ -192,6 +193,22 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
             "sliding_window": 5,
         },
     ),
+    "glm4_moe": (
+        "glm4_moe",
+        {**BALANCED, "n_group": 3, "topk_group": 2, "use_qk_norm": True, "first_k_dense_replace": 1},
+    ),
+    "glm4_moe-biases": (
+        "glm4_moe",
+        {
+            **BALANCED,
+            "attention_bias": True,
+            "n_shared_experts": 2,
+            "routed_scaling_factor": 2.5,
+            "first_k_dense_replace": 0,
+            "intermediate_size": 20,
+            "norm_topk_prob": False,
+        },
+    ),
     "glm4": ("glm4", {"head_dim": 12}),
     "glm4-all-rotated": (
         "glm4",
@@ -281,9 +298,15 @@ def reference(name: str) -> Any:
     model = transformers.AutoModelForCausalLM.from_config(config_of(name)).float()
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
-        for parameter in model.parameters():
+        for parameter in state_of(model).values():
             parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.2)
     return model.eval()
+
+
+def state_of(model: Any) -> dict[str, Any]:
+    """The parameters of a transformers model by name, with the biases of routers, which are buffers there."""
+    biases = {name: buffer for name, buffer in model.named_buffers() if name.endswith("correction_bias")}
+    return {**dict(model.named_parameters()), **biases}
 
 
 def tokens(rows: int = 2, length: int = SEQ_LEN) -> np.ndarray:

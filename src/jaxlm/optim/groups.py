@@ -141,8 +141,9 @@ def build_optimizer(
     optimizer = _checked(optimizer, config)
     if len(owned) < len(groups):
         members = {"optimizer": _member(owned, optimizer)}
-        for number, group in enumerate(group for group in groups if group.step is not None):
-            members[f"own_rule_{number}"] = _member([group], _descend_by_sign(group.step))
+        for group in groups:
+            if group.step is not None:
+                members[f"own_rule_{len(members)}"] = _member([group], _descend_by_sign(group.step))
         optimizer = _update_each(members)
     return _in_sum_dtypes(paced(optimizer))
 

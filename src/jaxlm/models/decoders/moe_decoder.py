@@ -166,7 +166,10 @@ def experts(config: MoeConfig, keys: jax.Array) -> Experts:
 def softmax_routing(config: MoeConfig, *, normalised: bool) -> SoftmaxRouter:
     """A router by probabilities. Args: normalised: those of a token's experts are normalized to sum to 1."""
     return SoftmaxRouter(
-        config.num_experts_per_token, normalised, config.router_aux_loss_coef, config.router_z_loss_coef
+        num_chosen=config.num_experts_per_token,
+        normalised=normalised,
+        balance_weight=config.router_aux_loss_coef,
+        z_weight=config.router_z_loss_coef,
     )
 
 
