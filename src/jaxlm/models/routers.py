@@ -14,6 +14,7 @@ Shapes: B batch, S position, K experts per token, E experts, G groups, L layers.
 """
 
 import abc
+from typing import ClassVar
 
 import equinox as eqx
 import haliax as hax
@@ -22,7 +23,7 @@ import jax.numpy as jnp
 from haliax import Axis, NamedArray
 
 from jaxlm.core.axes import BATCH, CHOICES, LAYERS, POSITION, ROUTES
-from jaxlm.core.own_steps import DeclaresSteps
+from jaxlm.core.parameters import DeclaresParameters, Parameter
 from jaxlm.core.tracing import CustomVjp
 from jaxlm.core.values.sums import Sum
 from jaxlm.models.base import AuxLoss
@@ -86,6 +87,8 @@ class Router(eqx.Module):
         balance_weight, z_weight: coefficients of the load-balancing loss and the z-loss.
     """
 
+    float32_logits: ClassVar[bool] = False
+    """Whether the logits are products in float32 even in a model that computes in another dtype."""
     num_chosen: eqx.AbstractVar[int]
     balance_weight: eqx.AbstractVar[float]
     z_weight: eqx.AbstractVar[float]
@@ -144,7 +147,7 @@ _SMALLEST_SUM = 1e-20
 _UNIT = 2.0**-100
 
 
-class SigmoidRouter(Router, DeclaresSteps):
+class SigmoidRouter(Router, DeclaresParameters):
     """The experts of the largest scores plus bias; a share is the score, without the bias.
 
     The bias keeps the loads of the experts equal without a loss. Its gradient is defined as the expert's load minus the mean
@@ -157,9 +160,10 @@ class SigmoidRouter(Router, DeclaresSteps):
             the sum of the two best of each.
         normalised: normalize the scores of the chosen experts to sum to 1.
         scale: the shares are multiplied by this number at the end.
-        bias_step: step of the bias in each update (`DeclaresSteps`); with 0 its gradient is 0 too.
+        bias_step: step of the bias in each update (`Parameter.step`); with 0 its gradient is 0 too.
     """
 
+    float32_logits = True
     correction_bias: NamedArray
     num_chosen: int = eqx.field(static=True)
     num_groups: int = eqx.field(static=True)
@@ -186,8 +190,8 @@ class SigmoidRouter(Router, DeclaresSteps):
             share_BSK = _with_load(share_BSK, bias_E, stats.chosen.array)
         return _routes(share_BSK, ids_BSK, stats, segment_ids)
 
-    def steps(self) -> dict[str, float]:
-        return {"correction_bias": self.bias_step}
+    def parameters(self) -> dict[str, Parameter]:
+        return {"correction_bias": Parameter(float32=True, step=self.bias_step)}
 
     def _within_groups(self, chooses_BSE: jax.Array) -> jax.Array:
         """The scores by which experts are chosen, minus infinity in the other groups: a bias may be negative."""

@@ -94,17 +94,19 @@ def kv_heads() -> KeyGroup:
     return KeyGroup(("num_key_value_heads",), to_ours, lambda config: {"num_key_value_heads": config.KVHeads.size})
 
 
-def router(theirs: str, *, num_experts: int, chosen: int) -> tuple[JsonKey | FixedKey, ...]:
+def router(
+    theirs: str, *, num_experts: int, chosen: int, aux_loss_coef: float = 0.001
+) -> tuple[JsonKey | FixedKey, ...]:
     """Experts and routing.
 
     Args:
         theirs: name of the number of experts.
-        num_experts, chosen: defaults for keys that are missing.
+        num_experts, chosen, aux_loss_coef: defaults for keys that are missing.
     """
     return (
         JsonKey(theirs, "num_experts", num_experts),
         JsonKey("num_experts_per_tok", "num_experts_per_token", chosen),
-        JsonKey("router_aux_loss_coef", "router_aux_loss_coef", 0.001),
+        JsonKey("router_aux_loss_coef", "router_aux_loss_coef", aux_loss_coef),
         FixedKey("output_router_logits", False, others=(True,)),  # affects the returned values, not the computation
     )
 

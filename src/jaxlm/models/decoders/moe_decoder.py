@@ -14,6 +14,7 @@ from haliax import Axis, NamedArray
 from jaxlm.core.axes import EMBED, EXPERTS, MLP, ROUTES, SHARED_MLP
 from jaxlm.core.errors import ConfigError, check_at_least, check_divides
 from jaxlm.core.field_types import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
+from jaxlm.core.parameters import SCALE, DeclaresParameters, Parameter
 from jaxlm.core.products.matmul import dot
 from jaxlm.models.decoder import DecoderBlock, gated_mlp, pre_norm_block, renumbered, rms_norm
 from jaxlm.models.decoders.pre_norm import (
@@ -26,12 +27,12 @@ from jaxlm.models.growth import StartsAsIdentity, without_output
 from jaxlm.models.layers import Attention, ForCache, GatedMlp, LayerCache, LayerContext
 from jaxlm.models.linear import ExpertLinear, Linear
 from jaxlm.models.moe import Experts
-from jaxlm.models.norms import Norm
+from jaxlm.models.norms import Norm, RMSNorm
 from jaxlm.models.routers import Router, RouterStats, SigmoidRouter, SoftmaxRouter
 from jaxlm.models.stacks import Block, LayerKind
 
 
-class SharedExpert(eqx.Module):
+class SharedExpert(DeclaresParameters):
     """An MLP that every token goes through, times sigmoid(gate . x).
 
     Attributes:
@@ -46,6 +47,9 @@ class SharedExpert(eqx.Module):
             return self.mlp(x)
         share = hax.nn.sigmoid(dot(x, self.gate, EMBED)).astype(x.dtype)
         return self.mlp(x) * share
+
+    def parameters(self) -> dict[str, Parameter]:
+        return {"gate": SCALE}
 
 
 class MoeBlock(StartsAsIdentity):
@@ -153,12 +157,13 @@ class MoeConfig(ExpertsConfig):
 def experts(config: MoeConfig, keys: jax.Array) -> Experts:
     """Initializes the router and the experts of a layer. Takes four keys."""
     std, Embed, Mlp, Expert = config.initializer_range, config.Embed, config.Mlp, Axis(EXPERTS, config.num_experts)
+    routing, router = config.routing(), Linear.init(Embed, Axis(ROUTES, config.num_experts), std=std, key=keys[0])
     return Experts(
-        router=Linear.init(Embed, Axis(ROUTES, config.num_experts), std=std, key=keys[0]),
+        router=dataclasses.replace(router, float32=routing.float32_logits),
         gate_proj=ExpertLinear.init(Expert, Embed, Mlp, std=std, key=keys[1]),
         up_proj=ExpertLinear.init(Expert, Embed, Mlp, std=std, key=keys[2]),
         down_proj=ExpertLinear.init(Expert, Mlp, Embed, std=std, key=keys[3]),
-        routing=config.routing(),
+        routing=routing,
         activation=config.activation_function,
     )
 
@@ -171,6 +176,12 @@ def softmax_routing(config: MoeConfig, *, normalised: bool) -> SoftmaxRouter:
         balance_weight=config.router_aux_loss_coef,
         z_weight=config.router_z_loss_coef,
     )
+
+
+def joint_norms(config: MoeConfig) -> dict[str, RMSNorm]:
+    """Norms of queries and keys over all heads jointly, by their names in `SelfAttention`."""
+    axes = {"q_norm": config.Heads, "k_norm": config.KVHeads}
+    return {name: RMSNorm.init((heads, config.HeadSize), config.layer_norm_epsilon) for name, heads in axes.items()}
 
 
 def sigmoid_routing(
