@@ -193,6 +193,27 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
             "sliding_window": 5,
         },
     ),
+    "olmoe": ("olmoe", {"num_experts": 5, "num_experts_per_tok": 3, "intermediate_size": 24}),
+    "olmoe-normalized": (
+        "olmoe",
+        {**EXPERTS, "norm_topk_prob": True, "attention_bias": True, "num_key_value_heads": 4},
+    ),
+    "granitemoe": ("granitemoe", {**GRANITE, "num_local_experts": 5, "num_experts_per_tok": 3}),
+    "granitemoe-biases": (
+        "granitemoe",
+        {
+            **GRANITE,
+            "num_local_experts": 4,
+            "attention_bias": True,
+            "tie_word_embeddings": True,
+            "rope_parameters": LLAMA3,
+        },
+    ),
+    "minimax_m2": (
+        "minimax_m2",
+        {"num_local_experts": 6, "num_experts_per_tok": 3, "head_dim": 8, "rotary_dim": 4, "rope_theta": 100.0},
+    ),
+    "minimax_m2-all-rotated": ("minimax_m2", {"num_local_experts": 4, "num_experts_per_tok": 4, "head_dim": 12}),
     "glm4_moe": (
         "glm4_moe",
         {**BALANCED, "n_group": 3, "topk_group": 2, "use_qk_norm": True, "first_k_dense_replace": 1},

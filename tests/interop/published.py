@@ -2,6 +2,8 @@
 
 from typing import Any
 
+from tests.interop.published_moe import MOE
+
 Json = dict[str, Any]
 
 
@@ -757,6 +759,8 @@ OPENED: dict[str, tuple[Any, ...]] = {
         "custom_pipelines",
     ),
 }
+
+OPENED |= MOE
 
 # name -> (config.json, message)
 REFUSED: dict[str, tuple[Json, str]] = {
