@@ -23,7 +23,7 @@ import jax.numpy as jnp
 from haliax import Axis, NamedArray
 
 from jaxlm.core.axes import BATCH, CHOICES, LAYERS, POSITION, ROUTES
-from jaxlm.core.parameters import DeclaresParameters, Parameter
+from jaxlm.core.parameters import DeclaresParameters, Parameter, SignUpdate
 from jaxlm.core.tracing import CustomVjp
 from jaxlm.core.values.sums import Sum
 from jaxlm.models.base import AuxLoss
@@ -143,16 +143,14 @@ class SoftmaxRouter(Router):
 
 
 _SMALLEST_SUM = 1e-20
-# Of the gradient of a bias, so that its square is 0 in float32. 1 is still a normal number after the largest loss scale.
-_UNIT = 2.0**-100
 
 
 class SigmoidRouter(Router, DeclaresParameters):
     """The experts of the largest scores plus bias; a share is the score, without the bias.
 
-    The bias keeps the loads of the experts equal without a loss. Its gradient is defined as the expert's load minus the mean
-    load of the batch's tokens: in integers (times the number of experts), so that it does not depend on how the batch is
-    divided, and in a unit whose square is 0, so that the norm of the whole gradient does not have it.
+    The bias keeps the loads of the experts equal without a loss. Its gradient is defined as the number of tokens that were
+    sent to the expert minus the mean of all experts, times the number of experts: sums of integers are the same however a
+    batch is divided into microbatches and among devices.
 
     Attributes:
         correction_bias: {routes}, float32.
@@ -160,7 +158,7 @@ class SigmoidRouter(Router, DeclaresParameters):
             the sum of the two best of each.
         normalised: normalize the scores of the chosen experts to sum to 1.
         scale: the shares are multiplied by this number at the end.
-        bias_step: step of the bias in each update (`Parameter.step`); with 0 its gradient is 0 too.
+        bias_step: how far the bias moves in each update; with 0 its gradient is 0 too.
     """
 
     float32_logits = True
@@ -191,7 +189,7 @@ class SigmoidRouter(Router, DeclaresParameters):
         return _routes(share_BSK, ids_BSK, stats, segment_ids)
 
     def parameters(self) -> dict[str, Parameter]:
-        return {"correction_bias": Parameter(float32=True, step=self.bias_step)}
+        return {"correction_bias": Parameter(float32=True, rule=SignUpdate(self.bias_step))}
 
     def _within_groups(self, chooses_BSE: jax.Array) -> jax.Array:
         """The scores by which experts are chosen, minus infinity in the other groups: a bias may be negative."""
@@ -219,7 +217,7 @@ def _with_load_forward(share_BSK, bias_E, load_E):
 def _with_load_backward(residuals, d_share_BSK):
     load_E, zero = residuals
     excess_E = load_E * load_E.size - jnp.sum(load_E)
-    return d_share_BSK, (excess_E * _UNIT).astype(zero.dtype), None
+    return d_share_BSK, excess_E.astype(zero.dtype), None
 
 
 _with_load.defvjp(_with_load_forward, _with_load_backward)

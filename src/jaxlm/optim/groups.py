@@ -23,7 +23,7 @@ from jaxlm.core.axes import LAYERS
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.guards import NOWCAST
 from jaxlm.core.pace import Pace
-from jaxlm.core.parameters import described
+from jaxlm.core.parameters import UpdateRule, described, split_by_rule
 from jaxlm.optim.base import OptimizerConfig, ParameterGroup, clip_by_norm
 from jaxlm.optim.curvature import Curvature
 from jaxlm.optim.matrices import matrix_paths
@@ -87,16 +87,15 @@ def parameter_groups(trainable: Any, config: OptimizerConfig) -> list[ParameterG
     """Assigns every trainable leaf to exactly one group.
 
     Groups are split by the optimizer that owns them, by whether parameters decay and, if the optimizer treats matrices
-    separately, by whether they are matrices. Parameters with a step of their own are in groups without an optimizer.
+    separately, by whether they are matrices. Parameters with a rule of their own are in groups of their own.
     """
     _check(config)
-    all_leaves, sizes, parameters = dict(tree.leaves(trainable)), tree.sizes(trainable), described(trainable)
-    steps = {path: parameter.step for path, parameter in parameters.items() if parameter.step is not None}
-    leaves = {path: leaf for path, leaf in all_leaves.items() if path not in steps}
-    owners = _owners(config, list(leaves))
+    trainable, own = split_by_rule(trainable)
+    leaves, sizes = dict(tree.leaves(trainable)), tree.sizes(trainable)
+    owners = _owners(config, list(leaves), [path for path, _ in tree.leaves(own)])
     separates = any(optimizer.separates_matrices for _, optimizer in _optimizers(config))
     matrices = matrix_paths(trainable) if separates else frozenset()
-    by_default = {path for path, parameter in parameters.items() if parameter.decays}
+    by_default = {path for path, parameter in described(trainable).items() if parameter.decays}
     groups = []
     for owner, optimizer in _optimizers(config):
         owned_leaves = {path: leaf for path, leaf in leaves.items() if owners[path] == owner}
@@ -121,12 +120,20 @@ def parameter_groups(trainable: Any, config: OptimizerConfig) -> list[ParameterG
             )
             for (as_matrices, decaying), paths in sorted(members.items(), reverse=True)
         ]
-    for step in sorted(set(steps.values())):
-        paths = tuple(path for path in steps if steps[path] == step)
-        name = f"own rule, step {step:g}"
-        groups.append(ParameterGroup(name, paths, sum(sizes[path] for path in paths), weight_decay=0.0, step=step))
-    assert sorted(p for g in groups for p in g.paths) == sorted(all_leaves)
-    return groups
+    assert sorted(p for g in groups for p in g.paths) == sorted(leaves)
+    return groups + _groups_by_rule(own)
+
+
+def _groups_by_rule(own: Any) -> list[ParameterGroup]:
+    known, sizes = described(own), tree.sizes(own)
+    members: dict[UpdateRule, list[str]] = {}
+    for path, parameter in known.items():
+        assert parameter.rule is not None
+        members.setdefault(parameter.rule, []).append(path)
+    return [
+        ParameterGroup(f"own rule: {rule}", tuple(paths), sum(sizes[path] for path in paths), 0.0, rule=rule)
+        for rule, paths in members.items()
+    ]
 
 
 def build_optimizer(
@@ -136,24 +143,32 @@ def build_optimizer(
 
     With `OptimizerConfig.groups`, it clips the norm of the whole gradient, and each optimizer then updates its own groups.
     """
-    owned = [group for group in groups if group.step is None]
-    optimizer = _without_adagc(config, owned, num_steps)
+    rules = {path: group.rule for group in groups if group.rule is not None for path in group.paths}
+    groups = [group for group in groups if group.rule is None]
+    optimizer = _without_adagc(config, groups, num_steps)
     if config.adagc is not None:
         optimizer = optax.with_extra_args_support(optax.chain(config.adagc.build(), optimizer))
-    optimizer = _checked(optimizer, config)
-    if len(owned) < len(groups):
-        members = {"optimizer": _member(owned, optimizer)}
-        for group in groups:
-            if group.step is not None:
-                members[f"own_rule_{len(members)}"] = _member([group], _descend_by_sign(group.step))
-        optimizer = _update_each(members)
-    return _in_sum_dtypes(paced(optimizer))
+    return _in_sum_dtypes(paced(_beside_rules(_checked(optimizer, config), rules)))
 
 
-def _descend_by_sign(step: float) -> optax.GradientTransformationExtraArgs:
-    """Moves each element by a step against the sign of its gradient."""
-    move = lambda updates, params: jax.tree.map(lambda g: -(step * jnp.sign(g)), updates)  # noqa: E731
-    return optax.with_extra_args_support(optax.stateless(move))
+def _beside_rules(
+    optimizer: optax.GradientTransformationExtraArgs, rules: Mapping[str, UpdateRule]
+) -> optax.GradientTransformationExtraArgs:
+    """The optimizer, which never sees the parameters at these paths; they move by their rules, which keep no state."""
+    if not rules:
+        return optimizer
+    others = lambda params: tree.map_leaves(lambda path, leaf: None if path in rules else leaf, params)  # noqa: E731
+    own = lambda params: tree.map_leaves(lambda path, leaf: leaf if path in rules else None, params)  # noqa: E731
+
+    def update_fn(
+        updates: Any, state: Any, params: Any = None, *, curvature: Curvature | None = None, **extra: Any
+    ) -> tuple[Any, Any]:
+        within = None if curvature is None else curvature.within(own(params))
+        moved, after = optimizer.update(others(updates), state, others(params), curvature=within, **extra)
+        ruled = tree.map_leaves(lambda path, leaf: rules[path].update(leaf), own(updates))
+        return eqx.combine(moved, ruled, is_leaf=tree.is_named), after
+
+    return optax.GradientTransformationExtraArgs(lambda params: optimizer.init(others(params)), update_fn)
 
 
 def _in_sum_dtypes(optimizer: optax.GradientTransformationExtraArgs) -> optax.GradientTransformationExtraArgs:
@@ -183,8 +198,9 @@ def _without_adagc(
                 member = dataclasses.replace(optimizer, groups=[], **dict.fromkeys(clips))
                 transformation = member.build(owned_groups, num_steps)
             path = "optimizer" if owner is None else f"optimizer.groups.{owner}"
+            paths = frozenset(leaf for group in owned_groups for leaf in group.paths)
             stored = optimizer.state.stored(_with_controls(transformation, optimizer, path))
-            members["rest" if owner is None else f"group_{owner}"] = _member(owned_groups, stored)
+            members["rest" if owner is None else f"group_{owner}"] = _Member(paths, stored)
     clip = clip_by_norm(getattr(config, "max_grad_norm", None))
     return optax.with_extra_args_support(optax.chain(clip, _update_each(members)))
 
@@ -228,10 +244,6 @@ class _Member:
     def others(self, params: Any) -> Any:
         """The tree with None in place of the member's leaves."""
         return tree.map_leaves(lambda path, leaf: None if path in self.paths else leaf, params)
-
-
-def _member(groups: Sequence[ParameterGroup], transformation: optax.GradientTransformationExtraArgs) -> _Member:
-    return _Member(frozenset(path for group in groups for path in group.paths), transformation)
 
 
 def _update_each(members: Mapping[str, _Member]) -> optax.GradientTransformationExtraArgs:
@@ -316,8 +328,12 @@ def _optimizers(config: OptimizerConfig) -> Iterator[tuple[int | None, Optimizer
     yield None, config
 
 
-def _owners(config: OptimizerConfig, paths: Sequence[str]) -> dict[str, int | None]:
-    """Path -> index of the first entry of `groups` that matches it, or None. Raises for an entry without parameters."""
+def _owners(config: OptimizerConfig, paths: Sequence[str], ruled: Sequence[str]) -> dict[str, int | None]:
+    """Path -> index of the first entry of `groups` that matches it, or None. Raises for an entry without parameters.
+
+    Args:
+        ruled: the paths of parameters that no optimizer updates.
+    """
     patterns = []
     for owner, group in enumerate(config.groups):
         with _errors_of(owner, "match"):
@@ -330,6 +346,8 @@ def _owners(config: OptimizerConfig, paths: Sequence[str]) -> dict[str, int | No
                 "matches only parameters that entries before it update already:"
                 f" {', '.join([*taken[:5], '...'] if len(taken) > 5 else taken)}. Put it before them, or remove it"
                 if taken
+                else "matches only parameters with a rule of their own, whatever the optimizer is. Remove it"
+                if any(map(pattern.search, ruled))
                 else f"matches no trainable parameter. {tree.closest_paths(pattern.pattern, paths)}"
             )
             raise ConfigError(f"optimizer.groups.{number}.match: '{pattern.pattern}' {problem}")
