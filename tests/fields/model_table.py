@@ -492,7 +492,7 @@ TABLE: Table = {
         "model.rope": SCALED_ROPE,
         **EXPERTS,
         "model.num_experts_per_token": Change(4, Program(gains=r"chlo.top_k\(%\w+, k = 4\)")),
-        "model.router_bias_step": Change(0.3, Constant(0.3)),
+        "model.router_bias_step": Change(0.3, Constant(-0.3)),
     },
     "glm4_moe": {
         "model.sliding_window": WINDOW,
@@ -512,7 +512,7 @@ TABLE: Table = {
             Program(gains=r"chlo.top_k\(%\w+, k = 2\)"),
             also={"model": {"num_expert_groups": 3}},
         ),
-        "model.router_bias_step": Change(0.3, Constant(0.3)),
+        "model.router_bias_step": Change(0.3, Constant(-0.3)),
         "model.use_qk_norm": Change(True, Shapes({r"^model.*body\.1\..*q_norm\.weight": (1, 8)})),
         "model.attention_bias": NO_BIAS,
     },

@@ -178,7 +178,7 @@ def softmax_routing(config: MoeConfig, *, normalised: bool) -> SoftmaxRouter:
     )
 
 
-def joint_norms(config: MoeConfig) -> dict[str, RMSNorm]:
+def joint_norms(config: MoeConfig) -> dict[str, Any]:
     """Norms of queries and keys over all heads jointly, by their names in `SelfAttention`."""
     axes = {"q_norm": config.Heads, "k_norm": config.KVHeads}
     return {name: RMSNorm.init((heads, config.HeadSize), config.layer_norm_epsilon) for name, heads in axes.items()}
