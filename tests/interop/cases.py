@@ -61,7 +61,13 @@ GRANITE = {
     "logits_scaling": 2.5,
 }
 EXPERTS = {"num_experts": 5, "num_experts_per_tok": 3, "moe_intermediate_size": 40}
-BALANCED = {"n_routed_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 20, "head_dim": 8}
+BALANCED = {
+    "n_routed_experts": 6,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 20,
+    "head_dim": 8,
+    "num_mtp_layers": 0,
+}
 MIXED = {**EXPERTS, "intermediate_size": 28, "initializer_range": 0.2}
 NEOX = {key: value for key, value in LLAMA.items() if key != "num_key_value_heads"}
 MPT = {"vocab_size": VOCAB, "max_seq_len": SEQ_LEN, "d_model": 32, "n_layers": 2, "n_heads": 4}
@@ -193,10 +199,10 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
             "sliding_window": 5,
         },
     ),
-    "olmoe": ("olmoe", {"num_experts": 5, "num_experts_per_tok": 3, "intermediate_size": 24}),
+    "olmoe": ("olmoe", {"clip_qkv": 0.5, "num_experts": 5, "num_experts_per_tok": 3, "intermediate_size": 24}),
     "olmoe-normalized": (
         "olmoe",
-        {**EXPERTS, "norm_topk_prob": True, "attention_bias": True, "num_key_value_heads": 4},
+        {"num_experts": 4, "num_experts_per_tok": 2, "norm_topk_prob": True, "attention_bias": True},
     ),
     "granitemoe": ("granitemoe", {**GRANITE, "num_local_experts": 5, "num_experts_per_tok": 3}),
     "granitemoe-biases": (

@@ -140,12 +140,11 @@ _MINIMAX = {
 
 # As `OPENED` in tests/interop/published.py.
 MOE: dict[str, tuple[Any, ...]] = {
-    "GLM-4.5-Air": (_glm(4096, 10944, 46, **_AIR), 106_852_251_264, "num_nextn_predict_layers"),
-    "GLM-4.5": (_glm(5120, 12288, 92, **_LARGE), 352_797_829_024, "num_nextn_predict_layers"),
+    "GLM-4.5-Air": (_glm(4096, 10944, 46, **_AIR), 106_852_251_264),
+    "GLM-4.5": (_glm(5120, 12288, 92, **_LARGE), 352_797_829_024),
     "GLM-4.6": (
         _glm(5120, 12288, 92, **_LARGE, max_position_embeddings=202752),
         352_797_829_024,
-        "num_nextn_predict_layers",
     ),
     "MiniMax-M2-bf16": (_MINIMAX, 228_689_764_864, "num_mtp_modules", "use_mtp"),
     "OLMoE-1B-7B-0924": (_OLMOE, 6_919_161_856),

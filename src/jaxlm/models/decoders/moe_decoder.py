@@ -24,8 +24,9 @@ from jaxlm.models.decoders.pre_norm import (
     local_kinds,
 )
 from jaxlm.models.growth import StartsAsIdentity, without_output
-from jaxlm.models.layers import Attention, ForCache, GatedMlp, LayerCache, LayerContext
+from jaxlm.models.layers import GatedMlp
 from jaxlm.models.linear import ExpertLinear, Linear
+from jaxlm.models.mixers.base import ForCache, LayerCache, LayerContext, Mixer
 from jaxlm.models.moe import Experts
 from jaxlm.models.norms import Norm, RMSNorm
 from jaxlm.models.routers import Router, RouterStats, SigmoidRouter, SoftmaxRouter
@@ -60,7 +61,7 @@ class MoeBlock(StartsAsIdentity):
     """
 
     attn_norm: Norm
-    attn: Attention
+    attn: Mixer
     mlp_norm: Norm
     mlp: Experts
     shared_expert: SharedExpert | None = None

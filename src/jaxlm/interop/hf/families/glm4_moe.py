@@ -10,7 +10,7 @@ import jax
 
 from jaxlm.core.axes import SHARED_MLP
 from jaxlm.core.field_types import NumLayers, PositiveInt
-from jaxlm.interop.hf.family import Family, FixedKey, JsonKey
+from jaxlm.interop.hf.family import Family, FixedKey, JsonKey, KeyGroup
 from jaxlm.interop.hf.shared_keys import balanced_experts, rope, usual_keys
 from jaxlm.interop.hf.weights import (
     Tensor,
@@ -26,7 +26,7 @@ from jaxlm.interop.hf.weights import (
 from jaxlm.models.base import ModelConfig
 from jaxlm.models.decoder import projections
 from jaxlm.models.decoders.moe_decoder import BalancedMoeConfig
-from jaxlm.models.layers import SelfAttention
+from jaxlm.models.mixers.attention import SelfAttention
 from jaxlm.models.norms import RMSNorm
 from jaxlm.models.rope import DefaultRotary, RotaryConfig
 from jaxlm.reading.choices import choice
@@ -90,6 +90,8 @@ FAMILY = Family(
         JsonKey("use_qk_norm", "use_qk_norm", False),
         JsonKey("attention_bias", "attention_bias", False),
         FixedKey("attention_dropout", 0.0),
+        # A new model has no layers that predict more tokens; those of a source stay in its exports, and so does this key.
+        KeyGroup(("num_nextn_predict_layers",), lambda theirs: {}, lambda config: {"num_nextn_predict_layers": 0}),
     ),
     tensors=lambda config: tuple(
         rows_by_stack(
@@ -99,4 +101,5 @@ FAMILY = Family(
             dense=(*_attention(config), *gated_mlp()),
         )
     ),
+    keeps_later_layers=True,
 )

@@ -15,7 +15,7 @@ from jaxlm.interop.hf.weights import BLOCK, Tensor, biased_attention, embeddings
 from jaxlm.models.base import ModelConfig
 from jaxlm.models.decoder import Decoder, projections, rms_norm
 from jaxlm.models.decoders.moe_decoder import MoeConfig, check_moe, softmax_routing
-from jaxlm.models.layers import SelfAttention
+from jaxlm.models.mixers.attention import SelfAttention
 from jaxlm.models.routers import SoftmaxRouter
 from jaxlm.reading.choices import choice
 

@@ -17,7 +17,7 @@ from jaxlm.interop.hf.weights import correction_bias as bias_tensor
 from jaxlm.models.base import ModelConfig
 from jaxlm.models.decoder import projections
 from jaxlm.models.decoders.moe_decoder import MoeConfig, check_moe, joint_norms, sigmoid_routing
-from jaxlm.models.layers import SelfAttention
+from jaxlm.models.mixers.attention import SelfAttention
 from jaxlm.models.rope import DefaultRotary, RotaryConfig
 from jaxlm.models.routers import SigmoidRouter
 from jaxlm.reading.choices import choice

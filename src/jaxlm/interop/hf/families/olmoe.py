@@ -12,7 +12,7 @@ from jaxlm.interop.hf.weights import biased_attention, embeddings_and_head, expe
 from jaxlm.models.base import ModelConfig
 from jaxlm.models.decoder import projections
 from jaxlm.models.decoders.moe_decoder import MoeConfig, check_moe, joint_norms, softmax_routing
-from jaxlm.models.layers import SelfAttention
+from jaxlm.models.mixers.attention import SelfAttention
 from jaxlm.models.routers import SoftmaxRouter
 from jaxlm.reading.choices import choice
 
