@@ -37,7 +37,7 @@ from jaxlm.models.base import Inputs, KVArray
 from jaxlm.models.inference.cached_attention import cached_attention
 from jaxlm.models.inference.kv_cache import write_kv_array
 from jaxlm.models.linear import Linear
-from jaxlm.models.norms import RMSNorm, UnweightedRMSNorm
+from jaxlm.models.norms import HeadwiseLayerNorm, RMSNorm, UnweightedRMSNorm
 from jaxlm.models.remat import KEY, MLP, QUERY, VALUE, checkpoint_name
 from jaxlm.models.rope import Rotation
 from jaxlm.models.token_sharding import mesh_axes
@@ -316,6 +316,7 @@ class LayerContext(eqx.Module):
         window: number of tokens that each token attends to, including itself; None means all previous tokens.
         attn_backend: backend of attention, or `auto`.
         order: as in `Inputs`.
+        query_scale: factor of the queries, {batch, position}; None for none.
     """
 
     attention_mask: AttentionMask
@@ -323,6 +324,7 @@ class LayerContext(eqx.Module):
     window: int | None = eqx.field(static=True, default=None)
     attn_backend: str = eqx.field(static=True, default=AUTO)
     order: NamedArray | None = None
+    query_scale: NamedArray | None = None
 
 
 class Attention(eqx.Module):
@@ -367,8 +369,8 @@ class SelfAttention(Attention):
     k_proj: Linear
     v_proj: Linear
     o_proj: Linear
-    q_norm: RMSNorm | UnweightedRMSNorm | None = None
-    k_norm: RMSNorm | UnweightedRMSNorm | None = None
+    q_norm: RMSNorm | UnweightedRMSNorm | HeadwiseLayerNorm | None = None
+    k_norm: RMSNorm | UnweightedRMSNorm | HeadwiseLayerNorm | None = None
     norms_follow_rotation: bool = eqx.field(static=True, default=False)
     clip_qkv: float | None = eqx.field(static=True, default=None)
     scale: float | None = eqx.field(static=True, default=None)
@@ -421,6 +423,8 @@ class SelfAttention(Attention):
             q, k = context.rotation(q), context.rotation(k)
         if self.norms_follow_rotation:
             q, k = self._normalized(q, k)
+        if context.query_scale is not None:
+            q = (q * context.query_scale.astype(q.dtype)).rearrange(q.axes)
         q, k, v = checkpoint_name(q, QUERY), checkpoint_name(k, KEY), checkpoint_name(v, VALUE)
         new: ForCache = KeyValue(k, v)
         if layer_cache is not None and layer_cache.start is not None:

@@ -33,7 +33,7 @@ from jaxlm.models.inference.kv_cache import extend_cache, mask_over_cache
 from jaxlm.models.layers import ForCache, LayerCache, LayerContext, tiled_mlps, with_dropout_keys
 from jaxlm.models.norms import Norm
 from jaxlm.models.remat import RematPolicy, for_whole_layers, layer_input, remat, with_remat_modules
-from jaxlm.models.rope import Places, RotaryConfig, Rotation
+from jaxlm.models.rope import Places, QueryScaling, RotaryConfig, Rotation
 from jaxlm.models.scan import Segment, runs_as_scan, scan_pattern, segments, shortest_period
 
 T = TypeVar("T")
@@ -77,12 +77,14 @@ class LayerKind:
         window: number of tokens that each token attends to, including itself; None means all previous tokens.
         interleaved: rotate neighboring features, instead of pairs from the two halves of the rotated features.
         rotary_size: the frequencies are those of this many features; None means the `HeadSize` of the stacks.
+        query_scaling: scores grow with the position of the query; None for constant scores.
     """
 
     rope: RotaryConfig | None = None
     window: int | None = None
     interleaved: bool = False
     rotary_size: int | None = None
+    query_scaling: QueryScaling | None = None
 
 
 def switch_lengths(kinds: Sequence[LayerKind]) -> tuple[int, ...]:
@@ -113,6 +115,7 @@ def layer_contexts(
             kind.window,
             backend,
             order=inputs.order,
+            query_scale=None if kind.query_scaling is None else kind.query_scaling.factors(places),
         )
         for kind in kinds
     ]
