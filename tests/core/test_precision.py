@@ -106,7 +106,7 @@ def test_float16_in_one_rule_scales_the_loss_and_is_float32_in_second_derivative
     assert (plain.loss_scale, half.loss_scale) == (Unscaled(), DynamicLossScale())
     assert plain.for_second_derivatives == plain
     assert half.for_second_derivatives.loss_scale == Unscaled()
-    assert half.for_second_derivatives.at("mlp").compute == jnp.float32
+    assert half.for_second_derivatives.of({})("mlp").compute == jnp.float32
     assert half.for_second_derivatives.compute == jnp.bfloat16
 
 

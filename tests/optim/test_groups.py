@@ -12,6 +12,7 @@ import pytest
 
 from jaxlm.core import tree
 from jaxlm.core.errors import ConfigError
+from jaxlm.core.parameters import declared
 from jaxlm.models.base import ModelConfig, vocab_axis
 from jaxlm.models.families.flax import FlaxConfig
 from jaxlm.models.linear import ExpertLinear, Linear
@@ -417,6 +418,13 @@ def check_matrices(model: Tree) -> None:
     params = jax.eval_shape(lambda: config.build(vocab_axis(50), key=jax.random.PRNGKey(0)))
     layers = [(path, layer) for cls in (Linear, ExpertLinear) for path, layer in tree.modules_by_path(params, cls)]
     assert matrix_paths(params) == {f"{path}.weight" for path, layer in layers if not layer.weight.has_axis("vocab")}
+    check_declared(params)
+
+
+def check_declared(params: Any) -> None:
+    """Nothing about a parameter of our own models follows from its name."""
+    undeclared = [path for path, leaf in tree.leaves(params) if tree.is_inexact(leaf) and path not in declared(params)]
+    assert not undeclared
 
 
 GROUPS = [

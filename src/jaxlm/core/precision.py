@@ -21,9 +21,10 @@ import jaxlib.version
 from jaxlm.core.devices import cuda_capability, processor_facts
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.guards import StepGuard, StepStats, Verdict, is_finite
+from jaxlm.core.parameters import float32_paths
 from jaxlm.core.products.stored_weights import StoredWeight
 from jaxlm.core.rules import Rules, some_of
-from jaxlm.core.tree import closest_paths, compile_pattern, dotted, is_inexact, is_named, leaves, raw
+from jaxlm.core.tree import closest_paths, compile_pattern, dotted, is_inexact, is_named, leaves, raw, sum_dtype
 
 T = TypeVar("T")
 
@@ -208,7 +209,8 @@ class PrecisionRuleConfig:
 
 @dataclass(frozen=True)
 class PrecisionConfig:
-    """Dtypes by parameter path.
+    """Dtypes by parameter path. Parameters that a model computes with in float32, such as the decay rates of a recurrent
+    layer, are stored and used in float32 unless a rule matches them.
 
     Attributes:
         default: dtypes of the parameters that no rule matches, as `mp` without a section.
@@ -249,17 +251,31 @@ class Precision:
     rules: tuple[PathPrecision, ...] = ()
     reason: str = ""
 
-    def at(self, path: str) -> "PathPrecision | Precision":
-        """Returns what holds the dtypes of the parameter at a path: the first rule that matches, or this."""
-        return next((rule for rule in self.rules if rule.pattern.search(path)), self)
+    def of(self, model: Any) -> Callable[[str], "PathPrecision | Precision"]:
+        """Returns path -> what holds the dtypes of the parameter there: the first rule that matches; without one, `widened`
+        for parameters that their module computes with in float32, and this for others."""
+        float32, widened = float32_paths(model), self.widened
 
-    def cast_to_params(self, tree: T) -> T:
+        def at(path: str) -> "PathPrecision | Precision":
+            rule = next((rule for rule in self.rules if rule.pattern.search(path)), None)
+            return rule or (widened if path in float32 else self)
+
+        return at
+
+    @property
+    def widened(self) -> "Precision":
+        """The dtypes of parameters that are computed with in float32 (`core/parameters.py`)."""
+        return Precision(sum_dtype(self.params), sum_dtype(self.compute))
+
+    def cast_to_params(self, model: T) -> T:
         """Casts floating-point leaves to their parameter dtype. A `StoredWeight` stays as it is."""
-        return _cast(tree, lambda path: self.at(path).params)
+        at = self.of(model)
+        return _cast(model, lambda path: at(path).params)
 
-    def cast_to_compute(self, tree: T) -> T:
+    def cast_to_compute(self, model: T) -> T:
         """Casts floating-point leaves to their compute dtype. A `StoredWeight` stays as it is."""
-        return _cast(tree, lambda path: self.at(path).compute)
+        at = self.of(model)
+        return _cast(model, lambda path: at(path).compute)
 
     @property
     def for_second_derivatives(self) -> "Precision":
@@ -279,7 +295,7 @@ class Precision:
             matching = [path for path in paths if rule.pattern.search(path)]
             if not matching:
                 raise ConfigError(f"{key}: '{pattern}' matches no parameter. {closest_paths(pattern, paths)}")
-            if all(self.at(path) is not rule for path in matching):
+            if all(any(earlier.pattern.search(path) for earlier in self.rules[:number]) for path in matching):
                 raise ConfigError(
                     f"{key}: '{pattern}' has no effect, because earlier rules match everything that it matches"
                     f" ({', '.join(matching[:3])}). Put it before them, or remove it"
@@ -295,10 +311,16 @@ class Precision:
         yield "precision", str(self)
         if not self.reason and device.platform == "cpu" and has_matrix_instruction():
             yield "bfloat16", f"{bfloat16_products(device).reason} (trainer.mp: auto)"
-        arrays = [(self.at(path), raw(leaf)) for path, leaf in leaves(model) if is_inexact(leaf)]
+        at = self.of(model)
+        arrays = [(path, at(path), raw(leaf)) for path, leaf in leaves(model) if is_inexact(leaf)]
         for rule in self.rules:
-            sizes = [array.size for decides, array in arrays if decides is rule]
+            sizes = [array.size for _, decides, array in arrays if decides is rule]
             yield "precision", f"{rule} ({sum(sizes):,} parameters in {len(sizes)} arrays)"
+        own = {path: array.size for path, decides, array in arrays if decides == self.widened}
+        if own and (self.params, self.compute) != (self.widened.params, self.widened.compute):
+            names = ", ".join(dict.fromkeys(path.rpartition(".")[2] for path in own))
+            size = f"{sum(own.values()):,} parameters in {len(own)} arrays"
+            yield "precision", f"{names}: {self.widened} ({size}, as the model declares)"
 
 
 def _cast(tree: T, dtype_at: Callable[[str], jnp.dtype]) -> T:

@@ -16,6 +16,7 @@ from jaxlm.core import tree
 from jaxlm.core.axes import EMBED, POSITION, VOCAB
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.field_types import PositiveInt
+from jaxlm.core.parameters import SCALE, DeclaresParameters, Parameter
 from jaxlm.core.products.fp8 import Fp8
 from jaxlm.core.products.matmul import dot
 from jaxlm.core.products.stored_weights import Weight
@@ -289,7 +290,7 @@ class WrappedModel(LanguageModel):
         return self.base.init_cache(Batch, capacity, dtype)
 
 
-class RewardModel(WrappedModel):
+class RewardModel(WrappedModel, DeclaresParameters):
     """A model with a head of one output, which scores sequences, beside the head that predicts tokens.
 
     Attributes:
@@ -304,6 +305,9 @@ class RewardModel(WrappedModel):
         self, inputs: Inputs, *, cache: Any = None, taps: Sequence[str] = (), key: jax.Array | None = None
     ) -> Hidden:
         return self.base.hidden(inputs, cache=cache, taps=taps, key=key)
+
+    def parameters(self) -> dict[str, Parameter]:
+        return {"reward": SCALE}
 
 
 def reward_head(model: LanguageModel) -> NamedArray | None:

@@ -22,6 +22,7 @@ import numpy as np
 from haliax import Axis, NamedArray
 
 from jaxlm.core.axes import HEAD_SIZE, HEADS, KEY_HEADS, KV_HEADS, QUERY_GROUP, ROTARY_PAIRS, axes_of
+from jaxlm.core.parameters import SCALE, DeclaresParameters, Parameter
 from jaxlm.models.attention.api import AttentionSpec, NullSlot, as_keys, attention
 from jaxlm.models.attention.choose import AttentionTask
 from jaxlm.models.attention.sharding import AttentionSharding
@@ -32,7 +33,7 @@ from jaxlm.models.remat import KEY, QUERY, VALUE, checkpoint_name
 from jaxlm.models.rope import Places, RotaryConfig, Rotation
 
 
-class Gate(eqx.Module):
+class Gate(DeclaresParameters):
     """Weights the semantic part of a query head's score: sigmoid of a logit, and of a product with the input if dynamic.
 
     Attributes:
@@ -54,8 +55,11 @@ class Gate(eqx.Module):
         logits = self.logits.astype(jnp.float32)
         return hax.nn.sigmoid(logits if self.proj is None else logits + self.proj(x).astype(jnp.float32))
 
+    def parameters(self) -> dict[str, Parameter]:
+        return {"logits": SCALE}
 
-class LearnedSlot(eqx.Module):
+
+class LearnedSlot(DeclaresParameters):
     """A key and a value that do not come from a token. The key has no position: queries meet it without their rotation.
 
     Attributes:
@@ -72,6 +76,9 @@ class LearnedSlot(eqx.Module):
         grouped = _grouped(q, KeyHeads)
         scores = hax.dot(grouped, self.keys.astype(q.dtype), axis=HEAD_SIZE, preferred_element_type=jnp.float32)
         return NullSlot(scores.flatten_axes((KeyHeads.name, QUERY_GROUP), HEADS), self.values)
+
+    def parameters(self) -> dict[str, Parameter]:
+        return {"keys": SCALE, "values": SCALE}
 
 
 class DecoupledAttention(Attention):

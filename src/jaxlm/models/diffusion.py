@@ -16,7 +16,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
-import equinox as eqx
 import haliax as hax
 import jax
 import jax.numpy as jnp
@@ -26,6 +25,7 @@ from haliax import Axis, NamedArray
 from jaxlm.core.axes import BATCH
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.field_types import NumTimeSteps, TimeFeatures
+from jaxlm.core.parameters import DeclaresParameters, Parameter, matrix
 from jaxlm.core.rules import Rules, needs, only
 from jaxlm.models.linear import Linear
 
@@ -166,7 +166,7 @@ class TimeEmbeddingConfig:
             raise ConfigError(f"model.time_embedding.dim: {self.dim} given, an even number expected: sines and cosines")
 
 
-class TimeEmbedding(eqx.Module):
+class TimeEmbedding(DeclaresParameters):
     """Features of the mask fraction, an MLP with one hidden layer, and a projection that starts at zero.
 
     Attributes:
@@ -206,3 +206,9 @@ class TimeEmbedding(eqx.Module):
         x = hax.named(features, (mask_fractions.resolve_axis(BATCH), Time))
         hidden = self.up_proj(self.up_proj.operand(x))
         return self.out_proj(hax.nn.silu(hidden))
+
+    def parameters(self) -> dict[str, Parameter]:
+        if self.table is None:
+            return {}
+        Steps, Time = self.table.axes
+        return {"table": matrix([Steps], [Time])}

@@ -23,6 +23,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxlm.core import tree
 from jaxlm.core.axes import BATCH, EMBED, HEAD_SIZE, HEADS, KV_HEADS, POSITION, axes_of
 from jaxlm.core.errors import ConfigError
+from jaxlm.core.parameters import VECTOR, DeclaresParameters, Parameter
 from jaxlm.core.products.float32_sums import rows_of
 from jaxlm.core.sharding import current_layout
 from jaxlm.core.tracing import CustomVjp
@@ -43,7 +44,7 @@ from jaxlm.models.rope import Rotation
 from jaxlm.models.token_sharding import mesh_axes
 
 
-class Embedding(eqx.Module):
+class Embedding(DeclaresParameters):
     """An embedding table.
 
     Attributes:
@@ -62,6 +63,9 @@ class Embedding(eqx.Module):
     def __call__(self, ids: NamedArray) -> NamedArray:
         """{..} to {.., embed}."""
         return rows_of(self.weight, self.Vocab.name, ids)
+
+    def parameters(self) -> dict[str, Parameter]:
+        return {"weight": VECTOR}
 
 
 def activation_dtype(model: Any) -> jnp.dtype:

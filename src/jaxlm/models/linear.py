@@ -1,12 +1,4 @@
-"""Linear layers between named axes, and which parameters of a model are matrices.
-
-For optimizers such as Muon, a layer declares which of its parameters are matrices, and which of their axes are inputs and
-outputs (`DeclaresMatrices`). Everywhere else the named axes of the array decide.
-"""
-
-import abc
-from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+"""Linear layers between named axes."""
 
 from jaxlm.core.imports import haliax as hax
 
@@ -14,50 +6,17 @@ import equinox as eqx
 import jax
 from haliax import Axis, AxisSpec, NamedArray
 
-from jaxlm.core.axes import EXPERTS, HEAD_SIZE, HEADS, KEY_HEADS, KV_HEADS, LAYERS, axes_of
+from jaxlm.core.axes import axes_of
+from jaxlm.core.parameters import VECTOR, DeclaresParameters, Parameter, matrix
 from jaxlm.core.products.float32_sums import shifted
 from jaxlm.core.products.fp8 import Fp8
 from jaxlm.core.products.matmul import dot, operand
 from jaxlm.core.products.stored_weights import Weight
 
-_STACKED = (LAYERS, EXPERTS)
-
-
-class MatrixAxes(NamedTuple):
-    """The axes of a parameter that maps `inputs` to `outputs`. Its other axes index separate matrices."""
-
-    outputs: tuple[Axis, ...]
-    inputs: tuple[Axis, ...]
-
-
-class DeclaresMatrices(eqx.Module):
-    """A module that says which of its parameters are matrices. Its other parameters are none."""
-
-    @abc.abstractmethod
-    def matrix_axes(self) -> Mapping[str, MatrixAxes]:
-        """Path in the module -> axes of the matrix there, whether the module holds the array or not (frozen, masked)."""
-
-
-def matrix_sides(axes: Sequence[Axis]) -> tuple[tuple[Axis, ...], ...]:
-    """Groups the axes of one layer and expert into sides: heads and their size are one side, other axes are one each.
-
-    A parameter with two sides is a matrix.
-    """
-    sides: list[tuple[Axis, ...]] = []
-    for axis in axes:
-        if axis.name in _STACKED:
-            continue
-        if axis.name == HEAD_SIZE and sides and sides[-1][-1].name in (HEADS, KV_HEADS, KEY_HEADS):
-            sides[-1] += (axis,)
-        else:
-            sides.append((axis,))
-    return tuple(sides)
-
-
 _FLAT_IN, _FLAT_OUT = "flat_in", "flat_out"
 
 
-class Linear(DeclaresMatrices):
+class Linear(DeclaresParameters):
     """A linear layer from {..., *In} to {..., *Out}.
 
     `haliax.nn.Linear` multiplies its weight by a constant on every call, and the product, as large as the weight, would
@@ -89,8 +48,8 @@ class Linear(DeclaresMatrices):
         """x in the dtype of this layer's product. Given this, the layer does not round its output to the dtype of x."""
         return operand(x, self.weight)
 
-    def matrix_axes(self) -> dict[str, MatrixAxes]:
-        return {"weight": MatrixAxes(axes_of(self.Out), axes_of(self.In))}
+    def parameters(self) -> dict[str, Parameter]:
+        return {"weight": matrix(axes_of(self.Out), axes_of(self.In)), "bias": VECTOR}
 
 
 class MatrixLinear(eqx.Module):
@@ -126,7 +85,7 @@ class MatrixLinear(eqx.Module):
         return operand(x, self.matrix)
 
 
-class ExpertLinear(DeclaresMatrices):
+class ExpertLinear(DeclaresParameters):
     """One linear layer per expert. `jaxlm.models.moe` applies them.
 
     Attributes:
@@ -141,5 +100,5 @@ class ExpertLinear(DeclaresMatrices):
     def init(Expert: Axis, In: Axis, Out: Axis, *, std: float, key: jax.Array) -> "ExpertLinear":
         return ExpertLinear(hax.random.normal(key, (Expert, In, Out)) * std, In, Out)
 
-    def matrix_axes(self) -> dict[str, MatrixAxes]:
-        return {"weight": MatrixAxes((self.Out,), (self.In,))}
+    def parameters(self) -> dict[str, Parameter]:
+        return {"weight": matrix([self.Out], [self.In])}

@@ -19,6 +19,7 @@ import jax.numpy as jnp
 from haliax import Axis, AxisSpec, NamedArray
 from jax.ad_checkpoint import checkpoint_name
 
+from jaxlm.core.parameters import VECTOR, DeclaresParameters, Parameter
 from jaxlm.core.tracing import CustomVjp
 
 NORM = "norm"
@@ -26,7 +27,7 @@ NORM = "norm"
 _OUTPUT = "norm_output"
 
 
-class RMSNorm(eqx.Module):
+class RMSNorm(DeclaresParameters):
     """x / rms(x) * (offset + weight), in float32.
 
     Source: Zhang & Sennrich 2019 (arXiv:1910.07467), equation 4.
@@ -50,6 +51,9 @@ class RMSNorm(eqx.Module):
         weight = self.weight.astype(jnp.float32) + self.offset if self.offset else self.weight
         return _normalized(x, weight, None, self.eps, center=False)
 
+    def parameters(self) -> dict[str, Parameter]:
+        return {"weight": VECTOR}
+
 
 class UnweightedRMSNorm(eqx.Module):
     """x / rms(x), in float32: an RMSNorm without parameters."""
@@ -61,7 +65,7 @@ class UnweightedRMSNorm(eqx.Module):
         return _normalized(x, hax.ones(self.Features), None, self.eps, center=False)
 
 
-class LayerNorm(eqx.Module):
+class LayerNorm(DeclaresParameters):
     """(x - mean) / std * weight + bias, in float32.
 
     Source: Ba et al. 2016 (arXiv:1607.06450), equations 3 and 4.
@@ -78,6 +82,9 @@ class LayerNorm(eqx.Module):
 
     def __call__(self, x: NamedArray) -> NamedArray:
         return _normalized(x, self.weight, self.bias, self.eps, center=True)
+
+    def parameters(self) -> dict[str, Parameter]:
+        return {"weight": VECTOR, "bias": VECTOR}
 
 
 class UnweightedLayerNorm(eqx.Module):

@@ -76,8 +76,9 @@ class OptimizerConfig(Registry, draccus.ChoiceRegistry, abc.ABC):
             steps. An integer: steps; up to 1.0: fraction of the phase. Null means one cycle.
         weight_decay_modules: regular expression, or list of them, searched for in parameter paths; matching parameters get
             weight decay. Null uses the default mask.
-        default_weight_decay_mask: apply weight decay to everything except norms, biases and embeddings. Null does so only if
-            `weight_decay_modules` is null. False without `weight_decay_modules` applies it to all parameters.
+        default_weight_decay_mask: apply weight decay to everything except norms, biases, embeddings and what else its layer
+            says does not decay. Null does so only if `weight_decay_modules` is null. False without `weight_decay_modules`
+            applies it to all parameters.
         skip_bad_steps: skip the update of a step whose loss or gradient norm is an outlier compared with recent steps:
             true, the number of steps to compare with, or a section. Non-finite steps are always skipped.
         telemetry: measure in every step the trend of the loss and of the gradient norm, spikes and plateaus, as metrics

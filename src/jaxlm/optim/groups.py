@@ -8,7 +8,7 @@ An objective may slow down, or stop, the updates of single layers (`paced`; `Pac
 import contextlib
 import dataclasses
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,9 +23,10 @@ from jaxlm.core.axes import LAYERS
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.guards import NOWCAST
 from jaxlm.core.pace import Pace
+from jaxlm.core.parameters import described
 from jaxlm.optim.base import OptimizerConfig, ParameterGroup, clip_by_norm
 from jaxlm.optim.curvature import Curvature
-from jaxlm.optim.matrices import NORM_BIAS_OR_EMBEDDING, matrix_paths
+from jaxlm.optim.matrices import matrix_paths
 from jaxlm.optim.schedules import Schedule, ScheduledMomentum
 from jaxlm.optim.stored_state import Full, check_applies
 from jaxlm.reading.decode import encode
@@ -93,13 +94,14 @@ def parameter_groups(trainable: Any, config: OptimizerConfig) -> list[ParameterG
     owners = _owners(config, list(leaves))
     separates = any(optimizer.separates_matrices for _, optimizer in _optimizers(config))
     matrices = matrix_paths(trainable) if separates else frozenset()
+    by_default = {path for path, parameter in described(trainable).items() if parameter.decays}
     groups = []
     for owner, optimizer in _optimizers(config):
         owned_leaves = {path: leaf for path, leaf in leaves.items() if owners[path] == owner}
         # Patterns that an entry takes from the outer optimizer need not match its own parameters.
         has_patterns = optimizer.weight_decay_modules != config.weight_decay_modules
         with _errors_of(owner):
-            decays = _decay_rule(optimizer, list(owned_leaves if has_patterns else leaves))
+            decays = _decay_rule(optimizer, list(owned_leaves if has_patterns else leaves), by_default)
             if owner is not None:
                 _check_decay(optimizer, config, [path for path in owned_leaves if decays(path)])
         members: dict[tuple[bool, bool], list[str]] = {}
@@ -318,11 +320,11 @@ def _group_name(config: OptimizerConfig, owner: int | None, as_matrices: bool, d
     return f"{prefix}{kind}{'decay' if decaying else 'no decay'}"
 
 
-def _decay_rule(config: OptimizerConfig, paths: Sequence[str]) -> Callable[[str], bool]:
+def _decay_rule(config: OptimizerConfig, paths: Sequence[str], by_default: Collection[str]) -> Callable[[str], bool]:
     """Tells whether a path decays: paths that match the patterns, and those of the default mask where it applies."""
     modules, use_default = config.weight_decay_modules, config.default_weight_decay_mask
     if modules is None:
-        return (lambda path: True) if use_default is False else _decays_by_default
+        return (lambda path: True) if use_default is False else by_default.__contains__
     expressions = [modules] if isinstance(modules, str) else modules
     patterns = [tree.compile_pattern(pattern, "optimizer.weight_decay_modules") for pattern in expressions]
     for pattern in patterns:
@@ -330,13 +332,9 @@ def _decay_rule(config: OptimizerConfig, paths: Sequence[str]) -> Callable[[str]
             raise ConfigError(f"optimizer.weight_decay_modules: '{pattern.pattern}' matches no trainable parameter")
 
     def decays(path: str) -> bool:
-        return any(pattern.search(path) for pattern in patterns) or (use_default is True and _decays_by_default(path))
+        return any(pattern.search(path) for pattern in patterns) or (use_default is True and path in by_default)
 
     return decays
-
-
-def _decays_by_default(path: str) -> bool:
-    return not NORM_BIAS_OR_EMBEDDING.search(path.lower())
 
 
 def _check(config: OptimizerConfig) -> None:

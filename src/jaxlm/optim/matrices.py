@@ -1,14 +1,12 @@
 """Finds the parameters that are matrices, reshapes them, and combines an update rule for matrices with Adam for the others.
 
 Optimizers such as Muon need this. The weight of a linear layer has named axes in any order: {layers, heads, head_size,
-embed} is one matrix per layer, with heads x head_size outputs and embed inputs. Layers that know their inputs and outputs
-declare them. Any other parameter is a matrix if its named axes form two sides, or if it has two unnamed axes; the first is
-then the output.
+embed} is one matrix per layer, with heads x head_size outputs and embed inputs. Modules say which parameters are matrices
+(`core/parameters.py`).
 """
 
 import dataclasses
-import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,12 +17,9 @@ from haliax import Axis, NamedArray
 
 from jaxlm.core import tree
 from jaxlm.core.axes import EMBED, POSITION, VOCAB
-from jaxlm.models.linear import DeclaresMatrices, MatrixAxes, matrix_sides
+from jaxlm.core.parameters import MatrixAxes, described
 from jaxlm.optim.base import OptimizerConfig, ParameterGroup, add_weight_decay, clip_by_norm, scale_by_learning_rate
-from jaxlm.optim.stored_state import EMBEDDING
 
-NORM_BIAS_OR_EMBEDDING = re.compile(rf"norm|bias|{EMBEDDING}")
-"""Matches the paths, in lower case, of parameters that get no weight decay by default and are not matrices."""
 # A matrix with one of these axes embeds tokens or positions, or is the output head.
 _NOT_HIDDEN = {VOCAB, POSITION}
 
@@ -156,23 +151,4 @@ def _view(leaf: Any, axes: MatrixAxes) -> MatrixView:
 
 
 def _axes_by_path(params: Any) -> dict[str, MatrixAxes]:
-    held = {path for path, _ in tree.leaves(params)}
-    return {path: axes for path, axes in _known_axes(params) if path in held}
-
-
-def _known_axes(params: Any) -> Iterator[tuple[str, MatrixAxes]]:
-    is_known = lambda x: isinstance(x, DeclaresMatrices) or tree.is_named(x)  # noqa: E731
-    nodes, _ = jax.tree_util.tree_flatten_with_path(params, is_leaf=is_known)
-    for path, node in nodes:
-        prefix = tree.dotted(path)
-        if isinstance(node, DeclaresMatrices):
-            yield from ((f"{prefix}.{name}".lstrip("."), axes) for name, axes in node.matrix_axes().items())
-        elif tree.is_inexact(node) and not NORM_BIAS_OR_EMBEDDING.search(prefix.lower()):
-            sides = matrix_sides(node.axes if tree.is_named(node) else _plain_axes(node))
-            if len(sides) == 2:
-                yield prefix, MatrixAxes(*sides)
-
-
-def _plain_axes(array: Any) -> tuple[Axis, ...]:
-    """Names for the axes of an array that has none, if there are two of them."""
-    return (Axis("rows", array.shape[0]), Axis("columns", array.shape[1])) if array.ndim == 2 else ()
+    return {path: one.matrix for path, one in described(params).items() if one.matrix is not None}

@@ -27,6 +27,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxlm.core import tree
 from jaxlm.core.axes import STACKED_LAYERS, axis_names
 from jaxlm.core.errors import ConfigError
+from jaxlm.core.parameters import EMBEDDING
 from jaxlm.core.products.dynamic_map import nearest_codes, numbers_of
 from jaxlm.core.sharding import current_layout
 from jaxlm.reading.choices import Registry, choice
@@ -187,8 +188,6 @@ def _shape(axes: tuple[Axis, ...]) -> tuple[int, ...]:
     return tuple(axis.size for axis in axes)
 
 
-EMBEDDING = r"(^|\.)(tokens|positions)(\.|$)|embedding$"
-"""Matches the paths, in lower case, of embeddings of tokens and positions."""
 # Fields of optimizer states that are never negative: Adam's, Adagrad's and SOAP's.
 _NOT_NEGATIVE = {"nu", "sum_of_squares", "variance"}
 

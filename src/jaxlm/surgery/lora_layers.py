@@ -51,6 +51,7 @@ from haliax import Axis, AxisSpec, NamedArray
 
 from jaxlm.core import tree
 from jaxlm.core.axes import LAYERS, LORA, VOCAB, axes_of
+from jaxlm.core.parameters import SCALE, VECTOR, DeclaresParameters, Parameter, matrix
 from jaxlm.core.products.float32_sums import rows_of, shifted
 from jaxlm.core.products.matmul import dot
 from jaxlm.core.products.stored_weights import Weight
@@ -69,7 +70,7 @@ class AdapterSize:
     scale: float
 
 
-class LowRank(tree.Padded):
+class LowRank(tree.Padded, DeclaresParameters):
     """scale * B A, and DoRA's magnitudes if there are any.
 
     Attributes:
@@ -191,6 +192,10 @@ class LowRank(tree.Padded):
         unused = sum(max(ranks) - rank for rank in ranks)
         return {"a": unused * inputs, "b": unused * outputs, "magnitude": ranks.count(0) * outputs}
 
+    def parameters(self) -> dict[str, Parameter]:
+        """Describes the adapter of an embedding. `LoraLinear` describes its own."""
+        return {"a": VECTOR, "b": VECTOR, "magnitude": VECTOR}
+
     def _by_layer(self, values: Sequence[float], dtype) -> NamedArray:
         assert self.layer is not None
         return NamedArray(jnp.asarray(values, dtype)[self.layer.array], self.layer.axes)
@@ -272,7 +277,7 @@ def _signed(a: jax.Array, b: jax.Array) -> tuple[jax.Array, jax.Array]:
     return a * signs[:, None], b * signs
 
 
-class LoraLinear(DropoutLayer, tree.Padded):
+class LoraLinear(DropoutLayer, tree.Padded, DeclaresParameters):
     """A linear layer with a low-rank adapter.
 
     Attributes:
@@ -367,6 +372,12 @@ class LoraLinear(DropoutLayer, tree.Padded):
     def padding(self) -> dict[str, int]:
         return self.change.padding()
 
+    def parameters(self) -> dict[str, Parameter]:
+        outputs, inputs = axes_of(self.Out), axes_of(self.In)
+        a = {} if self.a is None else {"a": matrix([self.a.resolve_axis(LORA)], inputs)}
+        b = {} if self.b is None else {"b": matrix(outputs, [self.b.resolve_axis(LORA)])}
+        return {**a, **b, "magnitude": SCALE}
+
     @property
     def In(self) -> AxisSpec:
         return self.base.In
@@ -439,7 +450,7 @@ class LoraEmbedding(eqx.Module):
         return UntiedEmbedding(table, self.weight) if self.tied and not self.shared else table
 
 
-class UntiedEmbedding(eqx.Module):
+class UntiedEmbedding(DeclaresParameters):
     """A table and a head that was tied to it before adapters were merged into the two.
 
     Attributes:
@@ -456,6 +467,9 @@ class UntiedEmbedding(eqx.Module):
 
     def __call__(self, ids: NamedArray) -> NamedArray:
         return self.table(ids)
+
+    def parameters(self) -> dict[str, Parameter]:
+        return {"weight": VECTOR}
 
 
 def names_of(spec: AxisSpec) -> list[str]:

@@ -20,6 +20,7 @@ from haliax import NamedArray
 from jaxlm.core import tree
 from jaxlm.core.axes import ROUTES, VOCAB, axes_of
 from jaxlm.core.errors import ConfigError
+from jaxlm.core.parameters import float32_paths
 from jaxlm.core.products.four_bit import NF4Weight, NVFP4Weight
 from jaxlm.core.products.stored_weights import HalfWeight, Int8Weight, StoredWeight
 from jaxlm.core.rules import Rules, only
@@ -61,7 +62,9 @@ class QuantizeConfig(ArraySurgery):
     def merge(self, model: LanguageModel) -> LanguageModel:
         is_stored = lambda node: isinstance(node, StoredWeight)  # noqa: E731
         ends = lambda node: is_stored(node) or isinstance(node, ExpertLinear)  # noqa: E731
-        others = (node for node in jax.tree.leaves(model, is_leaf=lambda n: tree.is_named(n) or is_stored(n)))
+        held, _ = jax.tree_util.tree_flatten_with_path(model, is_leaf=lambda n: tree.is_named(n) or is_stored(n))
+        own = float32_paths(model)
+        others = (node for path, node in held if tree.dotted(path) not in own)
         # The widest, because a rule of `trainer.mp` may store some in fewer bits than products are computed in.
         dtype = jnp.result_type(*(leaf.dtype for leaf in others if not is_stored(leaf) and tree.is_inexact(leaf)))
 

@@ -12,6 +12,7 @@ import pytest
 
 from jaxlm.core import tree
 from jaxlm.core.errors import ConfigError
+from jaxlm.core.parameters import matrix_sides
 from jaxlm.engine.state import shardings
 from jaxlm.models.attention.api import AttentionMask, AttentionSpec, as_keys, attention
 from jaxlm.models.attention.backends.splash import splash_attention
@@ -21,7 +22,6 @@ from jaxlm.models.decoder import Decoder
 from jaxlm.models.inference.generate import GenerationConfig, generate, generate_tokens
 from jaxlm.models.inference.kv_cache import kv_bytes_per_token
 from jaxlm.models.inference.unstacked import Generator, stack, unstack
-from jaxlm.models.linear import matrix_sides
 from jaxlm.models.rope import DefaultRotary
 from jaxlm.systems.upcycle.dba import DbaConfig
 from tests.engine.helpers import layout

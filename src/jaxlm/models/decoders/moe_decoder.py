@@ -6,7 +6,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import equinox as eqx
 import haliax as hax
 import jax
 from haliax import Axis, NamedArray
@@ -14,6 +13,7 @@ from haliax import Axis, NamedArray
 from jaxlm.core.axes import EMBED, EXPERTS, MLP, ROUTES, SHARED_MLP
 from jaxlm.core.errors import ConfigError, check_at_least
 from jaxlm.core.field_types import NonNegativeFloat, NonNegativeInt, PositiveInt
+from jaxlm.core.parameters import SCALE, DeclaresParameters, Parameter
 from jaxlm.core.products.matmul import dot
 from jaxlm.models.decoder import DecoderBlock, gated_mlp, pre_norm_block, renumbered, rms_norm
 from jaxlm.models.decoders.pre_norm import (
@@ -30,7 +30,7 @@ from jaxlm.models.norms import Norm
 from jaxlm.models.stacks import Block, LayerKind
 
 
-class SharedExpert(eqx.Module):
+class SharedExpert(DeclaresParameters):
     """An MLP that every token goes through, times sigmoid(gate . x).
 
     Attributes:
@@ -43,6 +43,9 @@ class SharedExpert(eqx.Module):
     def __call__(self, x: NamedArray) -> NamedArray:
         share = hax.nn.sigmoid(dot(x, self.gate, EMBED)).astype(x.dtype)
         return self.mlp(x) * share
+
+    def parameters(self) -> dict[str, Parameter]:
+        return {"gate": SCALE}
 
 
 class MoeBlock(StartsAsIdentity):

@@ -25,9 +25,9 @@ from haliax import Axis, NamedArray
 
 from jaxlm.core.axes import BATCH, KEY_POSITION, POSITION
 from jaxlm.core.errors import ConfigError
+from jaxlm.core.parameters import DeclaresParameters, MatrixAxes, Parameter, judged, matrix_sides
 from jaxlm.core.sharding import for_compute
 from jaxlm.models.base import Hidden, Inputs, LanguageModel, check_taps, vocab_axis
-from jaxlm.models.linear import DeclaresMatrices, MatrixAxes, matrix_sides
 from jaxlm.models.remat import RematPolicy, remat
 from jaxlm.reading.choices import import_name
 
@@ -358,7 +358,7 @@ class TokenHistory(eqx.Module):
     tokens: NamedArray
 
 
-class FlaxModel(LanguageModel, DeclaresMatrices):
+class FlaxModel(LanguageModel, DeclaresParameters):
     """A Flax module with its parameters.
 
     Attributes:
@@ -400,11 +400,16 @@ class FlaxModel(LanguageModel, DeclaresMatrices):
     def lm_head(self) -> None:
         return None
 
-    def matrix_axes(self) -> dict[str, MatrixAxes]:
+    def parameters(self) -> dict[str, Parameter]:
         """Flax multiplies from the right: the first side of a kernel is its input."""
-        held = {path: leaf.axes for path, leaf in self.params.items() if isinstance(leaf, NamedArray)}
-        sides = {path: matrix_sides(axes) for path, axes in held.items() if self._may_be_hidden_matrix(path, axes)}
-        return {f"params.{path}": MatrixAxes(both[1], both[0]) for path, both in sides.items() if len(both) == 2}
+        held = {f"params.{path}": leaf.axes for path, leaf in self.params.items() if isinstance(leaf, NamedArray)}
+        return {
+            path: Parameter(self._matrix_axes(path, axes), judged(path, axes).decays) for path, axes in held.items()
+        }
+
+    def _matrix_axes(self, path: str, axes: Sequence[Axis]) -> MatrixAxes | None:
+        sides = matrix_sides(axes)
+        return MatrixAxes(sides[1], sides[0]) if len(sides) == 2 and self._may_be_hidden_matrix(path, axes) else None
 
     def _may_be_hidden_matrix(self, path: str, axes: Sequence[Axis]) -> bool:
         is_vocabulary = any(axis.size == self.Vocab.size and axis.name.startswith(_UNNAMED) for axis in axes)

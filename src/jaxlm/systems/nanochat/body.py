@@ -23,6 +23,7 @@ import jax.numpy as jnp
 from haliax import Axis, NamedArray
 
 from jaxlm.core.axes import KEY_POSITION, LAYERS, STACKED_LAYERS, VALUE_LAYERS
+from jaxlm.core.parameters import SCALE, VECTOR, DeclaresParameters, Parameter
 from jaxlm.core.products.float32_sums import scaled
 from jaxlm.core.sharding import current_layout, current_platform, for_compute
 from jaxlm.core.tree import is_named
@@ -118,7 +119,7 @@ class _ForwardPass:
         return _Carry(x, x if number == self.middle and carry.middle is not None else carry.middle)
 
 
-class NanoBody(HeterogeneousBody):
+class NanoBody(HeterogeneousBody, DeclaresParameters):
     """The layers, stacked.
 
     Attributes:
@@ -159,6 +160,9 @@ class NanoBody(HeterogeneousBody):
     @property
     def Layers(self) -> Axis:
         return self.layers.Block
+
+    def parameters(self) -> dict[str, Parameter]:
+        return {"resid_lambdas": SCALE, "x0_lambdas": SCALE, "value_embedding": VECTOR}
 
     def unstacked(self) -> "UnstackedNanoBody":
         layers, all_values = self._layers(None, None, 0, self.Layers.size), self._values()

@@ -17,6 +17,7 @@ import jax.numpy as jnp
 from haliax import Axis, AxisSpec, NamedArray
 
 from jaxlm.core.axes import BATCH, EMBED, KEY_POSITION, KV_HEADS, POSITION, VALUE_EMBED, VOCAB, axes_of
+from jaxlm.core.parameters import VECTOR, DeclaresParameters, Parameter
 from jaxlm.core.products.float32_sums import rows_of
 from jaxlm.core.sharding import for_compute, for_lookup
 from jaxlm.core.values.permutation import previous
@@ -91,7 +92,7 @@ def zero_linear(In: AxisSpec, Out: AxisSpec) -> Linear:
     return Linear(hax.zeros(hax.concat_axis_specs(Out, In)), None, In, Out)
 
 
-class ValueEmbedding(eqx.Module):
+class ValueEmbedding(DeclaresParameters):
     """One layer's value embedding, which is added to its values: gate(h) * table[token], with a gate for each head.
 
     Source: Zhou et al. 2024 (arXiv:2410.17897), section 3, with a table per layer; the gate is nanochat's.
@@ -115,6 +116,9 @@ class ValueEmbedding(eqx.Module):
         rows = rows_of(for_lookup(self.table), VOCAB, tokens).astype(h.dtype)
         rows = hax.auto_sharded(rows.unflatten_axis(VALUE_EMBED, (opened.resolve_axis(KV_HEADS), self.HeadSize)))
         return (opened * rows).rearrange(rows.axes).astype(h.dtype)
+
+    def parameters(self) -> dict[str, Parameter]:
+        return {"table": VECTOR}
 
 
 def first_channels(h: NamedArray, Channels: Axis) -> NamedArray:

@@ -47,6 +47,7 @@ from jaxlm.core.axes import (
 )
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.field_types import NonNegativeInt, PositiveFloat, PositiveInt
+from jaxlm.core.parameters import VECTOR, DeclaresParameters, Parameter
 from jaxlm.core.rules import Rules, only
 from jaxlm.core.sharding import current_layout, current_platform, for_compute
 from jaxlm.core.tracing import CustomVjp, trace_options
@@ -402,7 +403,7 @@ class LookupConfig:
         return np.concatenate([[0], np.cumsum(entries)]).astype(np.int32)
 
 
-class LookupLayer(eqx.Module):
+class LookupLayer(DeclaresParameters):
     """Computes what a lookup layer adds to the residual stream.
 
     Attributes:
@@ -444,6 +445,9 @@ class LookupLayer(eqx.Module):
             norm=UnweightedRMSNorm(Embed, epsilon),
             scores=Scores(scale, epsilon if config.key_norm else None, config.most_entries(num_entries, Vocab.size)),
         )
+
+    def parameters(self) -> dict[str, Parameter]:
+        return {"keys_embedding": VECTOR, "values_embedding": VECTOR}
 
     def __call__(self, x: NamedArray, tokens: NamedArray) -> NamedArray:
         """Maps {batch, position, embed} and int {batch, position} to the shape of x."""

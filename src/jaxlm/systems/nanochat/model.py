@@ -66,6 +66,7 @@ from jaxlm.core.field_types import (
     PositiveInt,
     check_fields,
 )
+from jaxlm.core.parameters import SCALE, DeclaresParameters, Parameter
 from jaxlm.core.products.float32_sums import scaled
 from jaxlm.core.products.stored_weights import Weight
 from jaxlm.core.sharding import for_compute, for_lookup
@@ -346,7 +347,7 @@ def _block(config: NanoConfig, *, key: jax.Array) -> NanoBlock:
     return NanoBlock(attn, mlp, UnweightedRMSNorm(Embed, eps))
 
 
-class Nano(RotaryModel):
+class Nano(RotaryModel, DeclaresParameters):
     """Token embedding, layers and head. The input of the layers is added to the residual stream before each of them.
 
     Attributes:
@@ -371,6 +372,9 @@ class Nano(RotaryModel):
     @property
     def Pos(self) -> Axis:
         return self.config.Pos
+
+    def parameters(self) -> dict[str, Parameter]:
+        return dict.fromkeys(("smear_gate", "smear_lambda", "backout_lambda"), SCALE)
 
     def hidden(
         self, inputs: Inputs, *, cache: KVCache | None = None, taps: Sequence[str] = (), key: jax.Array | None = None

@@ -1,0 +1,128 @@
+"""What is known of a model's parameters besides their arrays: which are matrices, decay, or are computed with in float32.
+
+A module describes its own parameters. Those of a module that does not, as in a user's own, are judged by path and axes.
+"""
+
+import abc
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import equinox as eqx
+import jax
+from haliax import Axis
+
+from jaxlm.core import tree
+from jaxlm.core.axes import EXPERTS, HEAD_SIZE, HEADS, KEY_HEADS, KV_HEADS, LAYERS
+
+EMBEDDING = r"(^|\.)(tokens|positions)(\.|$)|embedding$"
+"""Matches the paths of embedding tables, in lower case."""
+_NORM_BIAS_OR_EMBEDDING = re.compile(rf"norm|bias|{EMBEDDING}")
+_STACKED = (LAYERS, EXPERTS)
+
+
+class MatrixAxes(NamedTuple):
+    """The axes of a parameter that maps `inputs` to `outputs`. Its other axes index separate matrices."""
+
+    outputs: tuple[Axis, ...]
+    inputs: tuple[Axis, ...]
+
+
+@dataclass(frozen=True)
+class Parameter:
+    """Describes a parameter. Without arguments: one that is no matrix and does not decay, such as a bias.
+
+    Attributes:
+        matrix: its axes if it is a matrix, for optimizers with an update rule for these (Muon); None if it is none.
+        decays: weight decay applies to it by default.
+        float32: it is stored and computed with in float32 whatever `trainer.mp` says, unless a rule there matches its path.
+    """
+
+    matrix: MatrixAxes | None = None
+    decays: bool = False
+    float32: bool = False
+
+
+VECTOR = Parameter()
+"""A bias, a scale, an embedding table, the weight of a norm or of a depthwise convolution."""
+SCALE = Parameter(decays=True)
+"""A parameter that is no matrix and decays all the same."""
+FLOAT32_VECTOR = Parameter(float32=True)
+"""A parameter of few elements whose rounding errors add up, such as the logarithm of a decay rate."""
+
+
+def matrix(outputs: Sequence[Axis], inputs: Sequence[Axis]) -> Parameter:
+    """Describes a matrix, which decays."""
+    return Parameter(MatrixAxes(tuple(outputs), tuple(inputs)), decays=True)
+
+
+class DeclaresParameters(eqx.Module):
+    """A module that describes its own parameters. Modules inside it describe theirs."""
+
+    @abc.abstractmethod
+    def parameters(self) -> Mapping[str, Parameter]:
+        """Path in the module -> the parameter there, whether the module holds the array or not (frozen, masked)."""
+
+
+def declared(model: Any) -> dict[str, Parameter]:
+    """Path -> description of each parameter that a module describes, held or not. The innermost module decides."""
+    found: dict[str, Parameter] = {}
+
+    def visit(prefix: str, node: Any) -> None:
+        if isinstance(node, DeclaresParameters):
+            found.update({f"{prefix}.{name}".lstrip("."): one for name, one in node.parameters().items()})
+        inner = lambda x: x is not node and isinstance(x, DeclaresParameters)  # noqa: E731
+        for path, child in jax.tree_util.tree_flatten_with_path(node, is_leaf=inner)[0]:
+            if inner(child):
+                visit(f"{prefix}.{tree.dotted(path)}".lstrip("."), child)
+
+    visit("", model)
+    return found
+
+
+def described(model: Any) -> dict[str, Parameter]:
+    """Path -> description of each floating-point array: that of its module, or that of `judged`."""
+    known = declared(model)
+    arrays = {path: leaf for path, leaf in tree.leaves(model) if tree.is_inexact(leaf)}
+    return {path: known[path] if path in known else _undeclared(path, leaf, known) for path, leaf in arrays.items()}
+
+
+def float32_paths(model: Any) -> frozenset[str]:
+    """The paths of the parameters that are computed with in float32 (`Parameter.float32`), held or not."""
+    return frozenset(path for path, parameter in declared(model).items() if parameter.float32)
+
+
+def judged(path: str, axes: Sequence[Axis]) -> Parameter:
+    """Describes a parameter of which nothing but its path and its axes is known: norms, biases and embeddings by their
+    names, matrices by their two sides, of which the first is the output.
+    """
+    if _NORM_BIAS_OR_EMBEDDING.search(path.lower()):
+        return VECTOR
+    sides = matrix_sides(axes)
+    return matrix(*sides) if len(sides) == 2 else Parameter(decays=True)
+
+
+def matrix_sides(axes: Sequence[Axis]) -> tuple[tuple[Axis, ...], ...]:
+    """Groups the axes of one layer and expert into sides: heads and their size are one side, other axes are one each."""
+    sides: list[tuple[Axis, ...]] = []
+    for axis in axes:
+        if axis.name in _STACKED:
+            continue
+        if axis.name == HEAD_SIZE and sides and sides[-1][-1].name in (HEADS, KV_HEADS, KEY_HEADS):
+            sides[-1] += (axis,)
+        else:
+            sides.append((axis,))
+    return tuple(sides)
+
+
+def _undeclared(path: str, leaf: Any, known: Mapping[str, Parameter]) -> Parameter:
+    parents = [path[: match.start()] for match in re.finditer(r"\.", path)]
+    if any(parent in known for parent in parents):  # an array of a `StoredWeight`
+        return VECTOR
+    return judged(path, leaf.axes if tree.is_named(leaf) else _plain_axes(leaf))
+
+
+def _plain_axes(array: Any) -> tuple[Axis, ...]:
+    """Names for the axes of an array that has none, if there are two of them."""
+    return (Axis("rows", array.shape[0]), Axis("columns", array.shape[1])) if array.ndim == 2 else ()

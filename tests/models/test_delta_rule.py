@@ -1,0 +1,173 @@
+"""The gated delta rule in chunks beside its definition in float64, where a shorter form would lose digits."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxlm.core.tracing import tracing
+from jaxlm.models.mixers.delta_rule import State, Tokens, delta_rule, transition, unit_lower_inverse
+
+KEY_HEADS, GROUP, KEY_SIZE, VALUE_SIZE = 2, 2, 16, 8
+
+
+def _unit(x):
+    return x / np.linalg.norm(x, axis=-1, keepdims=True)
+
+
+def _tokens(length, *, common=0.0, decay=None, beta=None, segments=None, seed=0) -> Tokens:
+    """Args: common: share of every key that is the same; decay, beta: of all tokens; None for random ones."""
+    rng = np.random.default_rng(seed)
+    rows = (2, length, KEY_HEADS)
+    keys = np.sqrt(1 - common) * _unit(rng.normal(size=(*rows, KEY_SIZE)))
+    keys = keys + np.sqrt(common) * _unit(rng.normal(size=KEY_SIZE))
+    g = -np.exp(rng.normal(size=(*rows, GROUP)) - 3) if decay is None else np.broadcast_to(decay, (*rows, GROUP))
+    beta = rng.uniform(0, 1, g.shape) if beta is None else np.full(g.shape, beta)
+    arrays = (
+        _unit(rng.normal(size=(*rows, KEY_SIZE))) * KEY_SIZE**-0.5,
+        _unit(keys),
+        rng.normal(size=(*rows, GROUP, VALUE_SIZE)),
+        g,
+        beta,
+    )
+    segments = np.ones((2, length)) if segments is None else np.broadcast_to(segments, (2, length))
+    return Tokens._make((*(jnp.asarray(a, jnp.float32) for a in arrays), jnp.asarray(segments, jnp.int32)))
+
+
+def _definition(tokens: Tokens):
+    """Token by token, [B, T, K, R, V] and the state."""
+    q, k, v, g, beta = (jnp.moveaxis(a, 1, 0) for a in tokens[:5])
+
+    def step(carry, token):
+        state, segment = carry
+        q, k, v, g, beta, s = token
+        kept = jnp.where((s == segment)[:, None, None, None, None], state * jnp.exp(g)[..., None, None], 0)
+        error = beta[..., None] * (v - jnp.einsum("bkd,bkrdv->bkrv", k, kept))
+        new = kept + jnp.einsum("bkd,bkrv->bkrdv", k, error)
+        real = (s != 0)[:, None, None, None]
+        out = jnp.where(real, jnp.einsum("bkd,bkrdv->bkrv", q, new), 0)
+        return (jnp.where(real[..., None], new, state), jnp.where(s != 0, s, segment)), out
+
+    start = jnp.zeros((2, KEY_HEADS, GROUP, KEY_SIZE, VALUE_SIZE), v.dtype), jnp.zeros(2, jnp.int32)
+    (state, _), out = jax.lax.scan(step, start, (q, k, v, g, beta, tokens.segments.T))
+    return jnp.moveaxis(out, 0, 1), state
+
+
+def _documents(*lengths):
+    return np.repeat(np.arange(1, len(lengths) + 1), lengths)
+
+
+_MIXED = np.where(np.arange(200) % 3 == 0, -300.0, -0.001)[None, :, None, None]
+_PADDED = np.concatenate([np.zeros(5), _documents(40), np.zeros(7), 2 + _documents(66, 10), np.zeros(72)])
+CASES = {
+    **{f"{n} tokens": {"length": n} for n in (1, 3, 64, 65, 200)},
+    "common keys": {"length": 200, "common": 0.9, "decay": 0.0, "beta": 1.0},
+    "equal keys": {"length": 200, "common": 1.0, "decay": 0.0, "beta": 1.0},
+    "fast beside slow": {"length": 200, "decay": _MIXED},
+    "beta of 2": {"length": 200, "beta": 2.0},
+    "documents": {"length": 200, "segments": _documents(1, 3, 63, 64, 65, 4), "decay": -0.01},
+    "fast documents beside slow": {
+        "length": 200,
+        "segments": _documents(1, 30, 63, 37, 69),
+        "decay": np.repeat([-300.0, -0.001, -300.0, -0.001, -0.001], [1, 30, 63, 37, 69])[None, :, None, None],
+    },
+    "padding": {"length": 200, "segments": _PADDED, "decay": -0.01},
+}
+
+
+@functools.partial(jax.jit, static_argnums=(0, 2))
+def _with_gradients(rule, tokens: Tokens, dtype):
+    weights = jnp.asarray(np.random.default_rng(1).normal(size=tokens.v.shape), dtype)
+
+    def loss(arrays):
+        out, state = rule(Tokens._make((*arrays, tokens.segments)))
+        return jnp.sum(weights * out), (out, state)
+
+    gradients, (out, state) = jax.grad(loss, has_aux=True)(tuple(a.astype(dtype) for a in tokens[:5]))
+    return out, state, gradients
+
+
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+def test_chunks_compute_the_definition(case):
+    tokens = _tokens(**case)
+    out, state, gradients = _with_gradients(delta_rule, tokens, jnp.float32)
+    with jax.enable_x64(True):
+        expected, last, wanted = jax.tree.map(np.asarray, _with_gradients(_definition, tokens, jnp.float64))
+    assert np.abs(out - expected).max() <= 1e-6 * np.abs(expected).max()
+    assert np.abs(state.memory - last).max() <= 1e-6 * np.abs(last).max()
+    for name, one, other in zip(Tokens._fields, gradients, wanted, strict=False):
+        assert np.isfinite(one).all(), name
+        assert np.abs(one - other).max() <= 1e-5 * max(1, np.abs(other).max()), name
+
+
+def test_a_document_depends_on_no_other():
+    tokens = _tokens(200, segments=_documents(1, 3, 63, 64, 69), decay=-0.001, beta=1.0)
+    changed = tokens._replace(v=tokens.v.at[:, 4:67].add(3.0), g=tokens.g.at[:, 4:67].add(-200.0))
+    (out, _), (other, _) = jax.jit(delta_rule)(tokens), jax.jit(delta_rule)(changed)
+    assert (out[:, 67:] == other[:, 67:]).all()
+    assert (out[:, :4] == other[:, :4]).all()
+    for start, stop in ((0, 1), (1, 4), (4, 67), (67, 131), (131, 200)):
+        alone, _ = delta_rule(Tokens(*(a[:, start:stop] for a in tokens)))
+        np.testing.assert_allclose(out[:, start:stop], alone, atol=1e-6)
+
+
+@pytest.mark.parametrize("cuts", [(100,), (64, 128), (1, 2, 3, 70), (40, 45, 52, 118)])
+def test_a_text_goes_on_from_its_state(cuts):
+    """In parts of any length, of one token too; documents and padding cross the cuts."""
+    tokens = _tokens(200, segments=_PADDED, decay=-0.01)
+    whole, last = delta_rule(tokens)
+    state, outs = None, []
+    for start, stop in zip((0, *cuts), (*cuts, 200), strict=True):
+        out, state = delta_rule(Tokens(*(a[:, start:stop] for a in tokens)), state)
+        outs.append(out)
+    assert state is not None
+    np.testing.assert_allclose(jnp.concatenate(outs, axis=1), whole, atol=1e-6)
+    np.testing.assert_allclose(state.memory, last.memory, atol=1e-6)
+    assert (state.segment == last.segment).all()
+
+
+@pytest.mark.parametrize("segments", [None, _documents(1, 3, 63, 64, 69), _PADDED], ids=["one", "several", "padding"])
+def test_parts_of_a_text_are_affine_maps_of_the_state(segments):
+    tokens = _tokens(200, segments=segments, decay=-0.001)
+    _, last = delta_rule(tokens)
+    first, second = (Tokens(*(a[:, part] for a in tokens)) for part in (slice(0, 90), slice(90, 200)))
+    _, middle = delta_rule(first)
+    M, B = transition(second, middle.segment)
+    np.testing.assert_allclose(M @ middle.memory + B, last.memory, atol=1e-6)
+
+
+def test_the_inverse_of_repeated_keys_keeps_its_digits():
+    """Powers of the matrix, as a Neumann product takes them, reach 1e10 here."""
+    keys = _unit(np.random.default_rng(0).normal(size=(64, 128)) * 0.1 + 1)
+    below = np.tril(keys @ keys.T, -1)
+    expected = np.linalg.inv(np.eye(64) + below)
+    assert np.abs(unit_lower_inverse(jnp.asarray(below, jnp.float32)) - expected).max() < 1e-6
+
+
+def test_many_chunks_run_in_groups(monkeypatch):
+    tokens = _tokens(200)
+    loss = lambda tokens: jnp.sum(delta_rule(tokens)[0] ** 2)  # noqa: E731
+    expected = jax.value_and_grad(loss, allow_int=True)(tokens)
+    monkeypatch.setattr("jaxlm.models.mixers.delta_rule._GROUP", 2)
+    got = jax.value_and_grad(loss, allow_int=True)(tokens)
+    for one, other in zip(jax.tree.leaves(got)[:-1], jax.tree.leaves(expected)[:-1], strict=True):
+        np.testing.assert_allclose(one, other, atol=1e-6)
+
+
+def test_second_derivatives():
+    tokens = _tokens(70)
+    loss = lambda rule, v: jnp.sum(rule(tokens._replace(v=v, k=tokens.k * (1 + 0.1 * v[..., 0, :1])))[0] ** 2)  # noqa: E731
+    direction = jnp.asarray(np.random.default_rng(3).normal(size=tokens.v.shape), jnp.float32)
+    product = lambda rule: jax.jvp(jax.grad(lambda v: loss(rule, v)), (tokens.v,), (direction,))[1]  # noqa: E731
+    expected = product(_definition)
+    with tracing(twice_differentiable=True):
+        got = product(delta_rule)
+    np.testing.assert_allclose(got, expected, rtol=1e-4, atol=1e-4 * float(jnp.abs(expected).max()))
+
+
+def test_a_state_of_another_document_is_dropped():
+    tokens = _tokens(10)
+    start = State(jnp.ones((2, KEY_HEADS, GROUP, KEY_SIZE, VALUE_SIZE)), jnp.asarray([7, 7], jnp.int32))
+    assert (delta_rule(tokens, start)[0] == delta_rule(tokens)[0]).all()
