@@ -366,5 +366,6 @@ def abstract_of(config: Any, vocab: int = VOCAB) -> Any:
 
 def exported(folder: Path, model: Any, config: Any, **options: Any) -> Path:
     """Saves a model in Hugging Face's format."""
-    save_folder(folder, model, config, one_device(), **{"dtype": np.float32, "files": {}, "special_ids": {"bos_token_id": 1}} | options)
+    usual = {"dtype": np.float32, "files": {}, "special_ids": {"bos_token_id": 1}}  # CWM's class requires a BOS
+    save_folder(folder, model, config, one_device(), **usual | options)
     return folder

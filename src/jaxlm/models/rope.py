@@ -99,9 +99,9 @@ class Places(eqx.Module):
 
 @dataclass(frozen=True)
 class QueryScaling:
-    """Scores that grow with the position of the query in its document: queries times 1 + beta ln(1 + floor(position / length)).
+    """Scores that grow with the query's position in its document: queries times 1 + beta ln(1 + floor(position / length)).
 
-    Source: Llama 4 and Ministral 3 in transformers (`get_llama_4_attn_scale`); Nakanishi 2025 (arXiv:2501.19399), section 3.
+    Source: Llama 4 and Ministral 3 in transformers, after Nakanishi 2025, "Scalable-Softmax" (arXiv:2501.19399).
 
     Attributes:
         beta: how strongly they grow.

@@ -1,4 +1,4 @@
-"""Weight tables that follow from a model's layers: one tensor per parameter, with Llama's names unless a family has others."""
+"""Weight tables that follow from the layers of a model: one tensor per parameter, with the names of Llama or a family's own."""
 
 import functools
 from collections.abc import Iterator
@@ -7,8 +7,8 @@ from typing import Any
 import jax
 
 from jaxlm.core import tree
+from jaxlm.core.parameters import matrix_sides
 from jaxlm.interop.hf.weights import BLOCK, Part, Tensor, single
-from jaxlm.models.linear import matrix_sides
 
 _NAMES = {"attn": "self_attn", "attn_norm": "input_layernorm", "mlp_norm": "post_attention_layernorm"}
 

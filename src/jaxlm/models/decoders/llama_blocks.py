@@ -73,16 +73,15 @@ class LlamaBlocks(DecoderConfig):
         """Initializes the attention of one layer. Takes four keys."""
         out_bias = self.attention_bias if self.attention_out_bias is None else self.attention_out_bias
         maps = projections(self, keys, qkv_bias=self.attention_bias, out_bias=out_bias)
-        norms: tuple[Any, Any] = (None, None)
+        q_norm, k_norm = None, None
         if self.head_norms is not None:
-            norms = tuple(RMSNorm.init(self.HeadSize, self.layer_norm_epsilon) for _ in range(2))
+            q_norm, k_norm = (RMSNorm.init(self.HeadSize, self.layer_norm_epsilon) for _ in range(2))
         if self.qk_layernorm:
             heads = (self.Heads, self.KVHeads)
-            norms = tuple(HeadwiseLayerNorm.init(axis, self.HeadSize, self.layer_norm_epsilon) for axis in heads)
+            q_norm, k_norm = (HeadwiseLayerNorm.init(axis, self.HeadSize, self.layer_norm_epsilon) for axis in heads)
         follow = self.head_norms == "after rotation"
-        return SelfAttention(
-            **maps, q_norm=norms[0], k_norm=norms[1], norms_follow_rotation=follow, dropout=self.attention_dropout
-        )
+        options: dict[str, Any] = {"norms_follow_rotation": follow, "dropout": self.attention_dropout}
+        return SelfAttention(**maps, q_norm=q_norm, k_norm=k_norm, **options)
 
     def mlp(self, keys: jax.Array) -> Mlp | GatedMlp:
         """Initializes the MLP of one layer. Takes three keys."""
