@@ -1,4 +1,4 @@
-"""Weight tables that follow from the layers of a model: one tensor per parameter, with the names of Llama or a family's own."""
+"""Weight tables that follow from the layers of a model: one tensor per parameter, with Llama's names or a family's own."""
 
 import functools
 from collections.abc import Iterator
