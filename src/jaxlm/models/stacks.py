@@ -94,11 +94,7 @@ def switch_lengths(kinds: Sequence[LayerKind]) -> tuple[int, ...]:
 
 
 def layer_contexts(
-    kinds: Sequence[LayerKind],
-    inputs: Inputs,
-    attention_mask: AttentionMask,
-    backend: str,
-    HeadSize: Axis,
+    kinds: Sequence[LayerKind], inputs: Inputs, attention_mask: AttentionMask, backend: str, HeadSize: Axis
 ) -> list[LayerContext]:
     """The context that the layers of each kind share in one forward pass."""
     places = Places(inputs.positions, inputs.segment_ids, inputs.order)
