@@ -15,10 +15,11 @@ from jaxlm.interop.hf.families.exaone4 import Exaone4Config
 from jaxlm.interop.hf.families.ministral3 import Ministral3Config
 from jaxlm.interop.hf.families.seed_oss import SeedOssConfig
 from jaxlm.interop.hf.families.starcoder2 import Starcoder2Config
-from jaxlm.interop.hf.family import config_from_json, family_of_json
+from jaxlm.interop.hf.family import config_from_json
+from jaxlm.interop.hf.form import form_of_json
 from jaxlm.models.attention.api import AttentionMask
 from jaxlm.models.base import vocab_axis
-from jaxlm.models.layers import LayerContext
+from jaxlm.models.mixers.base import LayerContext
 from jaxlm.models.norms import HeadwiseLayerNorm
 from jaxlm.models.rope import Places, QueryScaling, YarnRotary
 from tests.interop.cases import inputs_of, tokens
@@ -74,7 +75,7 @@ def test_dropout_of_the_residual_stream_keeps_its_expectation():
     block = dataclasses.replace(block, attn=attn, mlp=mlp)
     inputs = inputs_of(tokens(rows=2))
     x = hax.zeros((*inputs.tokens.axes, config.Embed))
-    out = block(x, LayerContext(AttentionMask.of(inputs)), None, key=jax.random.key(3))[0].array
+    out = block(x, LayerContext(AttentionMask.of(inputs), None, None), None, key=jax.random.key(3))[0].array
     values, counts = np.unique(np.round(np.asarray(out), 4), return_counts=True)
     np.testing.assert_allclose(values, [0.0, 4.0, 8.0])  # each of the two adds 3 / 0.75, or nothing
     np.testing.assert_allclose(counts / counts.sum(), [1 / 16, 6 / 16, 9 / 16], atol=0.03)
@@ -125,7 +126,7 @@ def test_attention_and_mlp_of_a_parallel_block_read_one_norm():
     assert [norm for norm in vars(block) if "norm" in norm] == ["attn_norm"]
     identity, inputs = block.as_identity(), inputs_of(tokens(rows=1))
     x = hax.random.normal(jax.random.key(1), (*inputs.tokens.axes, config.Embed))
-    out = identity(x, LayerContext(AttentionMask.of(inputs)), None, key=None)[0]
+    out = identity(x, LayerContext(AttentionMask.of(inputs), None, None), None, key=None)[0]
     np.testing.assert_array_equal(out.array, x.array)
 
 
@@ -149,13 +150,13 @@ def test_layers_without_a_window_rotate_if_no_layer_has_one():
 
 def test_hunyuans_alpha_is_part_of_theta():
     content = OPENED["Hunyuan-7B"][0]
-    config, _ = config_from_json(family_of_json(content, "x"), content, "x")
+    config, _ = config_from_json(form_of_json(content, "x").family, content, "x")
     assert config.rope.theta == pytest.approx(10000.0 * 1000.0 ** (128 / 126))
 
 
 def test_a_pattern_of_letters_is_the_layers_that_are_listed():
     content = dict(OPENED["EXAONE-4.0-32B"][0])
-    family = family_of_json(content, "x")
+    family = form_of_json(content, "x").family
     listed, notes = config_from_json(family, content, "x")
     assert not notes
     del content["layer_types"]

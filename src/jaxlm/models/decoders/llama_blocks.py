@@ -9,7 +9,9 @@ from haliax import Axis, NamedArray
 from jaxlm.core.field_types import BelowOne, PositiveFloat
 from jaxlm.models.decoder import Decoder, DecoderConfig, gated_mlp, plain_mlp, pre_norm_block, projections, rms_norm
 from jaxlm.models.growth import StartsAsIdentity, without_output
-from jaxlm.models.layers import Attention, ForCache, GatedMlp, LayerCache, LayerContext, Mlp, SelfAttention
+from jaxlm.models.layers import GatedMlp, Mlp
+from jaxlm.models.mixers.attention import SelfAttention
+from jaxlm.models.mixers.base import ForCache, LayerCache, LayerContext, Mixer
 from jaxlm.models.norms import HeadwiseLayerNorm, LayerNorm, Norm, RMSNorm
 from jaxlm.models.stacks import Block
 
@@ -18,7 +20,7 @@ class ParallelBlock(StartsAsIdentity):
     """x + attention(norm(x)) + mlp(norm(x)), with one norm for both (Wang & Komatsuzaki 2021, GPT-J)."""
 
     attn_norm: Norm
-    attn: Attention
+    attn: Mixer
     mlp: Mlp | GatedMlp
 
     def __call__(

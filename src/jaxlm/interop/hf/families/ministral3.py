@@ -9,6 +9,7 @@ from jaxlm.core.field_types import NonNegativeFloat, NumLayers, PositiveInt
 from jaxlm.interop.hf.block_rows import llama_rows
 from jaxlm.interop.hf.family import Family, FixedKey
 from jaxlm.interop.hf.shared_keys import rope, same_keys, usual_keys
+from jaxlm.interop.hf.text_part import pixtral_part
 from jaxlm.models.base import ModelConfig
 from jaxlm.models.decoders.llama_blocks import LlamaBlocks
 from jaxlm.models.decoders.pre_norm import UniformConfig
@@ -55,4 +56,5 @@ FAMILY = Family(
         FixedKey("attention_dropout", 0.0),
     ),
     tensors=lambda config: tuple(llama_rows(config)),
+    text=(pixtral_part("ministral3"),),
 )
