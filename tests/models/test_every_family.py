@@ -95,8 +95,10 @@ def test_devices_that_share_a_row_compute_what_one_does(kind, method):
     with Layout(mesh, mapping, mapping, context).use():
         loss, found = jax.jit(lambda model, inputs: gradients(model, inputs))(model, inputs)
     np.testing.assert_allclose(loss, expected, rtol=1e-5, atol=1e-6)
+    largest = max(float(np.abs(leaf.array).max()) for _, leaf in tree.leaves(wanted))
     for (path, ours), (_, theirs) in zip(tree.leaves(found), tree.leaves(wanted), strict=True):
-        near = 1e-5 * max(float(np.abs(theirs.array).max()), 1e-3)
+        # A key bias shifts all scores of a query equally, so its gradient is 0: only rounding, on both sides.
+        near = 1e-5 * max(float(np.abs(theirs.array).max()), 1e-2 * largest)
         np.testing.assert_allclose(ours.array, theirs.array, rtol=0, atol=near, err_msg=path)
 
 
