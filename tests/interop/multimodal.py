@@ -117,9 +117,8 @@ def reference(kind: str) -> Any:
     import torch
     import transformers
 
-    config = transformers.AutoConfig.for_model(
-        kind.partition("-")[0], **copy.deepcopy(CASES[kind]), attn_implementation="eager"
-    )
+    options = copy.deepcopy(CASES[kind])
+    config = transformers.AutoConfig.for_model(kind.partition("-")[0], **options, attn_implementation="eager")
     name = type(config).__name__.replace("Config", "ForConditionalGeneration")
     model = getattr(transformers, name)(config).float()
     generator = torch.Generator().manual_seed(0)
