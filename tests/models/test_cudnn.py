@@ -37,7 +37,7 @@ from jaxlm.models.attention.sharding import AttentionSharding
 from jaxlm.models.base import vocab_axis
 from jaxlm.models.families.gpt2 import Gpt2Config
 from jaxlm.models.families.llama import LlamaConfig
-from jaxlm.models.layers import SelfAttention
+from jaxlm.models.mixers.attention import SelfAttention
 from jaxlm.models.stacks import Stack
 from tests.engine.helpers import layout
 from tests.models import cudnn_stand_in

@@ -17,7 +17,7 @@ from jaxlm.models.families.gpt2 import Gpt2Config
 from jaxlm.models.families.llama import LlamaConfig
 from jaxlm.models.families.mixtral import MixtralConfig
 from jaxlm.models.inference import responses
-from jaxlm.models.inference.kv_cache import left_padded
+from jaxlm.models.inference.padding import left_padded
 from jaxlm.models.inference.responses import Noise, check_samples_as_trained, sample_responses
 from jaxlm.models.inference.sampling import Sampling
 from jaxlm.models.inference.unstacked import Generator

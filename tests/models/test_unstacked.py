@@ -16,7 +16,7 @@ from jaxlm.models.families.qwen3_moe import Qwen3MoeConfig
 from jaxlm.models.inference import generate as decode
 from jaxlm.models.inference import unstacked as unstacked_module
 from jaxlm.models.inference.generate import CACHE_DTYPES, GenerationConfig, generate_tokens
-from jaxlm.models.inference.kv_cache import left_padded
+from jaxlm.models.inference.padding import left_padded
 from jaxlm.models.inference.sampling import Sampling
 from jaxlm.models.inference.unstacked import Generator, stack, unstack
 

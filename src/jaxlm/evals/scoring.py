@@ -13,7 +13,7 @@ from jaxlm.core.axes import BATCH, POSITION
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.sharding import replicated
 from jaxlm.models.base import Inputs, LanguageModel
-from jaxlm.models.inference.kv_cache import program_rows
+from jaxlm.models.inference.padding import program_rows
 
 TokenIds = Sequence[int] | np.ndarray
 

@@ -80,40 +80,6 @@ class Inputs(eqx.Module):
         )
 
 
-class KVArray(eqx.Module):
-    """The keys (or the values) in a KV cache. Heads come before positions, so that the keys of a head are one matrix.
-
-    Attributes:
-        values: {layers, batch, kv_heads, key_position, head_size}, without `layers` for one layer; keys may have `key_heads`.
-        scale: float32 {layers, batch, kv_heads, key_position}, the quantization scale of int8 entries; None if the
-            entries are not quantized.
-    """
-
-    values: NamedArray
-    scale: NamedArray | None = None
-
-
-class KVCache(eqx.Module):
-    """A KV cache, for decoding token by token.
-
-    Attributes:
-        keys, values: one per stack of layers.
-        positions, segment_ids: int32 {batch, key_position}; segment 0 marks an empty slot.
-        length: scalar int32, the number of slots in use (the same for all rows, because prompts are padded on the
-            left).
-        fresh: the cache is empty, so the first inputs attend only to each other, as in training.
-        tokens: int32 {batch, key_position}, the token in each slot; None unless the model reads earlier tokens.
-    """
-
-    keys: tuple[KVArray, ...]
-    values: tuple[KVArray, ...]
-    positions: NamedArray
-    segment_ids: NamedArray
-    length: jax.Array
-    fresh: bool = eqx.field(static=True, default=False)
-    tokens: NamedArray | None = None
-
-
 class AuxLoss(eqx.Module):
     """An auxiliary loss computed by layers. It is logged, and added to the objective with a coefficient.
 
@@ -247,7 +213,7 @@ class LanguageModel(eqx.Module):
 
     @abc.abstractmethod
     def init_cache(self, Batch: Axis, capacity: int, dtype) -> Any:
-        """Creates an empty decoding cache with room for `capacity` tokens per row; usually a `KVCache`.
+        """Creates an empty cache with room for `capacity` tokens per row; usually a `DecodingCache`.
 
         Args:
             dtype: dtype of keys and values. int8 adds a quantization scale per head and token.

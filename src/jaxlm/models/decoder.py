@@ -24,7 +24,6 @@ from jaxlm.models.activations import ACTIVATIONS
 from jaxlm.models.base import (
     Hidden,
     Inputs,
-    KVCache,
     LanguageModel,
     ModelConfig,
     ModelTraits,
@@ -35,19 +34,10 @@ from jaxlm.models.base import (
 from jaxlm.models.diffusion import Denoiser, TimeEmbedding, TimeEmbeddingConfig, needed, routed, runs_whole
 from jaxlm.models.flops import FlopsPerToken
 from jaxlm.models.growth import StartsAsIdentity, grown_body, without_output
-from jaxlm.models.inference.kv_cache import empty_cache
-from jaxlm.models.layers import (
-    Attention,
-    Embedding,
-    ForCache,
-    GatedMlp,
-    LayerCache,
-    LayerContext,
-    Mlp,
-    check_tiles,
-    token_embeddings,
-)
+from jaxlm.models.inference.cache import DecodingCache, empty_cache
+from jaxlm.models.layers import Embedding, GatedMlp, Mlp, check_tiles, token_embeddings
 from jaxlm.models.linear import Linear
+from jaxlm.models.mixers.base import ForCache, LayerCache, LayerContext, Mixer
 from jaxlm.models.norms import Norm, RMSNorm, UnweightedRMSNorm
 from jaxlm.models.remat import parse_remat
 from jaxlm.models.rope import RotaryConfig
@@ -58,7 +48,7 @@ _TIME = 3  # folded into a model's key, which is split for everything else
 
 
 class DecoderBlock(StartsAsIdentity):
-    """x + attention(x), then x + mlp(x), with optional norms before and after each of the two.
+    """x + attention(x), then x + mlp(x), with optional norms before and after each of the two. `attn` may be another mixer.
 
     Attributes:
         attn_norm, mlp_norm: applied to the input. None applies no norm.
@@ -68,7 +58,7 @@ class DecoderBlock(StartsAsIdentity):
     """
 
     attn_norm: Norm | None
-    attn: Attention
+    attn: Mixer
     mlp_norm: Norm | None
     mlp: Mlp | GatedMlp
     attn_post_norm: Norm | None = None
@@ -185,6 +175,14 @@ class TransformerConfig(SizedConfig):
     def kinds(self) -> tuple[LayerKind, ...]:
         """The kind of each layer, from first to last."""
 
+    @property
+    def rotated_kinds(self) -> tuple[LayerKind, ...]:
+        """The kinds, each with the number of features that its frequencies are those of."""
+        size = self.RotarySize.size
+        return tuple(
+            dataclasses.replace(kind, rotary_size=size) if kind.rotary_size is None else kind for kind in self.kinds
+        )
+
     @abc.abstractmethod
     def block(self, *, key: jax.Array) -> Block:
         """Initializes one block."""
@@ -221,7 +219,7 @@ class TransformerConfig(SizedConfig):
 
     def transformer(self, final_norm: Norm, *, key: jax.Array) -> Body:
         """Initializes all blocks."""
-        return initial_body(self, self.layer_block, lambda layer: self.RotarySize, final_norm, key=key)
+        return initial_body(self, self.layer_block, self.rotated_kinds, final_norm, key=key)
 
     def flops_per_token(self, vocab_size: int) -> FlopsPerToken:
         return FlopsPerToken.of(
@@ -234,15 +232,15 @@ class TransformerConfig(SizedConfig):
 
 
 def initial_body(
-    config: Any, block: Callable[[int], Any], HeadSize: Callable[[int], Axis], final_norm: Norm, *, key: jax.Array
+    config: Any, block: Callable[[int], Any], kinds: Sequence[LayerKind], final_norm: Norm, *, key: jax.Array
 ) -> Body:
-    """Initializes the layers of a config with `kinds` and `stack_of_layer`.
+    """Initializes the layers of a config with `stack_of_layer`.
 
     Args:
-        block, HeadSize: number of a layer -> what initializes it with a key, and the features that its rotary frequencies are
-            those of. The same for all layers of a stack.
+        block: number of a layer -> what initializes it with a key. The same for all layers of a stack.
+        kinds: of each layer, with the features that it rotates.
     """
-    keys, kinds, count = jax.random.split(key, len(config.kinds)), config.kinds, len(config.kinds)
+    keys, count = jax.random.split(key, len(kinds)), len(kinds)
     stacks = [
         Stack(
             stacked(
@@ -250,7 +248,6 @@ def initial_body(
             ),
             final_norm,
             kinds=shortest_period([kinds[layer] for layer in layers]),
-            HeadSize=HeadSize(layers[0]),
             scan=config.scan_layers,
             remat_policy=parse_remat(config.gradient_checkpointing),
             attn_backend=config.attn_backend,
@@ -333,7 +330,12 @@ class TransformerModel(LanguageModel):
         """The input of the layers, {batch, position, embed}: `stream` if it is given. And the key for their dropout."""
 
     def hidden(
-        self, inputs: Inputs, *, cache: KVCache | None = None, taps: Sequence[str] = (), key: jax.Array | None = None
+        self,
+        inputs: Inputs,
+        *,
+        cache: DecodingCache | None = None,
+        taps: Sequence[str] = (),
+        key: jax.Array | None = None,
     ) -> Hidden:
         denoisers = self.traits.denoisers
         by_share = inputs.mask_fractions is not None and not taps
@@ -378,6 +380,10 @@ class TransformerModel(LanguageModel):
         """
         x, key = self.embedded(inputs, stream, key)
         return self._scaled(self.body(x, inputs, None, key, taps, first, stop))
+
+    def init_cache(self, Batch: Axis, capacity: int, dtype) -> DecodingCache:
+        stacks = [stack.layers for stack in self.body.stacks]
+        return empty_cache(stacks, Batch, capacity, dtype, with_tokens=bool(self.traits.switch_lengths))
 
     def _scaled(self, hidden: Hidden) -> Hidden:
         scale = self.final_scale
@@ -484,18 +490,11 @@ class Decoder(TransformerModel, RotaryModel):
 
     def with_context(self, seq_len: int, rope: RotaryConfig | None) -> "Decoder":
         config = with_context(self.config, seq_len, rope)
-        kinds = iter([[config.kinds[layer] for layer in layers] for layers in self.body.layer_numbers])
+        kinds = iter([[config.rotated_kinds[layer] for layer in layers] for layers in self.body.layer_numbers])
         change = lambda stack: dataclasses.replace(stack, kinds=shortest_period(next(kinds)))  # noqa: E731
         body = jax.tree.map(change, self.body, is_leaf=lambda node: isinstance(node, Stack))
         changed = dataclasses.replace(self, config=config, body=body)
         return with_traits(changed, switch_lengths=switch_lengths(config.kinds))
-
-    def init_cache(self, Batch: Axis, capacity: int, dtype) -> KVCache:
-        layers = [stack.Layers for stack in self.body.stacks]
-        config, with_tokens = self.config, bool(self.traits.switch_lengths)
-        keys = {"KeyHeads": config.KeyHeads, "KeySize": config.KeySize}
-        sizes = (config.KVHeads, config.HeadSize)
-        return empty_cache(layers, Batch, capacity, *sizes, dtype, **keys, with_tokens=with_tokens)
 
 
 def renumbered(layers: Collection[int], kept: Sequence[int]) -> tuple[int, ...]:
@@ -539,7 +538,7 @@ def plain_mlp(config: DecoderConfig, keys: jax.Array, *, use_bias: bool) -> Mlp:
 
 
 def pre_norm_block(
-    config: DecoderConfig, attn: Attention, mlp: Mlp | GatedMlp, *, residual_scale: float = 1.0
+    config: DecoderConfig, attn: Mixer, mlp: Mlp | GatedMlp, *, residual_scale: float = 1.0
 ) -> DecoderBlock:
     """x + attention(norm(x)), then x + mlp(norm(x)); with `hybrid_norm`, another norm follows attention and MLP."""
     attn_post, mlp_post = (rms_norm(config), rms_norm(config)) if config.hybrid_norm else (None, None)

@@ -1,4 +1,4 @@
-"""Layers that transformer families share: embedding, dropout, MLPs, self-attention.
+"""Layers that transformer families share: embedding, dropout, MLPs.
 
 Layers take and return named arrays. Parameters are initialized in float32; layers compute in the dtype of their
 arguments unless they say otherwise.
@@ -21,7 +21,7 @@ from haliax import Axis, NamedArray
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxlm.core import tree
-from jaxlm.core.axes import BATCH, EMBED, HEAD_SIZE, HEADS, KV_HEADS, POSITION, axes_of
+from jaxlm.core.axes import BATCH, EMBED, POSITION
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.parameters import VECTOR, DeclaresParameters, Parameter
 from jaxlm.core.products.float32_sums import rows_of
@@ -29,18 +29,9 @@ from jaxlm.core.sharding import current_layout
 from jaxlm.core.tracing import CustomVjp
 from jaxlm.core.values.permutation import in_row_order
 from jaxlm.models.activations import activated, gated
-from jaxlm.models.attention.api import AttentionMask, AttentionSpec, as_keys, attention
-from jaxlm.models.attention.backends.blockwise import UNMODIFIED_SCORES
-from jaxlm.models.attention.choose import AUTO, AttentionTask
-from jaxlm.models.attention.scores import ScoreRule
-from jaxlm.models.attention.sharding import AttentionSharding
-from jaxlm.models.base import Inputs, KVArray
-from jaxlm.models.inference.cached_attention import cached_attention
-from jaxlm.models.inference.kv_cache import write_kv_array
+from jaxlm.models.base import Inputs
 from jaxlm.models.linear import Linear
-from jaxlm.models.norms import RMSNorm, UnweightedRMSNorm
-from jaxlm.models.remat import KEY, MLP, QUERY, VALUE, checkpoint_name
-from jaxlm.models.rope import Rotation
+from jaxlm.models.remat import MLP, checkpoint_name
 from jaxlm.models.token_sharding import mesh_axes
 
 
@@ -279,176 +270,6 @@ def _tiles_backward(static, residuals, d_out_NQTD):
 
 
 _in_tiles.defvjp(_tiles_forward, _tiles_backward)
-
-
-class KeyValue(eqx.Module):
-    """One layer's keys and values of new tokens, {batch, position, kv_heads, head_size}."""
-
-    keys: NamedArray
-    values: NamedArray
-
-
-class LayerCache(eqx.Module):
-    """The KV cache of one layer.
-
-    Attributes:
-        start: the slot from which the layer itself writes its new keys and values, before it reads the cache (XLA then
-            updates in place). None if the caller writes those of all layers at once, after the last layer.
-    """
-
-    keys: KVArray
-    values: KVArray
-    start: jax.Array | None = None
-
-    def write(self, new: KeyValue) -> "LayerCache":
-        """Writes new keys and values to empty slots."""
-        assert self.start is not None
-        keys = write_kv_array(self.keys, new.keys, self.start)
-        return LayerCache(keys, write_kv_array(self.values, new.values, self.start), self.start)
-
-
-ForCache = KeyValue | LayerCache
-"""What a layer returns for the cache: keys and values to write, or its updated cache."""
-
-
-class LayerContext(eqx.Module):
-    """Inputs that all layers of one kind share in one forward pass.
-
-    Attributes:
-        attention_mask: which tokens attend to which, apart from the window.
-        rotation: rotary embedding of queries and keys; None for none.
-        window: number of tokens that each token attends to, including itself; None means all previous tokens.
-        attn_backend: backend of attention, or `auto`.
-        order: as in `Inputs`.
-    """
-
-    attention_mask: AttentionMask
-    rotation: Rotation | None = None
-    window: int | None = eqx.field(static=True, default=None)
-    attn_backend: str = eqx.field(static=True, default=AUTO)
-    order: NamedArray | None = None
-
-
-class Attention(eqx.Module):
-    """Attention of the tokens of a row to each other, with an optional KV cache."""
-
-    @abc.abstractmethod
-    def task(
-        self, platform: str, capability: tuple[int, int] | None, dtype: jnp.dtype, seq_len: int, window: int | None
-    ) -> AttentionTask:
-        """Describes what the backend must support in training, with inputs of `dtype`."""
-
-    @abc.abstractmethod
-    def __call__(
-        self,
-        x: NamedArray,
-        context: LayerContext,
-        layer_cache: LayerCache | None,
-        *,
-        key: jax.Array | None = None,
-    ) -> tuple[NamedArray, ForCache]:
-        """Maps {batch, position, embed} to the same shape; also returns the new keys and values, or the updated cache."""
-
-
-class SelfAttention(Attention):
-    """Multi-head self-attention.
-
-    Attributes:
-        q_proj: {heads, head_size, embed}.
-        k_proj, v_proj: {kv_heads, head_size, embed}.
-        o_proj: {embed, heads, head_size}.
-        q_norm, k_norm: norms of queries and keys, over each head or over all heads jointly.
-        norms_follow_rotation: these norms come after the rotary embedding instead of before it.
-        clip_qkv: queries, keys and values are clipped to [-clip_qkv, clip_qkv] before their norms; None does not clip.
-        scale: factor of the scores; None means 1 / sqrt(head_size).
-        rule: modifies the scaled scores before the softmax.
-        causal: tokens attend to no later tokens.
-        upcast: compute the attention matrix products in float32.
-        dropout: dropout probability of the attention weights.
-    """
-
-    q_proj: Linear
-    k_proj: Linear
-    v_proj: Linear
-    o_proj: Linear
-    q_norm: RMSNorm | UnweightedRMSNorm | None = None
-    k_norm: RMSNorm | UnweightedRMSNorm | None = None
-    norms_follow_rotation: bool = eqx.field(static=True, default=False)
-    clip_qkv: float | None = eqx.field(static=True, default=None)
-    scale: float | None = eqx.field(static=True, default=None)
-    rule: ScoreRule = eqx.field(static=True, default=UNMODIFIED_SCORES)
-    causal: bool = eqx.field(static=True, default=True)
-    upcast: bool = eqx.field(static=True, default=False)
-    dropout: float = eqx.field(static=True, default=0.0)
-
-    def task(
-        self, platform: str, capability: tuple[int, int] | None, dtype: jnp.dtype, seq_len: int, window: int | None
-    ) -> AttentionTask:
-        # Of the axes, not of the weights: an adapted layer computes its weight.
-        query, key = ({axis.name: axis.size for axis in axes_of(layer.Out)} for layer in (self.q_proj, self.k_proj))
-        return AttentionTask(
-            platform,
-            jnp.dtype(jnp.float32) if self.upcast else dtype,
-            seq_len,
-            head_size=query[HEAD_SIZE],
-            group=query[HEADS] // key[KV_HEADS],
-            window=window,
-            capability=capability,
-            causal=self.causal,
-            dropout=self.dropout,
-            rule=self.rule,
-        )
-
-    def __call__(
-        self,
-        x: NamedArray,
-        context: LayerContext,
-        layer_cache: LayerCache | None,
-        *,
-        scale: float | jax.Array | None = None,
-        value: NamedArray | None = None,
-        key: jax.Array | None = None,
-    ) -> tuple[NamedArray, ForCache]:
-        """As `Attention`.
-
-        Args:
-            scale: overrides the field, for layers with different scales.
-            value: added to the values, {batch, position, kv_heads, head_size}.
-        """
-        q, k, v = self.q_proj(x), self.k_proj(x), self.v_proj(x)
-        if self.clip_qkv is not None:
-            q, k, v = (hax.clip(a, -self.clip_qkv, self.clip_qkv) for a in (q, k, v))
-        v = v if value is None else v + value.rearrange(v.axes)
-        if not self.norms_follow_rotation:
-            q, k = self._normalized(q, k)
-        if context.rotation is not None:
-            q, k = context.rotation(q), context.rotation(k)
-        if self.norms_follow_rotation:
-            q, k = self._normalized(q, k)
-        q, k, v = checkpoint_name(q, QUERY), checkpoint_name(k, KEY), checkpoint_name(v, VALUE)
-        new: ForCache = KeyValue(k, v)
-        if layer_cache is not None and layer_cache.start is not None:
-            new = layer_cache = layer_cache.write(new)
-        if self.upcast:
-            q, k, v = (a.astype(jnp.float32) for a in (q, k, v))
-        spec = AttentionSpec(
-            context.attention_mask,
-            scale=self.scale if scale is None else scale,
-            window=context.window,
-            causal=self.causal,
-            rule=self.rule,
-            dropout=self.dropout,
-            backend=context.attn_backend,
-            sharding=AttentionSharding.of(q, k),
-        )
-        if layer_cache is None:
-            out = attention(q, as_keys(k), as_keys(v), spec, key=key)
-        else:
-            out = cached_attention(q, k, v, layer_cache.keys, layer_cache.values, spec)
-        return self.o_proj(hax.auto_sharded(out.astype(x.dtype))), new
-
-    def _normalized(self, q: NamedArray, k: NamedArray) -> tuple[NamedArray, NamedArray]:
-        return q if self.q_norm is None else self.q_norm(q), k if self.k_norm is None else self.k_norm(k)
 
 
 # Blocks split their key for their own dropout. Folding this in gives keys that differ from those.

@@ -11,7 +11,8 @@ from jaxlm.core.precision import Precision
 from jaxlm.core.sharding import Layout
 from jaxlm.models.attention.choose import AttentionTask
 from jaxlm.models.base import LanguageModel, ModelConfig
-from jaxlm.models.layers import Attention, activation_dtype
+from jaxlm.models.layers import activation_dtype
+from jaxlm.models.mixers.attention import Attention
 from jaxlm.models.moe import num_active
 from jaxlm.models.remat import describe_remat, parse_remat
 from jaxlm.models.scan import runs_as_scan

@@ -28,9 +28,10 @@ from jaxlm.core.sharding import current_layout, current_platform, for_compute
 from jaxlm.core.tree import is_named
 from jaxlm.models.attention.api import AttentionMask
 from jaxlm.models.attention.choose import AUTO
-from jaxlm.models.base import EMBEDDING, FINAL, AuxLoss, Hidden, Inputs, KVCache, check_taps, layer_tap, tap_names
-from jaxlm.models.inference.kv_cache import extend_cache, mask_over_cache
-from jaxlm.models.layers import ForCache, LayerCache, LayerContext, tiled_mlps, with_dropout_keys
+from jaxlm.models.base import EMBEDDING, FINAL, AuxLoss, Hidden, Inputs, check_taps, layer_tap, tap_names
+from jaxlm.models.inference.cache import DecodingCache, extend_cache, mask_over_cache
+from jaxlm.models.layers import tiled_mlps, with_dropout_keys
+from jaxlm.models.mixers.base import ForCache, LayerCache, LayerContext
 from jaxlm.models.norms import Norm
 from jaxlm.models.remat import RematPolicy, for_whole_layers, layer_input, remat, with_remat_modules
 from jaxlm.models.rope import Places, RotaryConfig, Rotation
@@ -76,7 +77,8 @@ class LayerKind:
         rope: rotary position embedding of queries and keys; None for none.
         window: number of tokens that each token attends to, including itself; None means all previous tokens.
         interleaved: rotate neighboring features, instead of pairs from the two halves of the rotated features.
-        rotary_size: the frequencies are those of this many features; None means the `HeadSize` of the stacks.
+        rotary_size: the frequencies of the rotary embedding are those of this many features. None in a config, where all
+            layers have the same (`TransformerConfig.RotarySize`).
     """
 
     rope: RotaryConfig | None = None
@@ -96,15 +98,17 @@ def layer_contexts(
     inputs: Inputs,
     attention_mask: AttentionMask,
     backend: str,
-    HeadSize: Axis,
+    start: jax.Array | None = None,
 ) -> list[LayerContext]:
-    """The context that the layers of each kind share in one forward pass."""
+    """The context that the layers of each kind share in one forward pass. Args: start: as of a `LayerContext`."""
     places = Places(inputs.positions, inputs.segment_ids, inputs.order)
 
     @functools.cache
     def rotation(rope: RotaryConfig | None, interleaved: bool, size: int | None) -> Rotation | None:
-        size = HeadSize.size if size is None else size
-        return None if rope is None else rope.rotation(places, size, interleaved=interleaved)
+        if rope is None:
+            return None
+        assert size is not None, "the kinds of a body say how many features they rotate"
+        return rope.rotation(places, size, interleaved=interleaved)
 
     return [
         LayerContext(
@@ -113,6 +117,7 @@ def layer_contexts(
             kind.window,
             backend,
             order=inputs.order,
+            start=start,
         )
         for kind in kinds
     ]
@@ -233,7 +238,7 @@ class Body(abc.ABC):
         self,
         x: NamedArray,
         inputs: Inputs,
-        cache: KVCache | None,
+        cache: DecodingCache | None,
         key: jax.Array | None,
         taps: Sequence[str] = (),
         first: int = 0,
@@ -272,7 +277,7 @@ class Body(abc.ABC):
         new, aux = zip(*map(concatenated, filter(None, outputs)), strict=True)
         extended = None
         if cache is not None:
-            extended = extend_cache(cache, inputs, tuple(kv.keys for kv in new), tuple(kv.values for kv in new))
+            extended = extend_cache(cache, inputs, new)
         reported = [of_stack for of_stack in aux if of_stack is not None]
         tapped = {name: (residuals | {FINAL: final})[name] for name in taps}
         return Hidden(final, extended, concatenated(reported).aux_losses() if reported else {}, tapped)
@@ -351,7 +356,7 @@ class Body(abc.ABC):
         # Prompts have any length, which the configured backend may not allow.
         backend = AUTO if shared.stores else first.attn_backend
         kinds = [kind for _, kind in segment.pattern]
-        contexts = layer_contexts(kinds, shared.inputs, shared.attention_mask, backend, first.HeadSize)
+        contexts = layer_contexts(kinds, shared.inputs, shared.attention_mask, backend)
         layout = current_layout()
         num_devices = 1 if layout is None else layout.mesh.size
         where = {"platform": current_platform(), "num_devices": num_devices}
@@ -438,16 +443,14 @@ class ForwardPass:
     inputs: Inputs
     attention_mask: AttentionMask
     key: jax.Array | None
-    filled: KVCache | None
+    filled: DecodingCache | None
     stores: bool
 
     def cached(self, stack: int, start: int, stop: int) -> LayerCache | None:
         """The filled cache of layers `start` to `stop` of a stack; None if there is none."""
         if self.filled is None:
             return None
-        cache = LayerCache(self.filled.keys[stack], self.filled.values[stack])
-        whole = (start, stop) == (0, cache.keys.values.axis_size(LAYERS))
-        return cache if whole else _layers_between(cache, start, stop)
+        return _layers_between(self.filled.stacks[stack], start, stop)
 
     def layer_keys(self, layers: Sequence[int], num_layers: int) -> jax.Array | None:
         """One key per layer, of these layers. They do not depend on how the layers are divided into stacks."""
@@ -464,7 +467,6 @@ class Stack(Body, eqx.Module):
         layers: the blocks; every parameter has the leading axis `layers`.
         final_norm: the norm before the head; None unless this is the last stack.
         kinds: the kinds of the layers; a shorter tuple is repeated.
-        HeadSize: features per head.
         scan: run the layers as a scan (true), unrolled (false), or `auto`.
         remat_policy: what each layer saves for the backward pass.
         attn_backend: backend of attention, or `auto`.
@@ -476,7 +478,6 @@ class Stack(Body, eqx.Module):
     layers: hnn.Stacked
     final_norm: Norm | None
     kinds: tuple[LayerKind, ...] = eqx.field(static=True)
-    HeadSize: Axis = eqx.field(static=True)
     scan: bool | Literal["auto"] = eqx.field(static=True)
     remat_policy: RematPolicy = eqx.field(static=True)
     attn_backend: str = eqx.field(static=True)
@@ -543,7 +544,8 @@ class Stack(Body, eqx.Module):
 
 
 def _layers_between(tree: T, start: int, stop: int) -> T:
-    return jax.tree.map(lambda leaf: leaf[LAYERS, start:stop], tree, is_leaf=is_named)
+    is_whole = lambda leaf: (start, stop) == (0, leaf.axis_size(LAYERS))  # noqa: E731
+    return jax.tree.map(lambda leaf: leaf if is_whole(leaf) else leaf[LAYERS, start:stop], tree, is_leaf=is_named)
 
 
 def taken_layers(leaf: Any, places: np.ndarray | jax.Array) -> Any:

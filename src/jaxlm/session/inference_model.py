@@ -20,7 +20,7 @@ from jaxlm.data.tokenizer.tokenizer import Tokenizer
 from jaxlm.models.base import FINAL, Inputs, LanguageModel
 from jaxlm.models.inference.denoise import DenoisingConfig, denoised
 from jaxlm.models.inference.generate import GenerationConfig, default_new_tokens, generate_tokens
-from jaxlm.models.inference.kv_cache import padded_length, program_rows
+from jaxlm.models.inference.padding import padded_length, program_rows
 from jaxlm.models.inference.sampling import StopStrings
 from jaxlm.models.inference.unstacked import Generator
 from jaxlm.models.loss import token_losses

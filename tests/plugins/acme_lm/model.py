@@ -7,8 +7,9 @@ import haliax as hax
 import jax
 from haliax import Axis, NamedArray
 
-from jaxlm.models.base import Hidden, Inputs, KVCache, LanguageModel, ModelConfig
+from jaxlm.models.base import Hidden, Inputs, LanguageModel, ModelConfig
 from jaxlm.models.flops import FlopsPerToken
+from jaxlm.models.inference.cache import DecodingCache
 
 
 class MeanOfPast(LanguageModel):
@@ -32,7 +33,7 @@ class MeanOfPast(LanguageModel):
     def Pos(self) -> Axis:
         return Axis("position", self.seq_len)
 
-    def hidden(self, inputs: Inputs, *, cache: KVCache | None = None, key: jax.Array | None = None) -> Hidden:
+    def hidden(self, inputs: Inputs, *, cache: DecodingCache | None = None, key: jax.Array | None = None) -> Hidden:
         """Documents in one sequence are not separated."""
         embedded = self.tokens.take("vocab", inputs.tokens)
         Pos = inputs.tokens.resolve_axis("position")
@@ -42,7 +43,7 @@ class MeanOfPast(LanguageModel):
     def lm_head(self) -> NamedArray:
         return self.head
 
-    def init_cache(self, Batch: Axis, capacity: int, dtype) -> KVCache:
+    def init_cache(self, Batch: Axis, capacity: int, dtype) -> DecodingCache:
         raise NotImplementedError("this model does not decode")
 
 

@@ -19,8 +19,8 @@ from jaxlm.models.attention.backends.splash import splash_attention
 from jaxlm.models.attention.choose import AttentionTask, choose_attention
 from jaxlm.models.base import Inputs, vocab_axis
 from jaxlm.models.decoder import Decoder
+from jaxlm.models.inference.cache import kv_bytes_per_token
 from jaxlm.models.inference.generate import GenerationConfig, generate, generate_tokens
-from jaxlm.models.inference.kv_cache import kv_bytes_per_token
 from jaxlm.models.inference.unstacked import Generator, stack, unstack
 from jaxlm.models.rope import DefaultRotary
 from jaxlm.systems.upcycle.dba import DbaConfig

@@ -30,7 +30,7 @@ from jaxlm.models.families.qwen2 import Qwen2Config
 from jaxlm.models.families.qwen2_moe import Qwen2MoeConfig
 from jaxlm.models.families.qwen3 import Qwen3Config
 from jaxlm.models.families.smollm3 import SmolLm3Config
-from jaxlm.models.layers import SelfAttention
+from jaxlm.models.mixers.attention import SelfAttention
 from jaxlm.systems.nanochat.model import NanoConfig
 from jaxlm.systems.upcycle.bottleneck import HeadFeatures
 from jaxlm.systems.upcycle.dba import DbaConfig

@@ -10,7 +10,7 @@ from jaxlm.core.field_types import NonNegativeFloat, NumLayers, PositiveFloat, P
 from jaxlm.models.attention.scores import ScoreRule
 from jaxlm.models.decoder import Decoder, DecoderBlock, DecoderConfig, gated_mlp, projections
 from jaxlm.models.decoders.pre_norm import PatternConfig
-from jaxlm.models.layers import SelfAttention
+from jaxlm.models.mixers.attention import SelfAttention
 from jaxlm.models.norms import RMSNorm
 
 

@@ -23,8 +23,9 @@ from jaxlm.models.decoders.pre_norm import (
     local_kinds,
 )
 from jaxlm.models.growth import StartsAsIdentity, without_output
-from jaxlm.models.layers import Attention, ForCache, GatedMlp, LayerCache, LayerContext
+from jaxlm.models.layers import GatedMlp
 from jaxlm.models.linear import ExpertLinear, Linear
+from jaxlm.models.mixers.base import ForCache, LayerCache, LayerContext, Mixer
 from jaxlm.models.moe import Experts, RouterStats
 from jaxlm.models.norms import Norm
 from jaxlm.models.stacks import Block, LayerKind
@@ -52,7 +53,7 @@ class MoeBlock(StartsAsIdentity):
     """x + attention(norm(x)), then x + experts(norm(x)), of which one may be shared by all tokens."""
 
     attn_norm: Norm
-    attn: Attention
+    attn: Mixer
     mlp_norm: Norm
     mlp: Experts
     shared_expert: SharedExpert | None = None

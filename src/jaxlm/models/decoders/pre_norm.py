@@ -20,7 +20,8 @@ from jaxlm.models.decoder import (
     renumbered,
 )
 from jaxlm.models.diffusion import TimeEmbeddingConfig
-from jaxlm.models.layers import Attention, SelfAttention
+from jaxlm.models.mixers.attention import SelfAttention
+from jaxlm.models.mixers.base import Mixer
 from jaxlm.models.rope import DefaultRotary, RotaryConfig, check_rope
 from jaxlm.models.stacks import LayerKind
 
@@ -132,7 +133,7 @@ class PreNormConfig(DecoderConfig):
     rope: RotaryConfig = field(default_factory=DefaultRotary)
 
     @abc.abstractmethod
-    def attention(self, keys: jax.Array) -> Attention:
+    def attention(self, keys: jax.Array) -> Mixer:
         """Initializes the attention of one layer. Takes four keys."""
 
 

@@ -25,7 +25,8 @@ from jaxlm.core.axes import BATCH, EMBED, HEAD_SIZE, KV_HEADS, LAYERS, POSITION,
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.values.permutation import text_index
 from jaxlm.models.base import EMBEDDING, Hidden, Inputs, LanguageModel, layer_tap
-from jaxlm.models.layers import Attention, ForCache, LayerCache, LayerContext
+from jaxlm.models.mixers.attention import Attention
+from jaxlm.models.mixers.base import ForCache, LayerCache, LayerContext
 from jaxlm.models.stacks import Block, Body
 
 Target = Literal["attention", "residual", "mixing"]
@@ -211,16 +212,19 @@ class _Recorder(Attention):
     def task(self, *args: Any) -> Any:
         return self.base.task(*args)
 
+    def init_cache(self, Batch: Axis, capacity: int, dtype: Any) -> LayerCache:
+        return self.base.init_cache(Batch, capacity, dtype)
+
     def __call__(
         self,
         x: NamedArray,
         context: LayerContext,
-        layer_cache: LayerCache | None,
+        cache: LayerCache | None,
         *,
         key: jax.Array | None = None,
         **options: Any,
     ) -> tuple[NamedArray, ForCache]:
-        out, new = self.base(x, context, layer_cache, key=key, **options)
+        out, new = self.base(x, context, cache, key=key, **options)
         self.recorded.append(out if self.target == "attention" else self._mixing(x, context, **options))
         return out, new
 

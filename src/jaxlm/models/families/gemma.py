@@ -11,7 +11,7 @@ from jaxlm.models.base import ModelConfig
 from jaxlm.models.decoder import Decoder, DecoderBlock, gated_mlp, projections
 from jaxlm.models.decoders.gemma import gemma_norm
 from jaxlm.models.decoders.pre_norm import RotaryDecoderConfig
-from jaxlm.models.layers import SelfAttention
+from jaxlm.models.mixers.attention import SelfAttention
 from jaxlm.reading.choices import choice
 
 

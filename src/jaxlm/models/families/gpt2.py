@@ -19,21 +19,13 @@ from jaxlm.core.errors import ConfigError, check_choice, check_divides
 from jaxlm.core.field_types import BelowOne, NonNegativeFloat, NumLayers, PositiveInt, check_fields
 from jaxlm.core.sharding import for_lookup
 from jaxlm.models.activations import ACTIVATIONS
-from jaxlm.models.base import Inputs, KVCache, ModelConfig
+from jaxlm.models.base import Inputs, ModelConfig
 from jaxlm.models.decoder import TransformerConfig, TransformerModel, transformer_traits
 from jaxlm.models.growth import StartsAsIdentity, without_output
-from jaxlm.models.inference.kv_cache import empty_cache
-from jaxlm.models.layers import (
-    Embedding,
-    ForCache,
-    LayerCache,
-    LayerContext,
-    Mlp,
-    SelfAttention,
-    dropout,
-    token_embeddings,
-)
+from jaxlm.models.layers import Embedding, Mlp, dropout, token_embeddings
 from jaxlm.models.linear import Linear
+from jaxlm.models.mixers.attention import SelfAttention
+from jaxlm.models.mixers.base import ForCache, LayerCache, LayerContext
 from jaxlm.models.norms import LayerNorm
 from jaxlm.models.stacks import Body, LayerKind
 from jaxlm.reading.choices import choice
@@ -191,7 +183,3 @@ class Gpt2(TransformerModel):
             x = token_embeddings(tokens, inputs) + positions(inputs.positions)
             stream = dropout(x, self.config.embed_pdrop, k_embed)
         return stream, k_body
-
-    def init_cache(self, Batch: Axis, capacity: int, dtype) -> KVCache:
-        layers = [stack.Layers for stack in self.body.stacks]
-        return empty_cache(layers, Batch, capacity, self.config.KVHeads, self.config.HeadSize, dtype)

@@ -18,7 +18,7 @@ from jaxlm.models.decoder import (
     rms_norm,
 )
 from jaxlm.models.decoders.pre_norm import RotaryDecoderConfig
-from jaxlm.models.layers import SelfAttention
+from jaxlm.models.mixers.attention import SelfAttention
 from jaxlm.reading.choices import choice
 
 

@@ -12,7 +12,7 @@ from jaxlm.core.field_types import PositiveInt
 from jaxlm.models.base import ModelConfig
 from jaxlm.models.decoder import projections
 from jaxlm.models.decoders.moe_decoder import MoeConfig, check_moe
-from jaxlm.models.layers import SelfAttention
+from jaxlm.models.mixers.attention import SelfAttention
 from jaxlm.models.rope import DefaultRotary, RotaryConfig
 from jaxlm.reading.choices import choice
 

@@ -10,7 +10,7 @@ from jaxlm.core.field_types import NonNegativeFloat, PositiveFloat, PositiveInt
 from jaxlm.models.attention.scores import ScoreRule
 from jaxlm.models.base import ModelConfig
 from jaxlm.models.decoder import DecoderBlock, DecoderConfig, check_sizes, plain_mlp, projections
-from jaxlm.models.layers import SelfAttention
+from jaxlm.models.mixers.attention import SelfAttention
 from jaxlm.models.norms import LayerNorm
 from jaxlm.models.stacks import LayerKind
 from jaxlm.reading.choices import choice

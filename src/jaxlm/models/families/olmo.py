@@ -9,7 +9,7 @@ from jaxlm.core.field_types import NonNegativeFloat, PositiveFloat, PositiveInt
 from jaxlm.models.base import ModelConfig
 from jaxlm.models.decoder import DecoderBlock, gated_mlp, projections
 from jaxlm.models.decoders.pre_norm import RotaryDecoderConfig
-from jaxlm.models.layers import SelfAttention
+from jaxlm.models.mixers.attention import SelfAttention
 from jaxlm.models.norms import UnweightedLayerNorm
 from jaxlm.reading.choices import choice
 

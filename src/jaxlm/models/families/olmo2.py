@@ -11,7 +11,7 @@ from jaxlm.core.field_types import NonNegativeFloat, PositiveInt
 from jaxlm.models.base import ModelConfig
 from jaxlm.models.decoder import DecoderBlock, DecoderConfig, gated_mlp, projections, rms_norm
 from jaxlm.models.decoders.pre_norm import RotaryDecoderConfig
-from jaxlm.models.layers import SelfAttention
+from jaxlm.models.mixers.attention import SelfAttention
 from jaxlm.models.norms import RMSNorm
 from jaxlm.models.rope import DefaultRotary, RotaryConfig
 from jaxlm.reading.choices import choice

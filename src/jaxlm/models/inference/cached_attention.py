@@ -14,7 +14,7 @@ from haliax import NamedArray
 
 from jaxlm.core.axes import BATCH, HEAD_SIZE, HEADS, KEY_HEADS, KEY_POSITION, KV_HEADS, POSITION
 from jaxlm.models.attention.api import AttentionSpec, mask_and_distance
-from jaxlm.models.base import KVArray
+from jaxlm.models.mixers.key_values import KVArray
 
 
 @jax.named_scope("attention")

@@ -26,7 +26,7 @@ from jaxlm.core.sharding import replicated
 from jaxlm.models.base import Inputs, LanguageModel
 from jaxlm.models.diffusion import Denoiser
 from jaxlm.models.inference.generate import GenerationConfig, how_to_fit
-from jaxlm.models.inference.kv_cache import padded_length, program_rows
+from jaxlm.models.inference.padding import padded_length, program_rows
 from jaxlm.models.inference.sampling import Sampling, TokenDistribution, row_keys
 
 Remasking = Literal["low_confidence", "random"]

@@ -19,9 +19,10 @@ from haliax import NamedArray
 from jaxlm.core.axes import BATCH, POSITION
 from jaxlm.core.errors import ConfigError, check_at_least
 from jaxlm.core.sharding import replicated
-from jaxlm.models.base import Inputs, KVCache, LanguageModel
-from jaxlm.models.inference.kv_cache import left_padded, padded_length, program_rows, round_up
+from jaxlm.models.base import Inputs, LanguageModel
+from jaxlm.models.inference.cache import DecodingCache
 from jaxlm.models.inference.length_switch import next_inputs, rows_that_cross, step_across
+from jaxlm.models.inference.padding import left_padded, padded_length, program_rows, round_up
 from jaxlm.models.inference.prefix_cache import PrefixCache
 from jaxlm.models.inference.sampling import Sampling, StopFunction, TokenDistribution, row_keys, with_token
 from jaxlm.models.inference.tools.calls import ToolCalls
@@ -266,7 +267,7 @@ class _PrefillArguments(NamedTuple):
     """Arguments of `_prefill` after the model."""
 
     prompt: Inputs
-    cache: KVCache | None
+    cache: DecodingCache | None
     keys: jax.Array
     stop_ids: jax.Array
     distribution: TokenDistribution
@@ -389,7 +390,7 @@ def _sample(
 def _prefill(
     model: LanguageModel,
     prompt: Inputs,
-    cache: KVCache | None,
+    cache: DecodingCache | None,
     keys: jax.Array,
     stop_ids: jax.Array,
     distribution: TokenDistribution,

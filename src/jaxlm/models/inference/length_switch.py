@@ -5,6 +5,7 @@ these texts again from their first token, as transformers' `generate` does for P
 ordinary step, so what a row generates does not depend on its batch.
 """
 
+import dataclasses
 from typing import Any, Protocol
 
 import haliax as hax
@@ -14,8 +15,8 @@ from haliax import Axis, NamedArray
 
 from jaxlm.core.axes import BATCH, KEY_POSITION, POSITION
 from jaxlm.core.tree import is_named
-from jaxlm.models.base import Inputs, KVCache, LanguageModel
-from jaxlm.models.inference.kv_cache import UnstackedCache
+from jaxlm.models.base import Inputs, LanguageModel
+from jaxlm.models.inference.cache import DecodingCache, UnstackedCache
 from jaxlm.models.inference.unstacked import stack, unstack
 
 
@@ -60,21 +61,18 @@ def step_across(model: LanguageModel, step_model: Any, state: State) -> tuple[Na
     """
     stepped = step_model.hidden(next_inputs(state), cache=state.cache)
     is_unstacked = isinstance(stepped.cache, UnstackedCache)
-    cache: KVCache = stack(stepped.cache) if is_unstacked else stepped.cache
+    cache: DecodingCache = stack(stepped.cache) if is_unstacked else stepped.cache
     assert cache.tokens is not None, "a model with switch lengths keeps the tokens"
     slots = (cache.tokens, cache.positions, cache.segment_ids)
     texts = Inputs(*(hax.auto_sharded(a.rename({KEY_POSITION: POSITION})) for a in slots))
-    Batch, KeyPos = (cache.positions.resolve_axis(name) for name in (BATCH, KEY_POSITION))
-    empty = model.init_cache(Batch, KeyPos.size, cache.keys[0].values.dtype)
+    empty = dataclasses.replace(jax.tree.map(jnp.zeros_like, cache), fresh=True)
     again = model.hidden(texts, cache=empty)
 
     rows = rows_that_cross(model, state)
     final = _where(rows, _at(again.final, cache.length - 1), stepped.final)
-    keys, values = (
-        jax.tree.map(lambda new, old: _where(rows, new, old), *pair, is_leaf=is_named)
-        for pair in ((again.cache.keys, cache.keys), (again.cache.values, cache.values))
-    )
-    cache = KVCache(keys, values, cache.positions, cache.segment_ids, cache.length, tokens=cache.tokens)
+    choose = lambda new, old: _where(rows, new, old)  # noqa: E731
+    stacks = jax.tree.map(choose, again.cache.stacks, cache.stacks, is_leaf=is_named)
+    cache = dataclasses.replace(cache, stacks=stacks)
     return final, unstack(cache) if is_unstacked else cache
 
 

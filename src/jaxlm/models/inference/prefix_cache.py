@@ -16,12 +16,13 @@ from typing import Any
 import haliax as hax
 import jax
 import jax.numpy as jnp
-from haliax import NamedArray
 
 from jaxlm.core.axes import BATCH, KEY_POSITION
-from jaxlm.models.base import Inputs, KVArray, KVCache, LanguageModel
-from jaxlm.models.inference.kv_cache import UnstackedCache, left_padded, padded_length, round_up
+from jaxlm.models.base import Inputs, LanguageModel
+from jaxlm.models.inference.cache import DecodingCache, UnstackedCache
+from jaxlm.models.inference.padding import left_padded, padded_length, round_up
 from jaxlm.models.inference.unstacked import stack
+from jaxlm.models.mixers.slots import grown_slots
 
 _PREFILL_CHUNK = 512
 """Tokens to prefill at once with a cache; their scores against all slots are in memory together."""
@@ -31,7 +32,7 @@ class PrefixCache:
     """The KV cache of one text and its tokens, for one model and one cache dtype. Slot `start + i` holds token i."""
 
     def __init__(self) -> None:
-        self._cache: KVCache | UnstackedCache | None = None
+        self._cache: DecodingCache | UnstackedCache | None = None
         self._tokens: list[int] = []
         self._start = 0
 
@@ -40,7 +41,7 @@ class PrefixCache:
 
         Call `clear` before you write to the cache again.
         """
-        if isinstance(cache, KVCache | UnstackedCache):
+        if isinstance(cache, DecodingCache | UnstackedCache):
             self._cache, self._tokens, self._start = cache, list(tokens), int(cache.length) - len(tokens)
 
     def clear(self) -> None:
@@ -48,7 +49,7 @@ class PrefixCache:
 
     def lookup(
         self, model: LanguageModel, prompt: Sequence[int], rows: int, capacity: int
-    ) -> tuple[KVCache | None, int]:
+    ) -> tuple[DecodingCache | None, int]:
         """Returns a cache that holds a prefix of the prompt and the number of its tokens; (None, 0) if it saves nothing.
 
         The cache is removed from this object, because the caller may write to it.
@@ -88,7 +89,7 @@ _stack = jax.jit(stack)
 
 
 @functools.partial(jax.jit, donate_argnums=0)
-def _truncate(cache: KVCache, length: jax.Array) -> KVCache:
+def _truncate(cache: DecodingCache, length: jax.Array) -> DecodingCache:
     """Keeps the first `length` slots. The others get segment id 0, so their contents do not matter."""
     axes = cache.segment_ids.axes
     in_use = hax.arange(cache.segment_ids.resolve_axis(KEY_POSITION)) < length
@@ -97,22 +98,13 @@ def _truncate(cache: KVCache, length: jax.Array) -> KVCache:
 
 
 @functools.partial(jax.jit, static_argnums=1)
-def _grow(cache: KVCache, capacity: int) -> KVCache:
-    def grow(slots: NamedArray) -> NamedArray:
-        KeyPos = slots.resolve_axis(KEY_POSITION)
-        widths = [(0, capacity - KeyPos.size if axis == KeyPos else 0) for axis in slots.axes]
-        axes = tuple(KeyPos.resize(capacity) if axis == KeyPos else axis for axis in slots.axes)
-        return hax.auto_sharded(NamedArray(jnp.pad(slots.array, widths), axes))
-
-    def grow_array(kv_array: KVArray) -> KVArray:
-        return KVArray(grow(kv_array.values), None if kv_array.scale is None else grow(kv_array.scale))
-
-    slots = grow(cache.positions), grow(cache.segment_ids)
-    keys, values = (tuple(map(grow_array, arrays)) for arrays in (cache.keys, cache.values))
-    tokens = None if cache.tokens is None else grow(cache.tokens)
-    return KVCache(keys, values, *slots, cache.length, tokens=tokens)
+def _grow(cache: DecodingCache, capacity: int) -> DecodingCache:
+    grow = lambda slots: None if slots is None else grown_slots(slots, capacity)  # noqa: E731
+    positions, segment_ids, tokens = map(grow, (cache.positions, cache.segment_ids, cache.tokens))
+    stacks = tuple(layers.grown(capacity) for layers in cache.stacks)
+    return DecodingCache(stacks, positions, segment_ids, cache.length, tokens=tokens)
 
 
 @functools.partial(jax.jit, donate_argnums=1)
-def _prefill_chunk(model: LanguageModel, cache: KVCache, inputs: Inputs) -> KVCache:
+def _prefill_chunk(model: LanguageModel, cache: DecodingCache, inputs: Inputs) -> DecodingCache:
     return model.hidden(hax.auto_sharded(inputs), cache=cache).cache

@@ -23,8 +23,8 @@ from jaxlm.core.sharding import current_layout, replicated
 from jaxlm.core.tracing import used_arguments
 from jaxlm.models.base import Inputs, LanguageModel
 from jaxlm.models.chunked_loss import soft_capped
-from jaxlm.models.inference.kv_cache import left_padded, padded_length, program_rows
 from jaxlm.models.inference.length_switch import next_inputs, rows_that_cross, step_across
+from jaxlm.models.inference.padding import left_padded, padded_length, program_rows
 from jaxlm.models.inference.sampling import Sampling, TokenDistribution, with_token
 from jaxlm.models.inference.unstacked import Generator
 from jaxlm.models.layers import activation_dtype
@@ -161,7 +161,7 @@ def compile_sampling(
     place = lambda info, sharding: shape(info.shape, info.dtype, sharding=sharding)  # noqa: E731
     state, keys = jax.tree.map(place, lowered.out_info, prompts.output_shardings)
     others = finish.lower(model, state, keys, stops, distribution).compile()
-    return SamplingPrograms(prompts, others, (state.cache.keys, state.cache.values))
+    return SamplingPrograms(prompts, others, state.cache.stacks)
 
 
 class _State(eqx.Module):

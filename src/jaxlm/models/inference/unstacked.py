@@ -13,14 +13,14 @@ import jax
 import jax.numpy as jnp
 from haliax import Axis, NamedArray
 
-from jaxlm.core.axes import BATCH, CACHE_ROW, KEY_HEADS, KV_HEADS, LAYERS
+from jaxlm.core.axes import BATCH, LAYERS
 from jaxlm.core.sharding import current_layout, current_platform
 from jaxlm.core.tree import is_named
 from jaxlm.models.attention.choose import AUTO
-from jaxlm.models.base import Hidden, Inputs, KVArray, KVCache, LanguageModel
-from jaxlm.models.inference.kv_cache import UnstackedCache, by_cache_row, extend_slots, mask_over_cache
-from jaxlm.models.layers import LayerCache
+from jaxlm.models.base import Hidden, Inputs, LanguageModel
+from jaxlm.models.inference.cache import DecodingCache, UnstackedCache, extend_slots, mask_over_cache
 from jaxlm.models.linear import Linear, MatrixLinear
+from jaxlm.models.mixers.base import LayerCache
 from jaxlm.models.norms import Norm
 from jaxlm.models.scan import shortest_period
 from jaxlm.models.stacks import Block, Body, HeterogeneousBody, LayerKind, layer_contexts
@@ -39,22 +39,17 @@ class UnstackedBody(eqx.Module):
     final_norm: Norm
     kinds: tuple[LayerKind, ...] = eqx.field(static=True)
     stack_of_layer: tuple[int, ...] = eqx.field(static=True)
-    HeadSize: Axis = eqx.field(static=True)
 
     def __call__(self, x: NamedArray, inputs: Inputs, cache: UnstackedCache, key: None, taps: tuple[()] = ()) -> Hidden:
         """Maps embedded tokens {batch, position, embed} to final hidden states. Each layer updates its cache before it
         reads it."""
-        contexts = layer_contexts(self.kinds, inputs, mask_over_cache(cache, inputs), AUTO, self.HeadSize)
-        stacks: list[list[Any]] = [[] for _ in cache.keys]
+        contexts = layer_contexts(self.kinds, inputs, mask_over_cache(cache, inputs), AUTO, cache.length)
+        stacks: list[list[Any]] = [[] for _ in cache.stacks]
         for number, (block, stack) in enumerate(zip(self.layers, self.stack_of_layer, strict=True)):
-            index = len(stacks[stack])
-            layer_cache = LayerCache(cache.keys[stack][index], cache.values[stack][index], cache.length)
-            context = contexts[number % len(contexts)]
-            x, layer_cache, _ = block(x, context, layer_cache, index=hax.named(number, ()), key=key)
-            stacks[stack].append(layer_cache)
-        keys = tuple(tuple(layer.keys for layer in stack) for stack in stacks)
-        values = tuple(tuple(layer.values for layer in stack) for stack in stacks)
-        return Hidden(self.final_norm(x), UnstackedCache(keys, values, **extend_slots(cache, inputs)))
+            layer_cache, context = cache.stacks[stack][len(stacks[stack])], contexts[number % len(contexts)]
+            x, extended, _ = block(x, context, layer_cache, index=hax.named(number, ()), key=key)
+            stacks[stack].append(extended)
+        return Hidden(self.final_norm(x), UnstackedCache(tuple(map(tuple, stacks)), **extend_slots(cache, inputs)))
 
 
 @dataclass(frozen=True)
@@ -83,57 +78,46 @@ class Generator:
 
 
 def unstack(tree: T) -> T:
-    """A copy in which every body and `KVCache` has separate arrays per layer."""
-    return jax.tree.map(_unstack_node, tree, is_leaf=lambda node: isinstance(node, Body | HeterogeneousBody | KVCache))
+    """A copy in which every body and `DecodingCache` has separate arrays per layer."""
+    return jax.tree.map(
+        _unstack_node, tree, is_leaf=lambda node: isinstance(node, Body | HeterogeneousBody | DecodingCache)
+    )
 
 
 _unstacked_copy = jax.jit(unstack)
 
 
-def stack(cache: UnstackedCache) -> KVCache:
+def stack(cache: UnstackedCache) -> DecodingCache:
     """The inverse of `unstack` for a cache, as a copy."""
     Batch = cache.positions.resolve_axis(BATCH)
 
     def joined(*layers: NamedArray) -> NamedArray:
-        trailing = tuple(axis for axis in layers[0].axes if axis.name != CACHE_ROW)
         array = jnp.stack([layer.array for layer in layers])
-        array = array.reshape(len(layers), Batch.size, -1, *(axis.size for axis in trailing))
-        return NamedArray(array, (Axis(LAYERS, len(layers)), Batch, Axis(KV_HEADS, array.shape[2]), *trailing))
+        return NamedArray(array, (Axis(LAYERS, len(layers)), *layers[0].axes))
 
-    def of_stacks(stacks: tuple[tuple[KVArray, ...], ...]) -> tuple[KVArray, ...]:
-        return tuple(jax.tree.map(joined, *layers, is_leaf=is_named) for layers in stacks)
-
-    keys, values = of_stacks(cache.keys), of_stacks(cache.values)
-    keys = tuple(map(_with_key_heads, keys, values))
-    return KVCache(keys, values, cache.positions, cache.segment_ids, cache.length, tokens=cache.tokens)
-
-
-def _with_key_heads(keys: KVArray, values: KVArray) -> KVArray:
-    """The keys with the axis `key_heads`, if they have fewer heads than the values."""
-    if keys.values.axis_size(KV_HEADS) == values.values.axis_size(KV_HEADS):
-        return keys
-    return jax.tree.map(lambda x: x.rename({KV_HEADS: KEY_HEADS}), keys, is_leaf=is_named)
+    stacks = (jax.tree.map(joined, *layers, is_leaf=is_named).unflattened(Batch) for layers in cache.stacks)
+    return DecodingCache(tuple(stacks), cache.positions, cache.segment_ids, cache.length, tokens=cache.tokens)
 
 
 def _unstack_node(node: Any) -> Any:
     if isinstance(node, HeterogeneousBody):
         return node.unstacked()
     if isinstance(node, Body):
-        stacks, last = [iter(stack.layers.unstacked()) for stack in node.stacks], node.stacks[-1]
+        stacks = [iter(stack.layers.unstacked()) for stack in node.stacks]
         blocks = tuple(next(stacks[number]) for number in node.stack_of_layer)
         is_linear = lambda part: isinstance(part, Linear)  # noqa: E731
         blocks = jax.tree.map(
             lambda part: MatrixLinear.of(part) if is_linear(part) else part, blocks, is_leaf=is_linear
         )
         kinds = shortest_period(node.kinds_by_layer)
-        return UnstackedBody(blocks, node.last_norm, kinds, node.stack_of_layer, last.HeadSize)
-    if isinstance(node, KVCache):
-        keys, values = (tuple(map(_unstack_kv_array, arrays)) for arrays in (node.keys, node.values))
-        return UnstackedCache(keys, values, node.positions, node.segment_ids, node.length, node.tokens)
+        return UnstackedBody(blocks, node.last_norm, kinds, node.stack_of_layer)
+    if isinstance(node, DecodingCache):
+        stacks = tuple(_layers(one) for one in node.stacks)
+        return UnstackedCache(stacks, node.positions, node.segment_ids, node.length, node.tokens)
     return node
 
 
-def _unstack_kv_array(stacked: KVArray) -> tuple[KVArray, ...]:
-    flat = jax.tree.map(by_cache_row, stacked, is_leaf=is_named)
-    layers = range(stacked.values.axis_size(LAYERS))
-    return tuple(jax.tree.map(lambda x, i=i: x[LAYERS, i], flat, is_leaf=is_named) for i in layers)
+def _layers(stacked: LayerCache) -> tuple[LayerCache, ...]:
+    flat = stacked.flattened()
+    count = jax.tree.leaves(flat, is_leaf=is_named)[0].axis_size(LAYERS)
+    return tuple(jax.tree.map(lambda x, i=i: x[LAYERS, i], flat, is_leaf=is_named) for i in range(count))

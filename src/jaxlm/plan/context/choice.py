@@ -27,8 +27,8 @@ from jaxlm.data.row_order import Balance, block_tokens
 from jaxlm.engine.entry import StateBuilder
 from jaxlm.hardware.topologies import Topology, chip_of, speed_of
 from jaxlm.models.base import LanguageModel
-from jaxlm.models.layers import Attention
 from jaxlm.models.linear import Linear
+from jaxlm.models.mixers.attention import Attention
 from jaxlm.models.stacks import HeterogeneousBody, Stack
 from jaxlm.reading.decode import choice_name
 

@@ -29,10 +29,11 @@ from jaxlm.core.sharding import current_layout, current_platform, for_compute
 from jaxlm.core.tree import is_named
 from jaxlm.models.attention.api import AttentionMask
 from jaxlm.models.attention.choose import AUTO
-from jaxlm.models.base import EMBEDDING, Inputs, KVCache, check_taps, layer_tap, tap_names
-from jaxlm.models.inference.kv_cache import UnstackedCache, extend_cache, extend_slots, mask_over_cache
-from jaxlm.models.layers import ForCache, LayerCache, LayerContext, with_dropout_keys
+from jaxlm.models.base import EMBEDDING, Inputs, check_taps, layer_tap, tap_names
+from jaxlm.models.inference.cache import DecodingCache, UnstackedCache, extend_cache, extend_slots, mask_over_cache
+from jaxlm.models.layers import with_dropout_keys
 from jaxlm.models.linear import Linear, MatrixLinear
+from jaxlm.models.mixers.base import ForCache, LayerCache, LayerContext
 from jaxlm.models.remat import RematPolicy, layer_input, remat
 from jaxlm.models.scan import runs_as_scan, scan_layers, shortest_period
 from jaxlm.models.stacks import HeterogeneousBody, LayerKind, concatenated, layer_contexts
@@ -177,11 +178,16 @@ class NanoBody(HeterogeneousBody, DeclaresParameters):
             (layers, values, self.lookups),
             is_leaf=lambda part: isinstance(part, Linear),
         )
-        options = self.kinds, self.HeadSize, self.seq_len, self.rope_dtype, self.keeps_middle
+        options = self.kinds, self.seq_len, self.rope_dtype, self.keeps_middle
         return UnstackedNanoBody(layers, values, lookups, self.lookup_numbers, *options)
 
     def __call__(
-        self, x: NamedArray, inputs: Inputs, cache: KVCache | None, key: jax.Array | None, taps: Sequence[str] = ()
+        self,
+        x: NamedArray,
+        inputs: Inputs,
+        cache: DecodingCache | None,
+        key: jax.Array | None,
+        taps: Sequence[str] = (),
     ) -> BodyOutput:
         """Maps embedded tokens {batch, position, embed} to the residual stream after the last layer.
 
@@ -197,7 +203,7 @@ class NanoBody(HeterogeneousBody, DeclaresParameters):
         contexts = _contexts(self, inputs, mask, backend)
         shared = _ForwardPass(x, inputs.tokens, contexts, num_layers // 2, stores=cache is not None)
         carry = _Carry(hax.auto_sharded(x), x if self.keeps_middle else None)
-        cached = None if filled is None else LayerCache(filled.keys[0], filled.values[0])
+        cached = None if filled is None else filled.stacks[0]
         keys = None if key is None else jax.random.split(key, num_layers)
         residuals, outputs = {EMBEDDING: x}, []
         lookups = dict(zip(self.lookup_numbers, self.lookups, strict=True))
@@ -210,8 +216,7 @@ class NanoBody(HeterogeneousBody, DeclaresParameters):
             residuals[layer_tap(last)] = carry.x
             outputs.append(out)
         if cache is not None:
-            new = concatenated(outputs)
-            cache = extend_cache(cache, inputs, (new.keys,), (new.values,))
+            cache = extend_cache(cache, inputs, (concatenated(outputs),))
         tapped = {name: residuals[name] for name in taps if name in residuals}
         return BodyOutput(carry.x, carry.middle, cache, tapped)
 
@@ -294,7 +299,6 @@ class UnstackedNanoBody(eqx.Module):
     lookups: tuple[LookupLayer, ...]
     lookup_numbers: tuple[int, ...] = eqx.field(static=True)
     kinds: tuple[LayerKind, ...] = eqx.field(static=True)
-    HeadSize: Axis = eqx.field(static=True)
     seq_len: int = eqx.field(static=True)
     rope_dtype: str = eqx.field(static=True)
     keeps_middle: bool = eqx.field(static=True)
@@ -303,19 +307,18 @@ class UnstackedNanoBody(eqx.Module):
         self, x: NamedArray, inputs: Inputs, cache: UnstackedCache, key: None, taps: tuple[()] = ()
     ) -> BodyOutput:
         """As `NanoBody`. Each layer updates its cache before it reads it."""
-        contexts = _contexts(self, inputs, mask_over_cache(cache, inputs), AUTO)
+        contexts = _contexts(self, inputs, mask_over_cache(cache, inputs), AUTO, cache.length)
         shared = _ForwardPass(x, inputs.tokens, contexts, len(self.layers) // 2, stores=True)
         carry, layer_caches = _Carry(x, x if self.keeps_middle else None), []
         lookups = dict(zip(self.lookup_numbers, self.lookups, strict=True))
-        parts = zip(self.layers, self.values, self.kinds, cache.keys[0], cache.values[0], strict=True)
-        for number, (layer, value, kind, k, v) in enumerate(parts):
-            layer = dataclasses.replace(layer, layer_cache=LayerCache(k, v, cache.length))
+        parts = zip(self.layers, self.values, self.kinds, cache.stacks[0], strict=True)
+        for number, (layer, value, kind, cached) in enumerate(parts):
+            layer = dataclasses.replace(layer, layer_cache=cached)
             carry, layer_cache = shared.run(kind, carry, layer, value)
             if number in lookups:
                 carry = shared.look_up(number, carry, lookups[number], None)
             layer_caches.append(layer_cache)
-        keys, values = (tuple(getattr(one, name) for one in layer_caches) for name in ("keys", "values"))
-        extended = UnstackedCache((keys,), (values,), **extend_slots(cache, inputs))
+        extended = UnstackedCache((tuple(layer_caches),), **extend_slots(cache, inputs))
         return BodyOutput(carry.x, carry.middle, extended, {})
 
 
@@ -337,10 +340,14 @@ def _periods(kinds: Sequence[_Kind]) -> tuple[int, int]:
 
 
 def _contexts(
-    body: NanoBody | UnstackedNanoBody, inputs: Inputs, mask: AttentionMask, backend: str
+    body: NanoBody | UnstackedNanoBody,
+    inputs: Inputs,
+    mask: AttentionMask,
+    backend: str,
+    start: jax.Array | None = None,
 ) -> dict[LayerKind, LayerContext]:
     kinds = tuple(dict.fromkeys(body.kinds))
-    contexts = layer_contexts(kinds, inputs, mask, backend, body.HeadSize)
+    contexts = layer_contexts(kinds, inputs, mask, backend, start)
     num_keys = mask.key_positions.axis_size(KEY_POSITION)
     return {
         kind: dataclasses.replace(

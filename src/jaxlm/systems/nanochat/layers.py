@@ -21,10 +21,12 @@ from jaxlm.core.parameters import VECTOR, DeclaresParameters, Parameter
 from jaxlm.core.products.float32_sums import rows_of
 from jaxlm.core.sharding import for_compute, for_lookup
 from jaxlm.core.values.permutation import previous
-from jaxlm.models.base import Inputs, KVCache
-from jaxlm.models.inference.kv_cache import UnstackedCache
-from jaxlm.models.layers import ForCache, LayerCache, LayerContext, Mlp, SelfAttention
+from jaxlm.models.base import Inputs
+from jaxlm.models.inference.cache import DecodingCache, UnstackedCache
+from jaxlm.models.layers import Mlp
 from jaxlm.models.linear import Linear, MatrixLinear
+from jaxlm.models.mixers.attention import SelfAttention
+from jaxlm.models.mixers.base import ForCache, LayerCache, LayerContext
 from jaxlm.models.norms import UnweightedRMSNorm
 from jaxlm.models.rope import DefaultRotary, Rotation
 
@@ -51,7 +53,10 @@ JULY_2026: dict[str, Any] = {
 
 
 def previous_embeddings(
-    x: NamedArray, inputs: Inputs, cache: KVCache | UnstackedCache | None, embedded: Callable[[NamedArray], NamedArray]
+    x: NamedArray,
+    inputs: Inputs,
+    cache: DecodingCache | UnstackedCache | None,
+    embedded: Callable[[NamedArray], NamedArray],
 ) -> NamedArray:
     """The embedding of the token before each token, {batch, position, embed}; 0 for the first token of a document.
 

@@ -74,7 +74,6 @@ from jaxlm.models.base import (
     FINAL,
     Hidden,
     Inputs,
-    KVCache,
     LeavesFromTokens,
     ModelConfig,
     RotaryModel,
@@ -84,9 +83,10 @@ from jaxlm.models.base import (
 )
 from jaxlm.models.decoder import SizedConfig, transformer_traits
 from jaxlm.models.flops import FlopsPerToken
-from jaxlm.models.inference.kv_cache import empty_cache
-from jaxlm.models.layers import Embedding, Mlp, SelfAttention, token_embeddings
+from jaxlm.models.inference.cache import DecodingCache, empty_cache
+from jaxlm.models.layers import Embedding, Mlp, token_embeddings
 from jaxlm.models.linear import Linear
+from jaxlm.models.mixers.attention import SelfAttention
 from jaxlm.models.norms import UnweightedRMSNorm
 from jaxlm.models.remat import RematModules, parse_remat
 from jaxlm.models.rope import DefaultRotary, RotaryConfig, check_rope
@@ -192,7 +192,7 @@ class NanoConfig(SizedConfig):
     def kinds(self) -> tuple[LayerKind, ...]:
         """The kind of each layer, from first to last."""
         windows = [None if back == self.seq_len else back + 1 for back in self.window_distances]
-        return tuple(LayerKind(self.rope, window) for window in windows)
+        return tuple(LayerKind(self.rope, window, rotary_size=self.HeadSize.size) for window in windows)
 
     @property
     def rotary(self) -> RotaryConfig:
@@ -377,7 +377,12 @@ class Nano(RotaryModel, DeclaresParameters):
         return dict.fromkeys(("smear_gate", "smear_lambda", "backout_lambda"), SCALE)
 
     def hidden(
-        self, inputs: Inputs, *, cache: KVCache | None = None, taps: Sequence[str] = (), key: jax.Array | None = None
+        self,
+        inputs: Inputs,
+        *,
+        cache: DecodingCache | None = None,
+        taps: Sequence[str] = (),
+        key: jax.Array | None = None,
     ) -> Hidden:
         norm = UnweightedRMSNorm(self.config.Embed, self.config.layer_norm_epsilon)
         table = for_lookup(self.tokens)
@@ -402,10 +407,9 @@ class Nano(RotaryModel, DeclaresParameters):
     def lm_head(self) -> Weight:
         return for_compute(self.head).weight
 
-    def init_cache(self, Batch: Axis, capacity: int, dtype) -> KVCache:
-        config, reads_tokens = self.config, self.smear_gate is not None or bool(self.traits.switch_lengths)
-        sizes = Batch, capacity, config.KVHeads, config.HeadSize
-        return empty_cache([config.Layers], *sizes, dtype, with_tokens=reads_tokens)
+    def init_cache(self, Batch: Axis, capacity: int, dtype) -> DecodingCache:
+        reads_tokens = self.smear_gate is not None or bool(self.traits.switch_lengths)
+        return empty_cache([self.body.layers], Batch, capacity, dtype, with_tokens=reads_tokens)
 
 
 @dataclass(frozen=True)

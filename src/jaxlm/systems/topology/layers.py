@@ -21,11 +21,12 @@ from jaxlm.models.activations import ACTIVATIONS
 from jaxlm.models.base import ModelConfig
 from jaxlm.models.decoder import check_sizes, gated_mlp, plain_mlp
 from jaxlm.models.decoders.moe_decoder import experts
-from jaxlm.models.decoupled_attention import DecoupledAttention
 from jaxlm.models.families.llama import LlamaConfig
 from jaxlm.models.families.qwen3_moe import Qwen3MoeConfig
-from jaxlm.models.layers import GatedMlp, Mlp, SelfAttention, dropout
+from jaxlm.models.layers import GatedMlp, Mlp, dropout
 from jaxlm.models.linear import Linear
+from jaxlm.models.mixers.attention import SelfAttention
+from jaxlm.models.mixers.decoupled_attention import DecoupledAttention
 from jaxlm.models.moe import Experts
 from jaxlm.models.norms import LayerNorm, RMSNorm, UnweightedLayerNorm, UnweightedRMSNorm
 from jaxlm.models.rope import DefaultRotary, RotaryConfig

@@ -15,11 +15,10 @@ from jaxlm.core.axes import EMBED, LAYERS
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.field_types import NonNegativeFloat, PositiveInt, check_fields
 from jaxlm.core.sharding import for_lookup
-from jaxlm.models.base import Inputs, KVCache, ModelConfig, as_family
+from jaxlm.models.base import Inputs, ModelConfig, as_family
 from jaxlm.models.decoder import DecoderConfig, TransformerModel, initial_body, transformer_traits
 from jaxlm.models.families.mixtral import MixtralConfig
 from jaxlm.models.flops import FlopsPerToken
-from jaxlm.models.inference.kv_cache import empty_cache
 from jaxlm.models.layers import Embedding, token_embeddings
 from jaxlm.models.linear import Linear
 from jaxlm.models.stacks import Body, LayerKind
@@ -110,7 +109,7 @@ class TopologyConfig(ModelConfig):
         item, layers = final_norm(self.topology), self.layers
         norm: Any = eqx.nn.Identity() if item is None else item.init(self.hidden_dim, 0.0, key=k_layers)
         block = lambda layer: functools.partial(layers[layer].init, std)  # noqa: E731
-        body = initial_body(self, block, lambda layer: layers[layer].family.RotarySize, norm, key=k_layers)
+        body = initial_body(self, block, self.kinds, norm, key=k_layers)
         traits = dataclasses.replace(transformer_traits(self), reads_beyond=True)
         return TopologyModel(tokens, body, head, self, traits=traits)
 
@@ -218,13 +217,3 @@ class TopologyModel(TransformerModel):
         self, inputs: Inputs, stream: NamedArray | None, key: jax.Array | None
     ) -> tuple[NamedArray, jax.Array | None]:
         return token_embeddings(for_lookup(self.tokens), inputs) if stream is None else stream, key
-
-    def init_cache(self, Batch: Axis, capacity: int, dtype) -> KVCache:
-        caches = []
-        for stack, numbers in zip(self.body.stacks, self.body.layer_numbers, strict=True):
-            family, with_tokens = self.config.layers[numbers[0]].family, bool(self.traits.switch_lengths)
-            sizes = {"KVHeads": family.KVHeads, "HeadSize": family.HeadSize}
-            sizes |= {"KeyHeads": family.KeyHeads, "KeySize": family.KeySize}
-            caches.append(empty_cache([stack.Layers], Batch, capacity, **sizes, dtype=dtype, with_tokens=with_tokens))
-        keys, values = (tuple(getattr(cache, name)[0] for cache in caches) for name in ("keys", "values"))
-        return dataclasses.replace(caches[0], keys=keys, values=values)

@@ -19,7 +19,9 @@ from haliax import NamedArray
 from jaxlm.core.errors import ConfigError
 from jaxlm.models.decoder import DecoderBlock, TransformerConfig
 from jaxlm.models.decoders.moe_decoder import MoeBlock
-from jaxlm.models.layers import Attention, ForCache, GatedMlp, LayerCache, LayerContext, Mlp, SelfAttention
+from jaxlm.models.layers import GatedMlp, Mlp
+from jaxlm.models.mixers.attention import Attention, SelfAttention
+from jaxlm.models.mixers.base import ForCache, LayerCache, LayerContext
 from jaxlm.models.moe import Experts, RouterStats
 from jaxlm.models.norms import LayerNorm, Norm, RMSNorm, UnweightedLayerNorm, UnweightedRMSNorm
 from jaxlm.models.stacks import Block, LayerKind

@@ -18,8 +18,8 @@ from jaxlm.interop.hf.weights import gated_mlp as gated_mlp_tensors
 from jaxlm.models.base import ModelConfig
 from jaxlm.models.decoder import DecoderBlock, check_sizes, gated_mlp, pre_norm_block
 from jaxlm.models.decoders.pre_norm import PreNormConfig
-from jaxlm.models.decoupled_attention import DecoupledAttention, Gate, LearnedSlot, first_pairs
 from jaxlm.models.linear import Linear
+from jaxlm.models.mixers.decoupled_attention import DecoupledAttention, Gate, LearnedSlot, first_pairs
 from jaxlm.models.rope import RotaryConfig, check_rope
 from jaxlm.models.stacks import LayerKind
 from jaxlm.reading.choices import choice

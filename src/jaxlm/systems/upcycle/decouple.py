@@ -42,8 +42,9 @@ from jaxlm.core.values.batch_types import TokenBatch
 from jaxlm.core.values.logged import LayerTable
 from jaxlm.models.base import Inputs, LanguageModel, ModelConfig, vocab_axis
 from jaxlm.models.decoder import Decoder, DecoderBlock
-from jaxlm.models.layers import GatedMlp, SelfAttention
+from jaxlm.models.layers import GatedMlp
 from jaxlm.models.linear import Linear
+from jaxlm.models.mixers.attention import SelfAttention
 from jaxlm.models.norms import RMSNorm, UnweightedRMSNorm
 from jaxlm.models.rope import Places, RotaryConfig
 from jaxlm.models.stacks import LayerKind

@@ -30,7 +30,8 @@ from jaxlm.evals.tables import (
     lengths_that_fit,
 )
 from jaxlm.hardware.hlo import bytes_per_device, planned_bytes
-from jaxlm.models.base import KVCache, LanguageModel
+from jaxlm.models.base import LanguageModel
+from jaxlm.models.inference.cache import DecodingCache, kv_bytes_per_token
 from jaxlm.models.inference.generate import (
     CACHE_DTYPES,
     CacheDtype,
@@ -40,7 +41,7 @@ from jaxlm.models.inference.generate import (
     num_programs,
     stream_tokens,
 )
-from jaxlm.models.inference.kv_cache import kv_bytes_per_token, round_up
+from jaxlm.models.inference.padding import round_up
 from jaxlm.models.inference.unstacked import Generator
 from jaxlm.reading.choices import choice
 
@@ -192,7 +193,7 @@ class MemoryTableConfig(TableConfig):
         num_rows = round_up(self.batch_size, subject.layout.num_shards(BATCH))
         cache = _allocated(subject.model, num_rows, context, dtype)
         per_token = kv_bytes_per_token(subject.model, CACHE_DTYPES[dtype])
-        arrays = jax.tree.leaves((cache.keys, cache.values))
+        arrays = jax.tree.leaves(cache.stacks)
         num_bytes = sum(array.nbytes for array in arrays)
         assert num_bytes == per_token * num_rows * context, "all tokens have as many bytes"
         return {
@@ -225,9 +226,9 @@ class MemoryTableConfig(TableConfig):
         return (max(needed), _COMPILER) if needed else (None, None)
 
 
-def _allocated(model: LanguageModel, num_rows: int, context: int, dtype: str) -> KVCache:
+def _allocated(model: LanguageModel, num_rows: int, context: int, dtype: str) -> DecodingCache:
     cache = jax.jit(lambda model: model.init_cache(Axis(BATCH, num_rows), context, CACHE_DTYPES[dtype]))(model)
-    if not isinstance(cache, KVCache):
+    if not isinstance(cache, DecodingCache):
         raise ConfigError(
             f"tables: type memory: a model of type {type(model).__name__} has no KV cache. Remove the table, or the model"
         )

@@ -42,8 +42,8 @@ from jaxlm.core.values.batch_types import TokenBatch
 from jaxlm.core.values.logged import LayerTable
 from jaxlm.models.base import Inputs, LanguageModel, ModelConfig, vocab_axis
 from jaxlm.models.decoder import Decoder, DecoderConfig
-from jaxlm.models.layers import Attention, SelfAttention
 from jaxlm.models.linear import Linear
+from jaxlm.models.mixers.attention import Attention, SelfAttention
 from jaxlm.models.norms import RMSNorm
 from jaxlm.models.stacks import Body
 from jaxlm.reading.choices import choice

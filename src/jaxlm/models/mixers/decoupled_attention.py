@@ -13,6 +13,7 @@ queries and keys.
 
 import math
 from collections.abc import Iterator
+from typing import Any
 
 import equinox as eqx
 import haliax as hax
@@ -27,8 +28,10 @@ from jaxlm.models.attention.api import AttentionSpec, NullSlot, as_keys, attenti
 from jaxlm.models.attention.choose import AttentionTask
 from jaxlm.models.attention.sharding import AttentionSharding
 from jaxlm.models.inference.cached_attention import cached_attention
-from jaxlm.models.layers import Attention, ForCache, KeyValue, LayerCache, LayerContext
 from jaxlm.models.linear import Linear
+from jaxlm.models.mixers.attention import Attention
+from jaxlm.models.mixers.base import ForCache, LayerContext
+from jaxlm.models.mixers.key_values import KeyValue, KeyValueCache
 from jaxlm.models.remat import KEY, QUERY, VALUE, checkpoint_name
 from jaxlm.models.rope import Places, RotaryConfig, Rotation
 
@@ -130,7 +133,7 @@ class DecoupledAttention(Attention):
         self,
         x: NamedArray,
         context: LayerContext,
-        layer_cache: LayerCache | None,
+        cache: KeyValueCache | None,
         *,
         key: jax.Array | None = None,
     ) -> tuple[NamedArray, ForCache]:
@@ -139,8 +142,8 @@ class DecoupledAttention(Attention):
         v = self.v_proj(x)
         q, k, v = checkpoint_name(q, QUERY), checkpoint_name(k, KEY), checkpoint_name(v, VALUE)
         new: ForCache = KeyValue(k, v)
-        if layer_cache is not None and layer_cache.start is not None:
-            new = layer_cache = layer_cache.write(new)
+        if cache is not None and context.start is not None:
+            new = cache = cache.extended(new, context.start)
         spec = AttentionSpec(
             context.attention_mask,
             scale=1.0,
@@ -149,11 +152,18 @@ class DecoupledAttention(Attention):
             backend=context.attn_backend,
             sharding=AttentionSharding.of(q, v),
         )
-        if layer_cache is None:
+        if cache is None:
             out = attention(q, as_keys(_for_each_value(k, v.resolve_axis(KV_HEADS))), as_keys(v), spec)
         else:
-            out = cached_attention(q, k, v, layer_cache.keys, layer_cache.values, spec)
+            out = cached_attention(q, k, v, cache.keys, cache.values, spec)
         return self.o_proj(hax.auto_sharded(out.astype(x.dtype))), new
+
+    def init_cache(self, Batch: Axis, capacity: int, dtype: Any) -> KeyValueCache:
+        keys = next(layer for layer in (self.k_sem, self.k_geo, self.q_sem) if layer is not None)
+        (Heads,) = (axis for axis in axes_of(keys.Out) if axis.name != HEAD_SIZE)
+        Heads = Heads.alias(KV_HEADS) if Heads.name == HEADS else Heads  # keys that are queries
+        Keys = (Heads, Axis(HEAD_SIZE, _size(self.q_sem) + _size(self.q_geo)))
+        return KeyValueCache.empty(Batch, capacity, Keys, self.v_proj.Out, dtype)
 
     def _parts(self, x: NamedArray, context: LayerContext) -> Iterator[tuple[NamedArray, NamedArray, NamedArray]]:
         """The semantic and the geometric part of queries without and with rotation, and of keys, {.., head_size}.

@@ -1,0 +1,137 @@
+"""Attention of tokens to earlier ones, or to all."""
+
+import abc
+from typing import Any
+
+import equinox as eqx
+import haliax as hax
+import jax
+import jax.numpy as jnp
+from haliax import Axis, NamedArray
+
+from jaxlm.core.axes import HEAD_SIZE, HEADS, KV_HEADS, axes_of
+from jaxlm.models.attention.api import AttentionSpec, as_keys, attention
+from jaxlm.models.attention.backends.blockwise import UNMODIFIED_SCORES
+from jaxlm.models.attention.choose import AttentionTask
+from jaxlm.models.attention.scores import ScoreRule
+from jaxlm.models.attention.sharding import AttentionSharding
+from jaxlm.models.inference.cached_attention import cached_attention
+from jaxlm.models.linear import Linear
+from jaxlm.models.mixers.base import ForCache, LayerContext, Mixer
+from jaxlm.models.mixers.key_values import KeyValue, KeyValueCache
+from jaxlm.models.norms import RMSNorm, UnweightedRMSNorm
+from jaxlm.models.remat import KEY, QUERY, VALUE, checkpoint_name
+
+
+class Attention(Mixer):
+    """A mixer whose tokens attend to each other, with a backend to choose."""
+
+    @abc.abstractmethod
+    def task(
+        self, platform: str, capability: tuple[int, int] | None, dtype: jnp.dtype, seq_len: int, window: int | None
+    ) -> AttentionTask:
+        """Describes what the backend must support in training, with inputs of `dtype`."""
+
+
+class SelfAttention(Attention):
+    """Multi-head self-attention.
+
+    Attributes:
+        q_proj: {heads, head_size, embed}.
+        k_proj, v_proj: {kv_heads, head_size, embed}.
+        o_proj: {embed, heads, head_size}.
+        q_norm, k_norm: norms of queries and keys, over each head or over all heads jointly.
+        norms_follow_rotation: these norms come after the rotary embedding instead of before it.
+        clip_qkv: queries, keys and values are clipped to [-clip_qkv, clip_qkv] before their norms; None does not clip.
+        scale: factor of the scores; None means 1 / sqrt(head_size).
+        rule: modifies the scaled scores before the softmax.
+        causal: tokens attend to no later tokens.
+        upcast: compute the attention matrix products in float32.
+        dropout: dropout probability of the attention weights.
+    """
+
+    q_proj: Linear
+    k_proj: Linear
+    v_proj: Linear
+    o_proj: Linear
+    q_norm: RMSNorm | UnweightedRMSNorm | None = None
+    k_norm: RMSNorm | UnweightedRMSNorm | None = None
+    norms_follow_rotation: bool = eqx.field(static=True, default=False)
+    clip_qkv: float | None = eqx.field(static=True, default=None)
+    scale: float | None = eqx.field(static=True, default=None)
+    rule: ScoreRule = eqx.field(static=True, default=UNMODIFIED_SCORES)
+    causal: bool = eqx.field(static=True, default=True)
+    upcast: bool = eqx.field(static=True, default=False)
+    dropout: float = eqx.field(static=True, default=0.0)
+
+    def task(
+        self, platform: str, capability: tuple[int, int] | None, dtype: jnp.dtype, seq_len: int, window: int | None
+    ) -> AttentionTask:
+        # Of the axes, not of the weights: an adapted layer computes its weight.
+        query, key = ({axis.name: axis.size for axis in axes_of(layer.Out)} for layer in (self.q_proj, self.k_proj))
+        return AttentionTask(
+            platform,
+            jnp.dtype(jnp.float32) if self.upcast else dtype,
+            seq_len,
+            head_size=query[HEAD_SIZE],
+            group=query[HEADS] // key[KV_HEADS],
+            window=window,
+            capability=capability,
+            causal=self.causal,
+            dropout=self.dropout,
+            rule=self.rule,
+        )
+
+    def __call__(
+        self,
+        x: NamedArray,
+        context: LayerContext,
+        cache: KeyValueCache | None,
+        *,
+        scale: float | jax.Array | None = None,
+        value: NamedArray | None = None,
+        key: jax.Array | None = None,
+    ) -> tuple[NamedArray, ForCache]:
+        """As `Mixer`.
+
+        Args:
+            scale: overrides the field, for layers with different scales.
+            value: added to the values, {batch, position, kv_heads, head_size}.
+        """
+        q, k, v = self.q_proj(x), self.k_proj(x), self.v_proj(x)
+        if self.clip_qkv is not None:
+            q, k, v = (hax.clip(a, -self.clip_qkv, self.clip_qkv) for a in (q, k, v))
+        v = v if value is None else v + value.rearrange(v.axes)
+        if not self.norms_follow_rotation:
+            q, k = self._normalized(q, k)
+        if context.rotation is not None:
+            q, k = context.rotation(q), context.rotation(k)
+        if self.norms_follow_rotation:
+            q, k = self._normalized(q, k)
+        q, k, v = checkpoint_name(q, QUERY), checkpoint_name(k, KEY), checkpoint_name(v, VALUE)
+        new: ForCache = KeyValue(k, v)
+        if cache is not None and context.start is not None:
+            new = cache = cache.extended(new, context.start)
+        if self.upcast:
+            q, k, v = (a.astype(jnp.float32) for a in (q, k, v))
+        spec = AttentionSpec(
+            context.attention_mask,
+            scale=self.scale if scale is None else scale,
+            window=context.window,
+            causal=self.causal,
+            rule=self.rule,
+            dropout=self.dropout,
+            backend=context.attn_backend,
+            sharding=AttentionSharding.of(q, k),
+        )
+        if cache is None:
+            out = attention(q, as_keys(k), as_keys(v), spec, key=key)
+        else:
+            out = cached_attention(q, k, v, cache.keys, cache.values, spec)
+        return self.o_proj(hax.auto_sharded(out.astype(x.dtype))), new
+
+    def init_cache(self, Batch: Axis, capacity: int, dtype: Any) -> KeyValueCache:
+        return KeyValueCache.empty(Batch, capacity, self.k_proj.Out, self.v_proj.Out, dtype)
+
+    def _normalized(self, q: NamedArray, k: NamedArray) -> tuple[NamedArray, NamedArray]:
+        return q if self.q_norm is None else self.q_norm(q), k if self.k_norm is None else self.k_norm(k)

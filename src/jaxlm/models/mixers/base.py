@@ -1,0 +1,127 @@
+"""The interface of mixers: what a layer does over positions, and what it keeps of earlier tokens for decoding.
+
+Attention is one mixer. A block calls its mixer `attn`, and the mixer its last projection `o_proj`.
+"""
+
+import abc
+import math
+from typing import Any, Self
+
+import equinox as eqx
+import jax
+from haliax import Axis, NamedArray
+
+from jaxlm.core.axes import BATCH, KEY_POSITION
+from jaxlm.core.tree import is_named
+from jaxlm.models.attention.api import AttentionMask
+from jaxlm.models.attention.choose import AUTO
+from jaxlm.models.mixers.slots import grown_slots
+from jaxlm.models.rope import Rotation
+
+ForCache = Any
+"""What a mixer returns for the cache: named arrays that `LayerCache.extended` takes, or its cache extended by them."""
+
+
+class LayerContext(eqx.Module):
+    """Inputs that all layers of one kind share in one forward pass.
+
+    Attributes:
+        attention_mask: which tokens attend to which.
+        rotation: the rotation of queries and keys; None for none.
+        window: number of tokens that each token attends to, including itself; None means all previous tokens.
+        attn_backend: backend of attention, or `auto`.
+        order: the tokens' indices in the text (`jaxlm.core.values.permutation`); None for text order.
+        start: the slot of the cache from which a layer itself writes its new tokens, before it reads the cache (XLA then
+            updates in place). None if the caller writes those of all layers at once, after the last layer.
+    """
+
+    attention_mask: AttentionMask
+    rotation: Rotation | None
+    window: int | None = eqx.field(static=True)
+    attn_backend: str = eqx.field(static=True, default=AUTO)
+    order: NamedArray | None = None
+    start: jax.Array | None = None
+
+
+class LayerCache(eqx.Module):
+    """What one layer keeps of earlier tokens; with an axis `layers` in every array, what the layers of a stack keep.
+
+    All leaves are named arrays with an axis `batch`. Those with an axis `key_position` have a slot for each token. The others
+    are a state after the last token. An empty cache is zero everywhere.
+    """
+
+    @abc.abstractmethod
+    def extended(self, new: Any, start: jax.Array | None) -> "LayerCache":
+        """The cache after new tokens.
+
+        Args:
+            new: what the mixer has returned for them; with an axis `layers` if the cache has it.
+            start: the first empty slot; None if all are, which is known when the program is traced.
+        """
+
+    @abc.abstractmethod
+    def flattened(self) -> "LayerCache":
+        """The form in which unstacked layers read it on a CPU. It may have no axis `batch`."""
+
+    @abc.abstractmethod
+    def unflattened(self, Batch: Axis) -> "LayerCache":
+        """The inverse of `flattened`."""
+
+    @property
+    def has_state(self) -> bool:
+        """Tells whether it keeps a state, which cannot be taken back to an earlier token."""
+        return any(not leaf.has_axis(KEY_POSITION) for leaf in self._leaves)
+
+    def grown(self, capacity: int) -> Self:
+        """The same tokens with this many slots."""
+        return jax.tree.map(lambda leaf: grown_slots(leaf, capacity), self, is_leaf=is_named)
+
+    @property
+    def bytes_per_token(self) -> int:
+        """Bytes of a slot of a row, of all its layers."""
+        return sum(
+            _num_bytes(leaf) // math.prod(leaf.axis_size(name) for name in (BATCH, KEY_POSITION))
+            for leaf in self._leaves
+            if leaf.has_axis(KEY_POSITION)
+        )
+
+    @property
+    def bytes_per_row(self) -> int:
+        """Bytes of the state of a row, of all its layers."""
+        return sum(
+            _num_bytes(leaf) // leaf.axis_size(BATCH) for leaf in self._leaves if not leaf.has_axis(KEY_POSITION)
+        )
+
+    @property
+    def _leaves(self) -> list[NamedArray]:
+        return jax.tree.leaves(self, is_leaf=is_named)
+
+
+def _num_bytes(leaf: NamedArray) -> int:
+    return math.prod(axis.size for axis in leaf.axes) * leaf.dtype.itemsize
+
+
+class Mixer(eqx.Module):
+    """What a layer does over positions, such as attention. Its last projection is `o_proj`."""
+
+    @abc.abstractmethod
+    def __call__(
+        self, x: NamedArray, context: LayerContext, cache: Any, *, key: jax.Array | None = None
+    ) -> tuple[NamedArray, ForCache]:
+        """Maps {batch, position, embed} to the same shape; also returns what the cache keeps of these tokens.
+
+        Tokens of segment 0 are padding, in front of the others as well as behind them: they change nothing.
+
+        Args:
+            cache: the layer's `LayerCache`; None if there are no earlier tokens. Unless `context.start` is None, the mixer
+                returns the extended cache.
+            key: for dropout; None means no dropout.
+        """
+
+    @abc.abstractmethod
+    def init_cache(self, Batch: Axis, capacity: int, dtype: Any) -> LayerCache:
+        """The empty cache of one layer, with `capacity` slots per row.
+
+        Args:
+            dtype: dtype of keys and values. int8 adds a quantization scale per head and token.
+        """
