@@ -22,7 +22,10 @@ from jaxlm.models.mixers.base import LayerContext
 from jaxlm.models.mixers.gated_delta_net import GatedDeltaNet
 
 ROWS, LENGTH, WIDTH = 2, 256, 24
-DOCUMENTS = {"packed": [40, 1, 3, 55, 30, 127], "padded": [40, 1, 3, 55, 30, 63]}  # then the last two devices have padding
+DOCUMENTS = {
+    "packed": [40, 1, 3, 55, 30, 127],
+    "padded": [40, 1, 3, 55, 30, 63],
+}  # then the last two devices have padding
 
 
 @functools.lru_cache
@@ -61,13 +64,15 @@ def apply(layer, x, segments, cache=None):
 def test_documents_of_a_row_are_as_alone(documents):
     segments = segments_of(documents)
     packed, _ = apply(mixer(), stream(), segments)
-    start = 0
+    start, scale = 0, float(jnp.abs(packed).max())
     for size in documents:
         # Alone in a row of the same length, behind padding.
         alone, ids = np.zeros_like(stream()), np.zeros_like(segments)
         alone[:, LENGTH - size :], ids[:, LENGTH - size :] = stream()[:, start : start + size], 1
         expected, _ = apply(mixer(), alone, ids)
-        np.testing.assert_allclose(packed[:, start : start + size], expected[:, LENGTH - size :], atol=1e-6)
+        np.testing.assert_allclose(
+            packed[:, start : start + size], expected[:, LENGTH - size :], rtol=0, atol=1e-6 * scale
+        )
         start += size
     assert not packed[:, start:].any()
 
@@ -83,8 +88,7 @@ def test_a_document_does_not_see_another():
 
 def test_decoding_goes_on_behind_padding():
     """Rows of different lengths begin at different places, and padding comes before each part."""
-    lengths, whole = (33, 47), np.tile(np.arange(1, 2), (ROWS, 64)).astype(np.int32)
-    expected, _ = apply(mixer(), stream()[:, :64], whole)
+    expected, _ = apply(mixer(), stream()[:, :64], np.ones((ROWS, 64), np.int32))
     cache = mixer().init_cache(Axis("batch", ROWS), 64, jnp.int8)
     done = [0, 0]
     for new in ((33, 30), (0, 17), (1, 1), (1, 1), (5, 12), (1, 1)):
@@ -95,9 +99,9 @@ def test_decoding_goes_on_behind_padding():
                 x[row, width - count :], ids[row, width - count :] = stream()[row, done[row] : done[row] + count], 1
         out, cache = apply(mixer(), x, ids, cache)
         for row, count in enumerate(new):
-            np.testing.assert_allclose(out[row, width - count :], expected[row, done[row] : done[row] + count], atol=2e-6)
+            wanted = expected[row, done[row] : done[row] + count]
+            np.testing.assert_allclose(out[row, width - count :], wanted, rtol=0, atol=1e-6 * jnp.abs(expected).max())
             done[row] += count
-    assert lengths < tuple(done)
 
 
 ZIGZAG = np.arange(LENGTH).reshape(16, 16)[[n for i in range(8) for n in (i, 15 - i)]].ravel()
@@ -136,7 +140,9 @@ def _program(heads: int, name: str | None):
     _, (context, groups, model), sharding, _ = DIVIDED[name]
     sizes = (8 // (context * groups * model), context, groups, model)
     mesh = Mesh(
-        np.asarray(jax.devices()).reshape(sizes), ("data", "context", "context_heads", "model"), axis_types=(AxisType.Auto,) * 4
+        np.asarray(jax.devices()).reshape(sizes),
+        ("data", "context", "context_heads", "model"),
+        axis_types=(AxisType.Auto,) * 4,
     )
     mapping = {"batch": "data", "position": sharding.axes, "state_heads": "model"}
     return jax.jit(run), Layout(mesh, {"embed": "context"} | mapping, mapping, sharding)
@@ -153,7 +159,10 @@ def test_devices_compute_what_one_does(name):
         places = np.arange(LENGTH) if order is None else order
         with place.use():
             got = run(
-                mixer(heads), x[:, places], segments[:, places], None if order is None else np.tile(order, (ROWS, 1)).astype(np.int32)
+                mixer(heads),
+                x[:, places],
+                segments[:, places],
+                None if order is None else np.tile(order, (ROWS, 1)).astype(np.int32),
             )
         out, cache, (d_layer, d_x) = got
         wanted, kept, (d_wanted, d_x_wanted) = expected
@@ -169,7 +178,8 @@ def test_devices_compute_what_one_does(name):
 
 
 def test_an_order_without_consecutive_tokens_needs_as_many_heads():
-    with pytest.raises(ConfigError, match=r"balance: blocks given, but the 2 key heads .* 8 devices .* Set balance: zigzag"):
-        run, place = _program(2, "heads, any order")
-        with place.use():
-            run(mixer(2), stream(), segments_of([LENGTH]), np.tile(BLOCKS, (ROWS, 1)).astype(np.int32))
+    run, place = _program(2, "heads, any order")
+    order = np.tile(BLOCKS, (ROWS, 1)).astype(np.int32)
+    message = r"balance: blocks given, but the 2 key heads .* 8 devices .* Set balance: zigzag"
+    with place.use(), pytest.raises(ConfigError, match=message):
+        run(mixer(2), stream(), segments_of([LENGTH]), order)

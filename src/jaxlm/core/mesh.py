@@ -20,13 +20,13 @@ from jaxlm.core.axes import (
     HEADS,
     KEY_POSITION,
     KV_HEADS,
-    STATE_HEADS,
     LAYERS,
     MESH_AXES,
     MODEL,
     POSITION,
     REPLICA,
     REPLICA_DCN,
+    STATE_HEADS,
     VALUE_EMBED,
     VOCAB,
     axis_names,
@@ -228,8 +228,8 @@ def make_layout(
 
     Later entries override earlier ones: `shared`, tensor parallelism, the batch axis; then `compute` for the compute
     mapping, and `parameter` and FSDP for the parameter mapping. Tensor parallelism over `heads` includes `kv_heads` and
-    `state_heads` if the model axis divides them, and FSDP over `embed` includes `value_embed` if its mesh axes divide it. FSDP shards over the
-    data axis and those of `context`.
+    `state_heads` if the model axis divides them, and FSDP over `embed` includes `value_embed` if its mesh axes divide it.
+    FSDP shards over the data axis and those of `context`.
 
     Args:
         logical_axes: sizes of the model's parameter axes, to detect unknown names and sizes that do not divide.
@@ -240,7 +240,11 @@ def make_layout(
     both.update(dict.fromkeys(mappings.tensor_parallel, MODEL))
     if HEADS in mappings.tensor_parallel and logical_axes.get(KV_HEADS, 1) % shape.model == 0:
         both.setdefault(KV_HEADS, MODEL)
-    if HEADS in mappings.tensor_parallel and STATE_HEADS in logical_axes and logical_axes[STATE_HEADS] % shape.model == 0:
+    if (
+        HEADS in mappings.tensor_parallel
+        and STATE_HEADS in logical_axes
+        and logical_axes[STATE_HEADS] % shape.model == 0
+    ):
         both.setdefault(STATE_HEADS, MODEL)
     if mappings.batch is not None:
         both[mappings.batch] = tuple(name for name in (REPLICA_DCN, REPLICA, DATA) if name in sizes)

@@ -258,9 +258,7 @@ def rows_by_stack(
     return in_stacks(config, others, lambda layer: dense if layer in config.dense_layers else experts)
 
 
-def in_stacks(
-    config: Any, others: Iterable[Tensor], rows_of: Callable[[int], Iterable[Tensor]]
-) -> Iterator[Tensor]:
+def in_stacks(config: Any, others: Iterable[Tensor], rows_of: Callable[[int], Iterable[Tensor]]) -> Iterator[Tensor]:
     """The table of a family whose layers may differ in their parameters.
 
     Args:

@@ -125,8 +125,14 @@ def gated_delta_net(config: HybridConfig, key: jax.Array, *, norm_eps: float, **
         options: fields of `GatedDeltaNet` with other values.
     """
     keys = jax.random.split(key, 11)
-    Heads, Group = Axis(STATE_HEADS, config.num_state_heads), Axis(STATE_GROUP, config.num_value_heads // config.num_state_heads)
-    Keys, Values = (Heads, Axis(STATE_KEY, config.state_key_dim)), (Heads, Group, Axis(HEAD_SIZE, config.state_value_dim))
+    Heads, Group = (
+        Axis(STATE_HEADS, config.num_state_heads),
+        Axis(STATE_GROUP, config.num_value_heads // config.num_state_heads),
+    )
+    Keys, Values = (
+        (Heads, Axis(STATE_KEY, config.state_key_dim)),
+        (Heads, Group, Axis(HEAD_SIZE, config.state_value_dim)),
+    )
     outputs = {"q_proj": Keys, "k_proj": Keys, "v_proj": Values, "gate_proj": Values, "decay_proj": (Heads, Group)}
     outputs["beta_proj"] = (Heads, Group)
     std, bound = config.initializer_range, config.conv_size**-0.5

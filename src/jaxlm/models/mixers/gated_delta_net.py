@@ -56,25 +56,7 @@ class DeltaCache(LayerCache):
     def arrays(self, axes: "Kept") -> "Kept":
         """Without axis names. Args: axes: of each array."""
         leaves = (self.q, self.k, self.v, self.segments, self.memory)
-        return Kept(*(leaf.rearrange(order).array for leaf, order in zip(leaves, axes, strict=True)))
-
-
-class Projected(NamedTuple):
-    """What the layer computes of each token before tokens meet. Also what the rule reads: then q and k are of unit length.
-
-    Attributes:
-        q, k: [B, T, K, D].
-        v: [B, T, K, R, V].
-        g, beta: float32 [B, T, K, R].
-        segments: int32 [B, T].
-    """
-
-    q: jax.Array
-    k: jax.Array
-    v: jax.Array
-    g: jax.Array
-    beta: jax.Array
-    segments: jax.Array
+        return Kept._make(leaf.rearrange(order).array for leaf, order in zip(leaves, axes, strict=True))
 
 
 class Kept(NamedTuple):
@@ -131,12 +113,9 @@ class GatedDeltaNet(Mixer, DeclaresParameters):
         by_token = lambda layer: layer(x).rearrange((BATCH, POSITION, *axes_of(layer.Out))).array  # noqa: E731
         rate, bias = (a.rearrange((Heads, Group)).array.astype(jnp.float32) for a in (self.log_rate, self.time_bias))
         decay, beta = (by_token(layer).astype(jnp.float32) for layer in (self.decay_proj, self.beta_proj))
-        tokens = Projected(
-            *map(by_token, (self.q_proj, self.k_proj, self.v_proj)),
-            -jnp.exp(rate) * jax.nn.softplus(decay + bias),
-            self.max_beta * jax.nn.sigmoid(beta),
-            segments.rearrange((BATCH, POSITION)).array,
-        )
+        q, k, v = map(by_token, (self.q_proj, self.k_proj, self.v_proj))
+        g, beta = -jnp.exp(rate) * jax.nn.softplus(decay + bias), self.max_beta * jax.nn.sigmoid(beta)
+        tokens = Tokens(q, k, v, g, beta, segments.rearrange((BATCH, POSITION)).array)
         convs = [
             conv.rearrange((STATE_HEADS, ..., CONV_TAPS)).array for conv in (self.q_conv, self.k_conv, self.v_conv)
         ]
@@ -151,12 +130,12 @@ class GatedDeltaNet(Mixer, DeclaresParameters):
         return self.o_proj(hax.auto_sharded(out)), DeltaCache(*map(NamedArray, later, self._cache_axes(Batch)))
 
     def init_cache(self, Batch: Axis, capacity: int, dtype: Any) -> DeltaCache:
-        dtypes = Kept(*[jnp.float32] * 3, jnp.int32, jnp.float32)
+        dtypes = (jnp.float32, jnp.float32, jnp.float32, jnp.int32, jnp.float32)
         return DeltaCache(*(hax.zeros(axes, kind) for axes, kind in zip(self._cache_axes(Batch), dtypes, strict=True)))
 
     def parameters(self) -> dict[str, Parameter]:
-        convs = dict.fromkeys(("q_conv", "k_conv", "v_conv"), VECTOR)
-        return convs | dict.fromkeys(("log_rate", "time_bias"), FLOAT32_VECTOR)
+        convs = ("q_conv", "k_conv", "v_conv")
+        return {**dict.fromkeys(convs, VECTOR), **dict.fromkeys(("log_rate", "time_bias"), FLOAT32_VECTOR)}
 
     @property
     def _axes(self) -> tuple[Axis, Axis, Axis, Axis]:
@@ -173,21 +152,21 @@ class GatedDeltaNet(Mixer, DeclaresParameters):
 
 
 def mixed(
-    devices: SharedRows, tokens: Projected, convs: Sequence[jax.Array], order: jax.Array | None, earlier: Kept | None
+    devices: SharedRows, tokens: Tokens, convs: Sequence[jax.Array], order: jax.Array | None, earlier: Kept | None
 ) -> tuple[jax.Array, Kept]:
     """The convolution and the rule on one device; returns [B, T, K, R, V] and what later tokens need.
 
     Args:
+        tokens: q and k as they are projected.
         convs: [K, .., W], of queries, keys and values.
         order: as in `Inputs`.
         earlier: what earlier tokens have left; None if there are none.
     """
     tokens = jax.tree.map(devices.whole_rows, tokens)
     convs = [devices.own_heads(conv) for conv in convs]
-    sorts = order is not None and not devices.passed
-    if sorts:
-        order = devices.whole_rows(order)
-        tokens = jax.tree.map(lambda x: _taken(x, jnp.argsort(order, axis=1)), tokens)
+    order = None if order is None or devices.passed else devices.whole_rows(order)
+    if order is not None:
+        tokens = jax.tree.map(functools.partial(_taken, places=jnp.argsort(order, axis=1)), tokens)
     tokens = jax.tree.map(devices.pieces, tokens)
     num_before = convs[0].shape[-1] - 1
     inputs = (*tokens[:3], tokens.segments)
@@ -213,11 +192,11 @@ def mixed(
     out, state = delta_rule(rule, start)
     # The last tokens that are no padding, behind all others.
     places = jnp.argsort(padded[3] != 0, axis=1, stable=True)[:, -num_before:]
-    kept = Kept(*(_taken(x, places) for x in padded), state.memory)
+    kept = Kept._make((*(_taken(x, places) for x in padded), state.memory))
     floats = lambda x: x.astype(jnp.float32) if jnp.issubdtype(x.dtype, jnp.floating) else x  # noqa: E731
     later = jax.tree.map(lambda x: floats(devices.in_text(x)[-1]), kept)
     out = devices.joined(out)
-    return devices.own_tokens(_taken(out, order) if sorts else out), later
+    return devices.own_tokens(out if order is None else _taken(out, order)), later
 
 
 def passed_state(devices: SharedRows, tokens: Tokens) -> State:

@@ -3,17 +3,25 @@
 Source: Qwen team 2025, "Qwen3-Next" and "Qwen3.5"; gates after attention: Qiu et al. 2025 (arXiv:2505.06708).
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import field
-from typing import Any
 
 import jax
 
-from jaxlm.core.errors import ConfigError
 from jaxlm.core.field_types import NonNegativeFloat, NumLayers, PositiveInt
-from jaxlm.interop.hf.family import Family, FixedKey, Json, JsonKey, KeyGroup
-from jaxlm.interop.hf.shared_keys import rope, usual_keys
-from jaxlm.interop.hf.weights import BLOCK, Tensor, embeddings_and_head, fused, gated_mlp, in_stacks, pre_norms, qk_norms, single
+from jaxlm.interop.hf.family import Family, FixedKey, JsonKey, KeyGroup
+from jaxlm.interop.hf.shared_keys import hybrid_layers, rope, usual_keys
+from jaxlm.interop.hf.weights import (
+    BLOCK,
+    Tensor,
+    embeddings_and_head,
+    fused,
+    gated_mlp,
+    in_stacks,
+    pre_norms,
+    qk_norms,
+    single,
+)
 from jaxlm.models.base import ModelConfig
 from jaxlm.models.decoder import DecoderBlock, projections
 from jaxlm.models.decoder import gated_mlp as initial_mlp
@@ -64,7 +72,6 @@ class Qwen35Config(HybridConfig):
         return self.hidden_dim * self.num_heads * self.HeadSize.size
 
 
-_LINEAR, _FULL = "linear_attention", "full_attention"
 _SELF, _STATE = "model.layers.{layer}.self_attn.", "model.layers.{layer}.linear_attn."
 _KEYS, _VALUES = "state_heads state_key", "state_heads state_group head_size"
 
@@ -82,7 +89,9 @@ def attention_tensors() -> Iterator[Tensor]:
 def recurrent_tensors() -> Iterator[Tensor]:
     """Queries, keys and values as one matrix and as one filter."""
     parts = {"q": _KEYS, "k": _KEYS, "v": _VALUES}
-    yield fused(f"{_STATE}in_proj_qkv.weight", {f"{BLOCK}attn.{n}_proj.weight": f"{out} | embed" for n, out in parts.items()})
+    yield fused(
+        f"{_STATE}in_proj_qkv.weight", {f"{BLOCK}attn.{n}_proj.weight": f"{out} | embed" for n, out in parts.items()}
+    )
     yield fused(f"{_STATE}conv1d.weight", {f"{BLOCK}attn.{n}_conv": f"{out} | | conv_taps" for n, out in parts.items()})
     yield single(f"{_STATE}in_proj_z.weight", f"{BLOCK}attn.gate_proj.weight", f"{_VALUES} | embed")
     yield single(f"{_STATE}in_proj_b.weight", f"{BLOCK}attn.beta_proj.weight", "state_heads state_group | embed")
@@ -96,30 +105,6 @@ def state_tensors(norm: str, out: str) -> Iterator[Tensor]:
     yield single(f"{_STATE}dt_bias", f"{BLOCK}attn.time_bias", "state_heads state_group")
     yield single(f"{_STATE}{norm}.weight", f"{BLOCK}attn.norm.weight", "head_size")
     yield single(f"{_STATE}{out}.weight", f"{BLOCK}attn.o_proj.weight", f"embed | {_VALUES}")
-
-
-def hybrid_layers(default: int = 4) -> KeyGroup:
-    """Returns the keys for which layers have attention. Args: default: the interval if there are none."""
-
-    def to_ours(theirs: Mapping[str, Any]) -> Json:
-        num_layers, every = theirs["num_hidden_layers"], theirs.get("full_attention_interval", default)
-        types = theirs.get("layer_types")
-        if types is None:
-            return {"attention_interval": every}
-        if len(types) != num_layers or not {*types} <= {_LINEAR, _FULL}:
-            raise ConfigError(f"layer_types: {types} given; {_LINEAR} or {_FULL} expected for each of {num_layers} layers")
-        listed = [layer for layer, kind in enumerate(types) if kind == _FULL]
-        first = listed[0] + 1 if listed else num_layers + 1
-        if listed == list(range(first - 1, num_layers, first)):
-            return {"attention_interval": first}
-        return {"attention_interval": None, "attention_layers": listed}
-
-    def to_theirs(config: HybridConfig) -> Json:
-        types = [_FULL if layer in config.with_attention else _LINEAR for layer in range(config.num_layers)]
-        every = config.attention_interval
-        return {"layer_types": types} | ({} if every is None else {"full_attention_interval": every})
-
-    return KeyGroup(("layer_types", "full_attention_interval"), to_ours, to_theirs)
 
 
 def qwen_hybrid_keys(*, state_heads: int = 16, value_heads: int = 32) -> tuple[JsonKey | FixedKey | KeyGroup, ...]:
