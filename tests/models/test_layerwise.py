@@ -67,7 +67,7 @@ def by_hand(model, x, layer):
     stack = body.stacks[number]
     block = jax.tree.map(lambda leaf: leaf[LAYERS, place], stack.layers.stacked, is_leaf=tree.is_named)
     mask = AttentionMask.of(x)
-    return block, layer_contexts([body.kinds_by_layer[layer]], x, mask, "reference", stack.HeadSize)[0]
+    return block, layer_contexts([body.kinds_by_layer[layer]], x, mask, "reference")[0]
 
 
 def all_taps(model, x):

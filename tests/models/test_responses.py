@@ -116,7 +116,7 @@ def test_a_row_depends_on_its_number_and_not_on_the_others(llama):
 def test_the_cache_has_the_dtype_of_the_keys(llama):
     """Not of whichever parameter comes first."""
     wide = jax.tree.map(lambda x: x.astype(jnp.float32), llama)
-    keys = lambda model: jax.eval_shape(cache_of, model).keys[0].values.dtype  # noqa: E731
+    keys = lambda model: jax.eval_shape(cache_of, model).stacks[0].keys.values.dtype  # noqa: E731
     cache_of = lambda model: model.init_cache(hax.Axis("batch", 1), 4, activation_dtype(model))  # noqa: E731
     assert activation_dtype({"a": jnp.zeros(1, jnp.bfloat16), "model": wide}) == jnp.float32
     narrow = jax.tree.map(lambda x: x.astype(jnp.bfloat16), wide)
@@ -174,7 +174,7 @@ def sampled_by_compiled_programs(model, prompts):
     state, keys = programs.prompts(model, left_padded(prompts, 64), numbers.astype(np.uint32), noise, *given)
     state = programs.tokens(model, state, keys, *given)
     cache = jax.tree.leaves(programs.cache)
-    assert [leaf.shape for leaf in cache] == [a.shape for a in jax.tree.leaves((state.cache.keys, state.cache.values))]
+    assert [leaf.shape for leaf in cache] == [a.shape for a in jax.tree.leaves(state.cache.stacks)]
     return np.asarray(state.tokens)[: len(prompts)]
 
 

@@ -99,7 +99,7 @@ def test_the_changed_config_describes_the_model(config, dropped, keys):
     assert jax.tree.structure(shapes) == jax.tree.structure(expected)
     assert jax.tree.leaves(shapes) == jax.tree.leaves(expected)
     kept = [layer for layer in range(config.num_layers) if layer not in dropped]
-    assert shapes.body.kinds_by_layer == tuple(config.kinds[layer] for layer in kept)
+    assert shapes.body.kinds_by_layer == tuple(config.rotated_kinds[layer] for layer in kept)
 
 
 @pytest.mark.parametrize(

@@ -120,7 +120,7 @@ def test_the_changed_config_describes_the_model(at, name):
     changed.check()
     make = lambda config: config.build(vocab_axis(40), key=jax.random.key(0))  # noqa: E731
     grown = jax.eval_shape(lambda: surgery.apply(make(config), key=KEY))
-    kinds = config.kinds
+    kinds = config.rotated_kinds
     layers = range(config.num_layers + 3) if at == "append" else range(-3, config.num_layers)
     assert grown.body.kinds_by_layer == tuple(kinds[layer % len(kinds)] for layer in layers)
     merged, expected = (

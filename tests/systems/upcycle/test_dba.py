@@ -174,7 +174,7 @@ def test_the_cache_has_the_features_of_keys_and_values(sizes, expected):
     config.check()
     model = jax.eval_shape(lambda: config.build(VOCAB, key=jax.random.key(0)))
     cache = jax.eval_shape(lambda: model.init_cache(hax.Axis("batch", 3), 7, jnp.bfloat16))
-    values = sum(leaf.size for arrays in (cache.keys, cache.values) for leaf in jax.tree.leaves(arrays))
+    values = sum(leaf.size for leaf in jax.tree.leaves(cache.stacks))
     assert values == expected * config.num_layers * 3 * 7
     assert expected == config.KVHeads.size * (config.KeySize.size + config.HeadSize.size)
 
@@ -254,10 +254,9 @@ def test_a_cache_with_shared_keys_is_unstacked_and_stacked_again(rows):
     numbers = lambda path, leaf: jax.tree.map(lambda x: jnp.arange(x.size).astype(x.dtype).reshape(x.shape), leaf)  # noqa: E731
     cache = tree.map_leaves(numbers, cache)
     again = jax.jit(lambda cache: stack(unstack(cache)))(cache)
-    for of in (lambda cache: cache.keys, lambda cache: cache.values):
-        assert jax.tree.structure(of(again)) == jax.tree.structure(of(cache))
-        for ours, expected in zip(jax.tree.leaves(of(again)), jax.tree.leaves(of(cache)), strict=True):
-            np.testing.assert_array_equal(ours, expected)
+    assert jax.tree.structure(again.stacks) == jax.tree.structure(cache.stacks)
+    for ours, expected in zip(jax.tree.leaves(again.stacks), jax.tree.leaves(cache.stacks), strict=True):
+        np.testing.assert_array_equal(ours, expected)
 
 
 def test_optimizers_see_the_projection_to_a_shared_key_as_a_matrix():
@@ -336,7 +335,7 @@ def test_a_null_slot_takes_weight_from_every_token():
     x = hax.random.normal(jax.random.key(5), (*read.tokens.axes, config.Embed))
     from jaxlm.models.stacks import layer_contexts
 
-    (context,) = layer_contexts(config.kinds[:1], read, AttentionMask.of(read), "reference", config.RotarySize)
+    (context,) = layer_contexts(config.rotated_kinds[:1], read, AttentionMask.of(read), "reference")
     out, _ = one_layer(x, context, None)
     value = (one_layer.v_proj(x) + one_layer.null_slot.values) / 2
     by_head = hax.concatenate("kv_heads", [value["kv_heads", hax.dslice(n // 2, 1)] for n in range(4)])

@@ -233,7 +233,7 @@ def test_the_cache_of_generation_is_the_one_that_is_measured():
     model = built(LLAMA)
     config = decode.GenerationConfig(64, cache_dtype="int8")
     *_, state = decode._begin(decode.Generator(model, model), [[1] * 64], config, config.sampling.numbers, None, None)
-    held = sum(array.nbytes for array in jax.tree.leaves((state.cache.keys, state.cache.values)))
+    held = sum(array.nbytes for array in jax.tree.leaves(state.cache.stacks))
     (row,) = rows(MemoryTableConfig(contexts=[128], cache_dtypes=["int8"]), subject())
     assert row["kv_bytes"] == held
 

@@ -18,6 +18,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxlm.core.axes import BATCH, KEY_POSITION
+from jaxlm.core.tree import is_named
 from jaxlm.models.base import Inputs, LanguageModel
 from jaxlm.models.inference.cache import DecodingCache, UnstackedCache
 from jaxlm.models.inference.padding import left_padded, padded_length, round_up
@@ -99,10 +100,8 @@ def _truncate(cache: DecodingCache, length: jax.Array) -> DecodingCache:
 
 @functools.partial(jax.jit, static_argnums=1)
 def _grow(cache: DecodingCache, capacity: int) -> DecodingCache:
-    grow = lambda slots: None if slots is None else grown_slots(slots, capacity)  # noqa: E731
-    positions, segment_ids, tokens = map(grow, (cache.positions, cache.segment_ids, cache.tokens))
-    stacks = tuple(layers.grown(capacity) for layers in cache.stacks)
-    return DecodingCache(stacks, positions, segment_ids, cache.length, tokens=tokens)
+    grow = lambda leaf: grown_slots(leaf, capacity) if is_named(leaf) else leaf  # noqa: E731
+    return jax.tree.map(grow, cache, is_leaf=is_named)
 
 
 @functools.partial(jax.jit, donate_argnums=1)

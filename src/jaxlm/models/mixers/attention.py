@@ -89,7 +89,7 @@ class SelfAttention(Attention):
         self,
         x: NamedArray,
         context: LayerContext,
-        cache: KeyValueCache | None,
+        cache: Any,
         *,
         scale: float | jax.Array | None = None,
         value: NamedArray | None = None,

@@ -5,7 +5,7 @@ Attention is one mixer. A block calls its mixer `attn`, and the mixer its last p
 
 import abc
 import math
-from typing import Any, Self
+from typing import Any
 
 import equinox as eqx
 import jax
@@ -15,7 +15,6 @@ from jaxlm.core.axes import BATCH, KEY_POSITION
 from jaxlm.core.tree import is_named
 from jaxlm.models.attention.api import AttentionMask
 from jaxlm.models.attention.choose import AUTO
-from jaxlm.models.mixers.slots import grown_slots
 from jaxlm.models.rope import Rotation
 
 ForCache = Any
@@ -71,10 +70,6 @@ class LayerCache(eqx.Module):
     def has_state(self) -> bool:
         """Tells whether it keeps a state, which cannot be taken back to an earlier token."""
         return any(not leaf.has_axis(KEY_POSITION) for leaf in self._leaves)
-
-    def grown(self, capacity: int) -> Self:
-        """The same tokens with this many slots."""
-        return jax.tree.map(lambda leaf: grown_slots(leaf, capacity), self, is_leaf=is_named)
 
     @property
     def bytes_per_token(self) -> int:

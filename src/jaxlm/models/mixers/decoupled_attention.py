@@ -133,7 +133,7 @@ class DecoupledAttention(Attention):
         self,
         x: NamedArray,
         context: LayerContext,
-        cache: KeyValueCache | None,
+        cache: Any,
         *,
         key: jax.Array | None = None,
     ) -> tuple[NamedArray, ForCache]:

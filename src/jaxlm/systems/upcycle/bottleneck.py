@@ -1,4 +1,4 @@
-"""Attention scores of a teacher as semantic and geometric ones of fewer features (`jaxlm.models.decoupled_attention`).
+"""Attention scores of a teacher as semantic and geometric ones of fewer features (`jaxlm.models.mixers.decoupled_attention`).
 
 Rotary embeddings rotate pairs of features by angles that grow with the position. Of each key/value head, some pairs stay as
 they are: geometric features, which keep their frequencies. All other features lose their rotation, and their product, over
