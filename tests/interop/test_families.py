@@ -36,6 +36,7 @@ from tests.interop.cases import (
     exported,
     inputs_of,
     logits_of,
+    olmo_hybrid_files,
     reference,
     tokens,
 )
@@ -96,6 +97,7 @@ class Arrays:
 def as_in_files(name, arrays):
     """Parameters whose names in transformers' modules differ from those in files: GPT-NeoX's head, and experts."""
     is_mixtral = name.startswith("mixtral")
+    arrays = dict(olmo_hybrid_files(arrays)) if name.startswith("olmo_hybrid") else arrays
     gate, up, down = ("w1", "w3", "w2") if is_mixtral else ("gate_proj", "up_proj", "down_proj")
     for key, array in arrays.items():
         key = key.replace(".mlp.", ".block_sparse_moe.") if is_mixtral else key
