@@ -31,8 +31,8 @@ class StepStats(NamedTuple):
         norm: float32, the global gradient norm.
         finite: bool, whether both, and the norm of the optimizer's update, are finite.
         update_norm: float32, the global norm of the update.
-        gradient: the gradients, before the optimizer changes them; None for frozen leaves.
-        parameters: the trainable parameters before the update; None for frozen leaves.
+        gradient: of what the optimizer updates, before it changes them; None for other leaves.
+        parameters: the same parameters before the update; None for other leaves.
     """
 
     objective: "jax.Array"

@@ -1,4 +1,5 @@
-"""What is known of a model's parameters besides their arrays: which are matrices, decay, or are computed with in float32.
+"""What is known of a model's parameters besides their arrays: which are matrices, decay, are computed with in float32, or
+are updated by a rule of their own.
 
 A module describes its own parameters. Those of a module that does not, as in a user's own, are judged by path and axes.
 """
@@ -11,6 +12,7 @@ from typing import Any, NamedTuple
 
 import equinox as eqx
 import jax
+import jax.numpy as jnp
 from haliax import Axis
 
 from jaxlm.core import tree
@@ -29,6 +31,43 @@ class MatrixAxes(NamedTuple):
     inputs: tuple[Axis, ...]
 
 
+class UpdateRule(abc.ABC):
+    """How a parameter moves by its gradient alone, whatever the optimizer of the run is.
+
+    Its gradient is no part of the gradient norm and is not clipped; the parameter has no moments, learning rate or weight
+    decay. A skipped step skips it, and averages of the weights contain it. The gradient is the sum over the microbatches of a
+    batch, divided by the loss scale if there is one, so a rule must not depend on its size.
+    """
+
+    @abc.abstractmethod
+    def update(self, gradient: Any) -> Any:
+        """What is added to the parameter. Args: gradient: an array, named if the parameter is, at least float32."""
+
+    @abc.abstractmethod
+    def __str__(self) -> str:
+        """Says in a few words what it does, for the plan."""
+
+
+@dataclass(frozen=True)
+class SignUpdate(UpdateRule):
+    """Moves each element by a fixed amount against the sign of its gradient. An element without a gradient stays.
+
+    Source: Wang et al. 2024, Auxiliary-Loss-Free Load Balancing Strategy for Mixture-of-Experts (arXiv:2408.15664),
+    algorithm 1, if the gradient of an expert's bias is its load minus the mean load.
+
+    Attributes:
+        size: how far an element moves in a step.
+    """
+
+    size: float
+
+    def update(self, gradient: Any) -> Any:
+        return jax.tree.map(lambda g: -self.size * jnp.sign(g), gradient)
+
+    def __str__(self) -> str:
+        return f"{self.size:g} against the sign of the gradient"
+
+
 @dataclass(frozen=True)
 class Parameter:
     """Describes a parameter. Without arguments: one that is no matrix and does not decay, such as a bias.
@@ -37,11 +76,13 @@ class Parameter:
         matrix: its axes if it is a matrix, for optimizers with an update rule for these (Muon); None if it is none.
         decays: weight decay applies to it by default.
         float32: it is stored and computed with in float32 whatever `trainer.mp` says, unless a rule there matches its path.
+        rule: how it is updated, in place of the optimizer; None leaves it to that.
     """
 
     matrix: MatrixAxes | None = None
     decays: bool = False
     float32: bool = False
+    rule: UpdateRule | None = None
 
 
 VECTOR = Parameter()
@@ -91,6 +132,12 @@ def described(model: Any) -> dict[str, Parameter]:
 def float32_paths(model: Any) -> frozenset[str]:
     """The paths of the parameters that are computed with in float32 (`Parameter.float32`), held or not."""
     return frozenset(path for path, parameter in declared(model).items() if parameter.float32)
+
+
+def split_by_rule(params: Any) -> tuple[Any, Any]:
+    """Splits parameters, or a gradient, into (those that the optimizer updates, those with a rule of their own)."""
+    own = {path for path, parameter in declared(params).items() if parameter.rule is not None}
+    return tree.partition(params, tree.map_leaves(lambda path, _: path not in own, params))
 
 
 def judged(path: str, axes: Sequence[Axis]) -> Parameter:

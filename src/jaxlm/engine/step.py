@@ -21,6 +21,7 @@ from jaxlm.core import guards
 from jaxlm.core.axes import MICROBATCH
 from jaxlm.core.guards import GRADIENT_NORM, OBJECTIVE, SKIPPED, UPDATE_NORM, StepGuard, StepStats
 from jaxlm.core.pace import Pace
+from jaxlm.core.parameters import split_by_rule
 from jaxlm.core.precision import Precision
 from jaxlm.core.sharding import Layout, at_rest
 from jaxlm.core.tracing import tracing
@@ -136,14 +137,17 @@ class _GuardedUpdate:
         self, state: RunState, sums: Sums, curvature: Curvature, batch: Any
     ) -> tuple[RunState, dict[str, jax.Array], Numbers]:
         """The state after the step, its metrics, and what `watch` measured."""
-        norm = optax.global_norm(sums.gradient)
+        gradient, by_rule = split_by_rule(sums.gradient)
+        norm = optax.global_norm(gradient)
         trainable, _ = self.phase.split(state.model)
         pacing = self.phase.objective.facts.pacing
         pace = None if pacing is None else pacing.pace(state.slots.get(OBJECTIVE_SLOT), trainable)
         updated, updates = _apply_update(self.phase, self.optimizer, self.precision, state, sums, curvature, pace)
-        update_norm = optax.global_norm(updates)
+        update_norm = optax.global_norm(split_by_rule(updates)[0])
         finite = jnp.isfinite(sums.objective) & jnp.isfinite(norm) & jnp.isfinite(update_norm)
-        stats = StepStats(sums.objective, norm, finite, update_norm, sums.gradient, trainable)
+        for leaf in jax.tree.leaves(by_rule):
+            finite &= jnp.all(jnp.isfinite(leaf))
+        stats = StepStats(sums.objective, norm, finite, update_norm, gradient, split_by_rule(trainable)[0])
         verdicts = {guard.name: guard.judge(state.slots[guard.name], stats) for guard in self.guards}
         applies = functools.reduce(jnp.logical_and, (verdict.applies for verdict in verdicts.values()), finite)
         after = jax.tree.map(lambda new, old: jnp.where(applies, new, old), updated, state)

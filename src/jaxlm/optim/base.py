@@ -19,6 +19,7 @@ from jaxlm.core.field_types import (
     ScheduleLength,
 )
 from jaxlm.core.guards import OptimizerFacts, StepGuard, scaled
+from jaxlm.core.parameters import UpdateRule
 from jaxlm.core.rules import Rules, excludes
 from jaxlm.optim.bad_steps import SkipBadSteps, WindowLength, bad_step_guards
 from jaxlm.optim.clipping import AdaGc
@@ -38,6 +39,7 @@ class ParameterGroup:
         weight_decay: decoupled decay, before multiplication by the learning rate.
         as_matrices: whether the optimizer applies its update rule for matrices to them.
         owner: index in `OptimizerConfig.groups` of the optimizer that updates them; None for the outer optimizer.
+        rule: updates them in place of an optimizer, which never sees them; None for all that optimizers update.
     """
 
     name: str
@@ -46,6 +48,7 @@ class ParameterGroup:
     weight_decay: float
     as_matrices: bool = False
     owner: int | None = None
+    rule: UpdateRule | None = None
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,7 @@ from jaxlm.core.axes import LAYERS
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.guards import NOWCAST
 from jaxlm.core.pace import Pace
-from jaxlm.core.parameters import described
+from jaxlm.core.parameters import UpdateRule, described, split_by_rule
 from jaxlm.optim.base import OptimizerConfig, ParameterGroup, clip_by_norm
 from jaxlm.optim.curvature import Curvature
 from jaxlm.optim.matrices import matrix_paths
@@ -87,11 +87,12 @@ def parameter_groups(trainable: Any, config: OptimizerConfig) -> list[ParameterG
     """Assigns every trainable leaf to exactly one group.
 
     Groups are split by the optimizer that owns them, by whether parameters decay and, if the optimizer treats matrices
-    separately, by whether they are matrices.
+    separately, by whether they are matrices. Parameters with a rule of their own are in groups of their own.
     """
     _check(config)
+    trainable, own = split_by_rule(trainable)
     leaves, sizes = dict(tree.leaves(trainable)), tree.sizes(trainable)
-    owners = _owners(config, list(leaves))
+    owners = _owners(config, list(leaves), [path for path, _ in tree.leaves(own)])
     separates = any(optimizer.separates_matrices for _, optimizer in _optimizers(config))
     matrices = matrix_paths(trainable) if separates else frozenset()
     by_default = {path for path, parameter in described(trainable).items() if parameter.decays}
@@ -120,7 +121,19 @@ def parameter_groups(trainable: Any, config: OptimizerConfig) -> list[ParameterG
             for (as_matrices, decaying), paths in sorted(members.items(), reverse=True)
         ]
     assert sorted(p for g in groups for p in g.paths) == sorted(leaves)
-    return groups
+    return groups + _groups_by_rule(own)
+
+
+def _groups_by_rule(own: Any) -> list[ParameterGroup]:
+    known, sizes = described(own), tree.sizes(own)
+    members: dict[UpdateRule, list[str]] = {}
+    for path, parameter in known.items():
+        assert parameter.rule is not None
+        members.setdefault(parameter.rule, []).append(path)
+    return [
+        ParameterGroup(f"own rule: {rule}", tuple(paths), sum(sizes[path] for path in paths), 0.0, rule=rule)
+        for rule, paths in members.items()
+    ]
 
 
 def build_optimizer(
@@ -130,10 +143,32 @@ def build_optimizer(
 
     With `OptimizerConfig.groups`, it clips the norm of the whole gradient, and each optimizer then updates its own groups.
     """
+    rules = {path: group.rule for group in groups if group.rule is not None for path in group.paths}
+    groups = [group for group in groups if group.rule is None]
     optimizer = _without_adagc(config, groups, num_steps)
     if config.adagc is not None:
         optimizer = optax.with_extra_args_support(optax.chain(config.adagc.build(), optimizer))
-    return _in_sum_dtypes(paced(_checked(optimizer, config)))
+    return _in_sum_dtypes(paced(_beside_rules(_checked(optimizer, config), rules)))
+
+
+def _beside_rules(
+    optimizer: optax.GradientTransformationExtraArgs, rules: Mapping[str, UpdateRule]
+) -> optax.GradientTransformationExtraArgs:
+    """The optimizer, which never sees the parameters at these paths; they move by their rules, which keep no state."""
+    if not rules:
+        return optimizer
+    others = lambda params: tree.map_leaves(lambda path, leaf: None if path in rules else leaf, params)  # noqa: E731
+    own = lambda params: tree.map_leaves(lambda path, leaf: leaf if path in rules else None, params)  # noqa: E731
+
+    def update_fn(
+        updates: Any, state: Any, params: Any = None, *, curvature: Curvature | None = None, **extra: Any
+    ) -> tuple[Any, Any]:
+        within = None if curvature is None else curvature.within(own(params))
+        moved, after = optimizer.update(others(updates), state, others(params), curvature=within, **extra)
+        ruled = tree.map_leaves(lambda path, leaf: rules[path].update(leaf), own(updates))
+        return eqx.combine(moved, ruled, is_leaf=tree.is_named), after
+
+    return optax.GradientTransformationExtraArgs(lambda params: optimizer.init(others(params)), update_fn)
 
 
 def _in_sum_dtypes(optimizer: optax.GradientTransformationExtraArgs) -> optax.GradientTransformationExtraArgs:
@@ -293,8 +328,12 @@ def _optimizers(config: OptimizerConfig) -> Iterator[tuple[int | None, Optimizer
     yield None, config
 
 
-def _owners(config: OptimizerConfig, paths: Sequence[str]) -> dict[str, int | None]:
-    """Path -> index of the first entry of `groups` that matches it, or None. Raises for an entry without parameters."""
+def _owners(config: OptimizerConfig, paths: Sequence[str], ruled: Sequence[str]) -> dict[str, int | None]:
+    """Path -> index of the first entry of `groups` that matches it, or None. Raises for an entry without parameters.
+
+    Args:
+        ruled: the paths of parameters that no optimizer updates.
+    """
     patterns = []
     for owner, group in enumerate(config.groups):
         with _errors_of(owner, "match"):
@@ -307,6 +346,8 @@ def _owners(config: OptimizerConfig, paths: Sequence[str]) -> dict[str, int | No
                 "matches only parameters that entries before it update already:"
                 f" {', '.join([*taken[:5], '...'] if len(taken) > 5 else taken)}. Put it before them, or remove it"
                 if taken
+                else "matches only parameters with a rule of their own, whatever the optimizer is. Remove it"
+                if any(map(pattern.search, ruled))
                 else f"matches no trainable parameter. {tree.closest_paths(pattern.pattern, paths)}"
             )
             raise ConfigError(f"optimizer.groups.{number}.match: '{pattern.pattern}' {problem}")

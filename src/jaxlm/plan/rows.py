@@ -118,7 +118,7 @@ def phase_rows(plan: Plan, phase: Phase, model: LanguageModel, opt_state: Any) -
 def _group_row(optimizer: OptimizerConfig, group: ParameterGroup) -> str:
     """The size of a group and, if the optimizer has several owners of parameters, how its owner updates it."""
     size = f"{group.num_parameters:,} in {counted(len(group.paths), 'array')}, weight decay {group.weight_decay:g}"
-    if not optimizer.groups:
+    if group.rule is not None or not optimizer.groups:
         return size
     owner = optimizer if group.owner is None else optimizer.groups[group.owner]
     falls_back = owner.separates_matrices and not group.as_matrices
