@@ -858,10 +858,6 @@ REFUSED: dict[str, tuple[Json, str]] = {
         _llama(4096, 11008, 32, 32, 32, 4096, 32000, quantization_config={"bits": 4, "quant_method": "gptq"}),
         "quantization_config: .*it stores or computes the weights in another form",
     ),
-    "Qwen2-VL-text": (
-        _qwen2(1536, 8960, 28, 12, 2, tied=True, rope_scaling={"type": "mrope", "mrope_section": [16, 24, 24]}),
-        "rope_scaling: unknown type 'mrope'",
-    ),
     "SmolLM2-interleaved": (
         _llama(576, 1536, 30, 9, 3, 8192, 49152, **_SMOLLM2 | {"rope_interleaved": True}),
         "rope_interleaved: True given, .*it changes the positions",
@@ -872,20 +868,16 @@ REFUSED: dict[str, tuple[Json, str]] = {
     ),
     "an-encoder": (_mistral(is_causal=False), "is_causal: False given, .*these models always have it on"),
     "DeepSeek-V3": (
-        {"architectures": ["DeepseekV3ForCausalLM"], "model_type": "deepseek_v3", "kv_lora_rank": 512},
-        r"model_type 'deepseek_v3' is not supported: .*\(MLA\).*Supported: .*llama",
-    ),
-    "DeepSeek-V2-Lite": (
-        {"architectures": ["DeepseekV2ForCausalLM"], "model_type": "deepseek_v2", "kv_lora_rank": 512},
-        r"model_type 'deepseek_v2' is not supported: .*\(MLA\)",
+        {"architectures": ["DeepseekV3ForCausalLM"], "model_type": "deepseek_v3", "kv_lora_rank": 512, "n_group": 8},
+        r"unknown model_type 'deepseek_v3'. It has .*\(MLA\) \(kv_lora_rank\).*jaxlm does not have. Known: .*llama",
     ),
     "Llama-4-Scout": (
-        {"architectures": ["Llama4ForConditionalGeneration"], "model_type": "llama4", "text_config": {}},
-        "model_type 'llama4' is not supported: its attention is chunked",
+        {"model_type": "llama4", "text_config": {"attention_chunk_size": 8192, "model_type": "llama4_text"}},
+        r"text_config.model_type 'llama4_text' in .*'llama4'. It has attention in chunks \(attention_chunk_size\), which",
     ),
     "gemma-3n-E2B": (
-        {"architectures": ["Gemma3nForConditionalGeneration"], "model_type": "gemma3n", "text_config": {}},
-        r"model_type 'gemma3n' is not supported: .*\(AltUp\)",
+        {"model_type": "gemma3n", "text_config": {"altup_num_inputs": 4, "hidden_size_per_layer_input": 256}},
+        r"text_config.model_type 'None' in .*'gemma3n'. It has .*\(AltUp\) .*, and embeddings for every layer",
     ),
     "SmolLM3-short": (
         _smollm3(no_rope_layers=[1, 0, 0] * 11),
@@ -898,9 +890,5 @@ REFUSED: dict[str, tuple[Json, str]] = {
     "Qwen1.5-MoE-beyond": (
         _qwen2_moe(mlp_only_layers=[24]),
         r"model.mlp_only_layers: \[24\] given, different numbers from 0 to 23 expected",
-    ),
-    "gemma-3-4b": (
-        {"architectures": ["Gemma3ForConditionalGeneration"], "model_type": "gemma3", "text_config": {}},
-        "unknown model_type 'gemma3'",
     ),
 }

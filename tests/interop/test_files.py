@@ -22,7 +22,7 @@ from jaxlm.core.publish import PublishError
 from jaxlm.interop.hf import weights
 from jaxlm.interop.hf.folder import ReadOptions, load_model, open_folder, parameter_dtype
 from jaxlm.interop.hf.safetensors_file import SafetensorsFile, TensorInfo, write_safetensors
-from jaxlm.interop.hf.tensor_files import RenamedTensors, open_tensors
+from jaxlm.interop.hf.tensor_files import open_tensors, renamed
 from jaxlm.models.families.llama import LlamaConfig
 from jaxlm.models.rope import Places
 from jaxlm.surgery.lora import LoraConfig, save_peft
@@ -178,7 +178,7 @@ def test_bfloat16_is_exact_in_both_directions(tmp_path):
         ({"rope_scaling": {"type": "yarn"}}, r"rope_scaling\.factor: missing; type 'yarn' requires it"),
         ({"rope_scaling": {"type": "linear"}}, r"rope_scaling\.factor: missing; type 'linear' requires it"),
         ({"rope_scaling": {"type": "llama3", "factor": 2.0}}, r"rope_scaling\.low_freq_factor: missing"),
-        ({"model_type": "bert"}, "unknown model_type 'bert'. Known: .*llama"),
+        ({"model_type": "bert"}, "unknown model_type 'bert'. Its keys are those of 'llama'.* Known: .*llama"),
     ],
     ids=str,
 )
@@ -308,14 +308,14 @@ def test_torch_files_and_weight_name_rules(tmp_path):
     }
     torch.save({"state_dict": {**own, "extra": torch.zeros(2)}}, tmp_path / "teacher.pt")
     rules = {r"net\.(lm_head\..*)": r"\1", r"net\.(.*)": r"model.\1"}
-    source = RenamedTensors(open_tensors(tmp_path / "teacher.pt"), rules)
+    source = renamed(open_tensors(tmp_path / "teacher.pt"), rules)
     assert source.tensors == file.tensors
     for name in file.tensors:
         np.testing.assert_array_equal(source.view(name), file.view(name))
     loaded = load_model(tmp_path / "teacher.pt", abstract(dtype=jnp.bfloat16), CONFIG, one_device(), ReadOptions(rules))
     np.testing.assert_array_equal(loaded.lm_head().array, built(dtype=jnp.bfloat16).lm_head().array)
     with pytest.raises(ConfigError, match=r"the rule 'no such\.\*' matches no tensor"):
-        RenamedTensors(open_tensors(tmp_path / "teacher.pt"), {"no such.*": ""})
+        renamed(open_tensors(tmp_path / "teacher.pt"), {"no such.*": ""})
     own = {"weight": torch.ones(2)}
     torch.save(own, tmp_path / "old.bin", _use_new_zipfile_serialization=False)
     with pytest.raises(

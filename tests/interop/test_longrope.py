@@ -12,8 +12,9 @@ import pytest
 from haliax import Axis
 
 import jaxlm
-from jaxlm.interop.hf.family import config_from_json, config_to_json, family_of_json
+from jaxlm.interop.hf.family import config_from_json, config_to_json
 from jaxlm.interop.hf.folder import load_model, open_folder
+from jaxlm.interop.hf.form import form_of_json
 from jaxlm.models.base import Inputs
 from jaxlm.models.inference import prefix_cache as prefix_cache_module
 from jaxlm.models.inference.generate import GenerationConfig, generate, generate_tokens, stream_tokens
@@ -205,6 +206,6 @@ def test_keys_of_the_rotary_embedding_mean_what_they_mean_in_transformers(kind, 
         frequencies, expected = ROPE_INIT_FUNCTIONS["longrope"](theirs, "cpu", seq_len=10**6 if is_long else None)
         np.testing.assert_allclose(np.broadcast_to(found, (1, length, 4))[0, -1], frequencies.numpy(), rtol=1e-6)
         assert ours.rope.amplitude == pytest.approx(expected, rel=1e-12)
-    family = family_of_json(content, "")
+    family = form_of_json(content, "").family
     for same in (ours, dataclasses.replace(ours, seq_len=32)):  # trained with shorter rows
         assert config_from_json(family, config_to_json(family, same), "")[0] == same

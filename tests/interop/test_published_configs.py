@@ -15,11 +15,10 @@ from jaxlm.interop.hf.family import (
     all_families,
     config_from_json,
     config_to_json,
-    edited_json,
     family_of_config,
-    family_of_json,
 )
 from jaxlm.interop.hf.folder import load_model, open_folder
+from jaxlm.interop.hf.form import edited_json, form_of_json
 from jaxlm.models.families.llama import LlamaConfig
 from jaxlm.models.rope import DynamicRotary
 from tests.engine.helpers import one_device
@@ -140,7 +139,7 @@ def test_transformers_ignores_the_keys_of_the_notes(tmp_path):
 def test_an_export_differs_from_its_source_only_where_training_changed_it(name):
     """Trained on shorter texts, no key changes; after another change, one does."""
     source = OPENED[name][0]
-    family = family_of_json(source, name)
+    family = form_of_json(source, name).family
     config, _ = config_from_json(family, source, name)
     kept = {key: value for key, value in source.items() if key != "auto_map"} | {"architectures": [family.architecture]}
     if family.model_types[0] == "gpt2":  # it has lost the rows of the positions

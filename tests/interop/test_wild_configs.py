@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 
 from jaxlm.core.errors import ConfigError
-from jaxlm.interop.hf.family import config_from_json, family_of_json
+from jaxlm.interop.hf.family import config_from_json
 from jaxlm.interop.hf.folder import load_model, open_folder
+from jaxlm.interop.hf.form import form_of_json
 from tests.engine.helpers import one_device
 from tests.interop.cases import FIRST, abstract_of, inputs_of, logits_of, tokens
 from tests.interop.wild import as_read, content_of, logits_of_transformers, opened
@@ -173,4 +174,4 @@ def test_a_damaged_key_that_is_only_noted_is_refused(value):
         "_sliding_window_pattern": value,
     }
     with pytest.raises(ConfigError, match=r"_sliding_window_pattern: .* which this family does not support"):
-        config_from_json(family_of_json(content, "config.json"), content, "config.json")
+        config_from_json(form_of_json(content, "config.json").family, content, "config.json")

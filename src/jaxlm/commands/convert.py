@@ -22,10 +22,9 @@ import numpy as np
 from jaxlm.core import tree
 from jaxlm.core.errors import ConfigError, Parser
 from jaxlm.core.publish import Location
-from jaxlm.interop.hf.folder import DTYPES, parse_dtype
+from jaxlm.interop.hf.folder import DTYPES, PARTS, Parts, parse_export_dtype
 from jaxlm.interop.hf.hub import check_upload, check_upload_name, local_folder, upload_folder
 from jaxlm.interop.hf.model_card import README, ModelCard
-from jaxlm.interop.hf.tensor_files import open_tensors
 from jaxlm.interop.hf.verify import verify_folder
 from jaxlm.interop.peft.names import BaseRows
 from jaxlm.interop.pretrained import hf_name
@@ -69,12 +68,16 @@ def main(arguments: Sequence[str]) -> int:
     opened = open_model(options.checkpoint, {}, options.adapter, options.weights)
     if options.upload is not None:
         check_upload("--upload")
-    dtype = opened.plan.precision.params if options.dtype is None else parse_dtype(options.dtype, "--dtype")
+    if options.adapters == "only" and (options.parts or options.dtype == "source"):
+        given = "--parts" if options.parts else "--dtype source"
+        raise ConfigError(f"{given}: given, but --adapters only writes no part of the source. Remove it")
+    dtype = opened.plan.precision.params if options.dtype is None else parse_export_dtype(options.dtype, "--dtype")
     with opened.plan.layout.use():
         if options.adapters == "only":
             _write_adapters(folder, opened, dtype, _card(opened, options.checkpoint, "peft"), verify=verify)
         else:
-            _write_model(folder, opened, dtype, _card(opened, options.checkpoint, "transformers"), verify=verify)
+            card = _card(opened, options.checkpoint, "transformers")
+            _write_model(folder, opened, dtype, card, verify=verify, parts=options.parts or "all")
     if options.upload is not None:
         step = "" if opened.step is None else f", step {opened.step}"
         print(f"pushed to {upload_folder(Path(folder), options.upload, f'{options.checkpoint}{step}')}")
@@ -105,12 +108,15 @@ def _card(opened: LoadedModel, name: str, library: str) -> ModelCard:
     return model_card(opened.plan, opened.model, opened.step, logged, library=library)
 
 
-def _write_model(folder: Location, opened: LoadedModel, dtype: Any, card: ModelCard, *, verify: bool) -> None:
+def _write_model(
+    folder: Location, opened: LoadedModel, dtype: Any, card: ModelCard, *, verify: bool, parts: Parts
+) -> None:
     plan = opened.plan
+    exporter = Exporter(plan, opened.tokenizer, opened.source(), dtype, parts)
     model = export_form(opened.load(), opened.surgeries)
-    exporter = Exporter(plan, opened.tokenizer, opened.source(), dtype)
     exporter.write(folder, model, opened.model, card, opened.merged)
-    print(f"wrote {opened.location} to {folder} as {jnp.dtype(dtype).name}")
+    kind = "in the dtypes of its source" if dtype is None else f"as {jnp.dtype(dtype).name}"
+    print(f"wrote {opened.location} to {folder} {kind}{exporter.describe(model)}")
     if verify:
         print(verify_folder(Path(folder), model, opened.model, plan.layout))
 
@@ -136,9 +142,10 @@ def _write_adapters(folder: Location, opened: LoadedModel, dtype: Any, card: Mod
         )
     model, saved, rows = opened.load(), saved_modules(opened.surgeries), None
     files = {README: card.text().encode()}
-    if base is not None and type(num_rows := opened.source().get("vocab_size")) is int:
-        rows = BaseRows(base, num_rows, lambda: open_tensors(local_folder(base, "--adapters only", weights=True)))
-    made_of = {"base": base or "", "files": files, "saved": saved, "rows": rows}
+    source = opened.source()
+    if base is not None and (num_rows := source.vocab_size) is not None:
+        rows = BaseRows(base, num_rows, lambda: source.by_modules(local_folder(base, "--adapters only", weights=True)))
+    made_of = {"base": base or "", "files": files, "saved": saved, "rows": rows, "modules": source.modules}
     save_peft(folder, model, opened.model, plan.layout, dtype=dtype, **made_of)
     print(f"wrote the adapters of {opened.location} to {folder}")
     if base is not None and verify:
@@ -190,7 +197,12 @@ def _parser(parts: Sequence[CommandPart]) -> argparse.ArgumentParser:
     add_adapter_option(to_hf)
     add = to_hf.add_argument
     add("--output_dir", required=True, help="folder or URL to create; it must not exist")
-    add("--dtype", help=f"dtype of the weights: {', '.join(DTYPES)} (default: as trained)")
+    kinds = f"{', '.join(DTYPES)}, or source for that of each tensor in the folder it was made from"
+    add("--dtype", help=f"dtype of the weights: {kinds} (default: as trained)")
+    meaning = (
+        "of a multimodal folder that the model was made from: copy the other parts too, or write the text model alone"
+    )
+    add("--parts", choices=PARTS, help=f"{meaning} (default all)")
     verified = "load the written folder again and compare its logits and tokens with the checkpoint's (default false)"
     add("--verify", choices=("true", "false"), default="false", help=verified)
     adapters = "merge LoRA adapters into the weights, or write only the adapters (default merge)"

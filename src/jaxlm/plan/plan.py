@@ -29,7 +29,7 @@ from jaxlm.engine.phases import Phase
 from jaxlm.evals.base import EvalPhase, check_evaluations
 from jaxlm.interop.hf.classifier import classifier_name, is_reward_model
 from jaxlm.interop.hf.family import config_to_json, family_of_config
-from jaxlm.interop.hf.folder import parse_dtype
+from jaxlm.interop.hf.folder import parse_export_dtype
 from jaxlm.interop.hf.hub import check_upload_name
 from jaxlm.interop.pretrained import hf_name
 from jaxlm.models.base import LanguageModel, ModelConfig, vocab_axis
@@ -278,7 +278,7 @@ def plan_references(config: RunConfig, phases: Sequence[Phase]) -> dict[str, Ref
 def check_hugging_face(config: RunConfig, tokenizer: str | BpeConfig, models: Sequence[ModelConfig]) -> None:
     """Raises `ConfigError` if the keys about Hugging Face import and export are invalid. Args: models: of the phases."""
     if config.hf_save_dtype is not None:
-        parse_dtype(config.hf_save_dtype, "hf_save_dtype")
+        parse_export_dtype(config.hf_save_dtype, "hf_save_dtype")
     if config.hf_save_path is not None:
         if is_url(config.hf_save_path):
             open_store(config.hf_save_path, "hf_save_path")

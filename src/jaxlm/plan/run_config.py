@@ -1,7 +1,7 @@
 """The configuration of a run, as frozen dataclasses."""
 
 from dataclasses import dataclass, replace
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 from jaxlm.controllers.base import ControllerConfig
 from jaxlm.controllers.early_stopping import UntilConfig
@@ -110,7 +110,10 @@ class RunConfig:
         hf_save_path: folder or URL (`gs://bucket/exports`) for Hugging Face checkpoints, saved as `step-N`; null saves none.
             Each run needs its own: a run that starts refuses one with another run's exports of its steps.
         hf_save_steps: steps between Hugging Face checkpoints. One more is saved after the last step.
-        hf_save_dtype: dtype of the saved weights: float32, bfloat16 or float16; null keeps the training dtype.
+        hf_save_dtype: dtype of the saved weights: float32, bfloat16, float16, or source for the one that each tensor has in
+            initialize_from_hf; null keeps the training dtype.
+        hf_save_parts: what the saved folders have of initialize_from_hf. `all` copies what is not trained, such as the vision
+            tower of a multimodal model, and keeps the form of that folder; `text` writes the text model alone.
         hf_upload: also push the folders in `hf_save_path` to this repository on the Hugging Face Hub (`owner/name`), one
             commit each; true names it after `trainer.id`, in your own account; null or false pushes nothing. A push that
             fails does not end the run.
@@ -139,6 +142,7 @@ class RunConfig:
     hf_save_path: str | None = field(None, on_resume="harmless")
     hf_save_steps: PositiveInt = field(10_000, on_resume="harmless")
     hf_save_dtype: str | None = field(None, on_resume="harmless")
+    hf_save_parts: Literal["all", "text"] = field("all", on_resume="harmless")
     hf_upload: bool | str | None = field(None, on_resume="harmless")
     dry_run: bool = field(False, on_resume="harmless")
 

@@ -27,9 +27,10 @@ from jaxlm.engine.checkpoint.store import CURSOR
 from jaxlm.engine.phases import Phase
 from jaxlm.engine.state import RunState
 from jaxlm.interop.hf.classifier import is_reward_model
-from jaxlm.interop.hf.folder import save_folder
+from jaxlm.interop.hf.folder import Parts, save_folder
 from jaxlm.interop.hf.hub import repository_of, upload_folder
 from jaxlm.interop.hf.model_card import README, ModelCard
+from jaxlm.interop.hf.source_folder import SourceFolder
 from jaxlm.interop.peft.merged import MergedAdapter, merged_file
 from jaxlm.interop.pretrained import hf_name
 from jaxlm.models.base import LanguageModel, ModelConfig
@@ -53,14 +54,26 @@ class Exporter:
 
     Attributes:
         tokenizer: is saved with the models.
-        source: config.json of the model that training began with; empty for random weights.
-        dtype: of the weights in the files.
+        source: the folder of the model that training began with.
+        dtype: of the weights in the files; None for that of the source's.
+        parts: of the source that the exports have.
     """
 
     plan: Plan
     tokenizer: Tokenizer
-    source: Mapping[str, Any]
+    source: SourceFolder
     dtype: Any
+    parts: Parts = "all"
+
+    def check(self, config: ModelConfig, rows: int) -> None:
+        """Raises `ConfigError` if `write` would for a model of this config. Args: rows: of its embedding."""
+        self.source.dtype_of(self.dtype)
+        if self.parts == "all":
+            self.source.check_fits(config, rows)
+
+    def describe(self, model: LanguageModel) -> str:
+        """What an export of this model has beside the text model; empty if there is nothing else."""
+        return self.source.describe_export("text" if is_reward_model(model) else self.parts)
 
     def write(
         self,
@@ -86,7 +99,7 @@ class Exporter:
             if is_reward_model(model):
                 card = replace(card, task="text-classification")
             files |= {README: card.text().encode(), **merged_file(merged)}
-        made_from = {"special_ids": self.tokenizer.special_ids, "source": self.source}
+        made_from = {"special_ids": self.tokenizer.special_ids, "source": self.source, "parts": self.parts}
         save_folder(folder, model, config, plan.layout, dtype=self.dtype, files=files, **made_from)
 
 
@@ -131,7 +144,7 @@ class ExportHook:
         except PublishError as error:
             self.log(f"warning: step {step}: not exported: {error}. To export it later, run jaxlm convert")
         else:
-            self.log(f"step {step}: exported to {folder}")
+            self.log(f"step {step}: exported to {folder}{self.exporter.describe(model)}")
         if self.upload is not None and is_taken(folder, LAST_EXPORTED):
             self._push(step, Path(folder), self.upload)
 

@@ -23,6 +23,8 @@ from jaxlm.engine.phases import Phase
 from jaxlm.evals.samples import prompt_ids
 from jaxlm.interop.hf.folder import ReadOptions, load_model, open_folder, parameter_dtype
 from jaxlm.interop.hf.hub import local_folder, may_be_repository
+from jaxlm.interop.hf.source_folder import SourceFolder, location_of_source
+from jaxlm.interop.hf.text_part import replaced_keys
 from jaxlm.interop.peft.merged import MergedAdapter, has_adapters_of, read_merged
 from jaxlm.models.base import LanguageModel, ModelConfig
 from jaxlm.models.inference.quantized import describe_weights, quantized
@@ -174,7 +176,7 @@ class LoadedModel:
         eval_batch: sequences per evaluation batch of the checkpoint's phase.
         is_hugging_face: whether prompts are tokenized as transformers does: what looks like a special token is one.
         merged: the adapters that its merged form contains.
-        source: reads config.json of the model that it was made from; empty for random weights.
+        source: reads the folder that it was made from.
     """
 
     location: Path | str
@@ -189,7 +191,7 @@ class LoadedModel:
     eval_batch: int
     is_hugging_face: bool = False
     merged: tuple[MergedAdapter, ...] = ()
-    source: Callable[[], Mapping[str, Any]] = dict
+    source: Callable[[], SourceFolder] = SourceFolder
 
     @functools.cached_property
     def tokenizer(self) -> Tokenizer:
@@ -371,6 +373,7 @@ def _open_hf_model(
     config = decode_run(override(ConfigSource(defaults), dict(keys), spelling.key), None)
     options = ReadOptions(skip_keys=config.hf_skip_keys, log=to_stderr)
     opened = open_folder(folder, options)
+    content = replaced_keys(read_json_object(folder / "config.json"), {}, config.hf_skip_keys)
     if not opened.config.is_causal:  # such a model predicts hidden tokens, and is evaluated on them
         objective = {"type": ObjectiveConfig.of_role("hidden_tokens")}
         defaults |= {"objective": objective, "data": {**defaults["data"], "masking": {}}}
@@ -404,7 +407,7 @@ def _open_hf_model(
         eval_batch=plan.batches.eval,
         is_hugging_face=True,
         merged=merged,
-        source=lambda: read_json_object(folder / "config.json"),
+        source=lambda: SourceFolder.read(folder, location_of_source(name, folder), content, opened.config),
     )
 
 

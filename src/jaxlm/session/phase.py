@@ -34,7 +34,6 @@ from jaxlm.engine.phases import Phase
 from jaxlm.engine.state import RunState
 from jaxlm.evals.base import EvalConfig, EvalContext
 from jaxlm.evals.objective import ObjectiveEval
-from jaxlm.interop.hf.folder import parse_dtype
 from jaxlm.models.base import LanguageModel
 from jaxlm.objectives.base import Metrics, ObjectiveConfig
 from jaxlm.objectives.next_token import score_batch
@@ -114,7 +113,7 @@ def open_data(plan: Plan, tokenizer: Tokenizer, phase: Phase, log: Log) -> Data:
 
 def _services(run: Run, phase: Phase) -> RunServices:
     plan, tokenizer = run.plan, run.saved_tokenizer
-    exporter, surgeries = run.exporter(plan.precision.params), plan.state_builder.surgeries_until(phase)
+    exporter, surgeries = replace(run.exporter, dtype=plan.precision.params), plan.state_builder.surgeries_until(phase)
     export = lambda model, folder: exporter.write(folder, export_form(model, surgeries), phase.model)  # noqa: E731
     shared = (plan.precision, run.console.log, tokenizer.stop_ids, run.clock.progress)
     options = step_options(plan)
@@ -298,13 +297,11 @@ def _context(
 
 
 def _open_exports(run: Run, phase: Phase, evaluations: EvalHook) -> list[ExportHook]:
-    config, dtype = run.plan.config, run.plan.precision.params
+    config = run.plan.config
     if config.hf_save_path is None:
         return []
-    if config.hf_save_dtype is not None:
-        dtype = parse_dtype(config.hf_save_dtype, "hf_save_dtype")
     folder = location_of(config.hf_save_path)
-    target = (folder, config.hf_save_steps, phase, run.exporter(dtype), run.console.log)
+    target = (folder, config.hf_save_steps, phase, run.exporter, run.console.log)
     return [ExportHook(*target, latest=lambda: evaluations.latest, upload=upload_repository(config))]
 
 

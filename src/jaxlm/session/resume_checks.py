@@ -20,6 +20,7 @@ from jaxlm.data.tokenizer.tokenizer import Tokenizer, load_tokenizer
 from jaxlm.engine.checkpoint.manifest import Cursor, DamagedError
 from jaxlm.engine.checkpoint.store import Checkpoint
 from jaxlm.engine.phases import Phase
+from jaxlm.interop.hf.source_folder import SourceFolder
 from jaxlm.models.base import ModelConfig
 from jaxlm.observe.environment import computing
 from jaxlm.plan.load_config import as_run_config, read_config
@@ -31,7 +32,7 @@ from jaxlm.reading.effects import CONTENT, HARMLESS, ROUNDING, Effect, effect_of
 from jaxlm.session.compilation.options import StepOptions, step_options
 from jaxlm.session.init_from import InitFrom, expected_cursor
 from jaxlm.session.references import references_identity
-from jaxlm.session.source import SOURCE
+from jaxlm.session.source import source_files
 
 # Files in a checkpoint's `run/` folder, next to config.yaml.
 DATA_IDENTITY = "data.json"
@@ -105,7 +106,7 @@ def _read_saved_run(checkpoint: Checkpoint) -> SavedRun:
         )
 
 
-def run_files(plan: Plan, of_data: Tokenizer, tokenizer: Tokenizer, source: Mapping[str, Any]) -> dict[str, bytes]:
+def run_files(plan: Plan, of_data: Tokenizer, tokenizer: Tokenizer, source: SourceFolder) -> dict[str, bytes]:
     """Returns the files in the folder `run/` of every checkpoint.
 
     Args:
@@ -116,7 +117,7 @@ def run_files(plan: Plan, of_data: Tokenizer, tokenizer: Tokenizer, source: Mapp
         DATA_IDENTITY: json.dumps(data_identity(plan)),
         RENDERING: json.dumps(rendering(plan, of_data)),
         ENVIRONMENT: json.dumps(computing_facts(plan.config, step_options(plan)), indent=1),
-        SOURCE: json.dumps(source),
+        **source_files(source),
     }
     if plan.refs:
         texts[REFERENCES_IDENTITY] = json.dumps(references_identity(plan))

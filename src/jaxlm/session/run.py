@@ -22,7 +22,9 @@ from jaxlm.engine.peers import is_lost_peer
 from jaxlm.engine.preemption import StopRequest
 from jaxlm.engine.state import RunState
 from jaxlm.engine.sync import FlagSync
+from jaxlm.interop.hf.folder import parse_export_dtype
 from jaxlm.interop.hf.hub import check_upload
+from jaxlm.interop.hf.source_folder import SourceFolder
 from jaxlm.observe import records
 from jaxlm.observe.callbacks import CallbackContext, Callbacks, open_callbacks
 from jaxlm.observe.completions import CompletionLog
@@ -241,7 +243,7 @@ class Run:
     Attributes:
         tokenizer: as the run's data is tokenized with it.
         saved_tokenizer: as it is saved with the model.
-        source: config.json of the model that training began with; empty for random weights.
+        source: the folder of the model that training began with.
         clock: what this process spends its time on.
         flag_sync: how the processes agree to save or stop.
         on_start: what is written when the run begins: its records, and the checkpoint that it resumes from.
@@ -250,7 +252,7 @@ class Run:
     plan: Plan
     tokenizer: Tokenizer
     saved_tokenizer: Tokenizer
-    source: Mapping[str, Any]
+    source: SourceFolder
     console: Console
     clock: ActivityClock
     records: RunRecords
@@ -258,9 +260,10 @@ class Run:
     flag_sync: FlagSync
     on_start: OnStart
 
-    def exporter(self, dtype: Any) -> Exporter:
-        """Writes the run's models with weights of this dtype."""
-        return Exporter(self.plan, self.saved_tokenizer, self.source, dtype)
+    @property
+    def exporter(self) -> Exporter:
+        """Writes the run's models as its configuration says."""
+        return _exporter(self.plan, self.saved_tokenizer, self.source)
 
 
 @contextlib.contextmanager
@@ -278,6 +281,9 @@ def open_run(
     on_start, source = OnStart(), source_of_run(plan, init_from)
     saved_tokenizer = tokenizer_to_save(tokenizer, plan)
     files = run_files(plan, tokenizer, saved_tokenizer, source)
+    if plan.config.hf_save_path is not None:
+        for model in {phase.model: None for phase in plan.phases}:
+            _exporter(plan, saved_tokenizer, source).check(model, plan.state_builder.Vocab.size)
     plan.checkpoints.prepare()
     if is_url(exports := plan.config.hf_save_path or ""):
         main_only(lambda: check_store_writable(exports, "hf_save_path"))
@@ -288,6 +294,12 @@ def open_run(
         with open_writer(plan, files, init_from, console.log, clock, check_lease, flush) as writer:
             opened = (console, clock, records, writer, FlagSync(plan.layout, stop), on_start)
             yield Run(plan, tokenizer, saved_tokenizer, source, *opened)
+
+
+def _exporter(plan: Plan, tokenizer: Tokenizer, source: SourceFolder) -> Exporter:
+    name = plan.config.hf_save_dtype
+    dtype = plan.precision.params if name is None else parse_export_dtype(name, "hf_save_dtype")
+    return Exporter(plan, tokenizer, source, dtype, plan.config.hf_save_parts)
 
 
 def tokenizer_to_save(tokenizer: Tokenizer, plan: Plan) -> Tokenizer:

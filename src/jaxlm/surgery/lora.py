@@ -31,6 +31,7 @@ from jaxlm.core.runtime import main_first
 from jaxlm.core.sharding import Layout
 from jaxlm.core.values.batch_types import TokenBatch
 from jaxlm.interop.hf.family import family_of_config
+from jaxlm.interop.hf.text_part import TEXT_ALONE, Modules
 from jaxlm.interop.hf.weights import axis_sizes
 from jaxlm.interop.peft.names import BaseRows
 from jaxlm.interop.peft.read import ReadAdapters, lora_keys, peft_folder, read_adapters
@@ -527,6 +528,7 @@ def save_peft(
     files: Mapping[str, bytes] | None = None,
     saved: Sequence[str] = (),
     rows: BaseRows | None = None,
+    modules: Modules = TEXT_ALONE,
 ) -> None:
     """Writes only the adapters of a model, in PEFT's format. Every process must call this.
 
@@ -535,6 +537,7 @@ def save_peft(
         files: additional files to write, such as the model card.
         saved: regular expressions for the paths of other parameters to write (`saved_modules`).
         rows: the vocabulary of the base; None if it has the model's.
+        modules: of the base.
     """
     linear = dict(tree.modules_by_path(model, LoraLinear))
     dropouts = {path: layer.dropout for path, layer in linear.items()}
@@ -565,4 +568,5 @@ def save_peft(
         arrays = (a, b, change.magnitude)
         adapters.append(Adapter(whole, layers, *arrays, change.In, change.Out, pairs, dropouts.get(path)))
     adapted = Adapted(adapters, also, tables, shared, body.num_layers, axis_sizes(tree.leaves(model)))
-    save_adapters(folder, adapted, config, layout, dtype=dtype, base=base, files=files or {}, rows=rows)
+    of_base = {"base": base, "rows": rows, "base_modules": modules}
+    save_adapters(folder, adapted, config, layout, dtype=dtype, files=files or {}, **of_base)

@@ -23,6 +23,12 @@ _TYPES = (
 REBUILT = (None, *f"{_TYPES} qwen3_moe qwen3_next roberta smollm3 starcoder2".split())
 
 
+def with_text_level(model: Mapping[str, Any]) -> dict[str, Any]:
+    """The keys of a config.json. A multimodal model has those about tokens at the top or among those of its text model."""
+    inner = model.get("text_config")
+    return {**(inner if isinstance(inner, Mapping) else {}), **model}
+
+
 def add_folder_settings(
     backend: "tokenizers.Tokenizer",
     settings: Mapping[str, Any],

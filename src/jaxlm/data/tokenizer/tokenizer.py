@@ -18,7 +18,7 @@ from jaxlm.core.hashing import note_file
 from jaxlm.core.safe_io import SMALL, read_bytes, read_json_object
 from jaxlm.core.values.sums import DummyPrefix
 from jaxlm.data.tokenizer.content import check_content
-from jaxlm.data.tokenizer.folder_settings import add_folder_settings, template_in
+from jaxlm.data.tokenizer.folder_settings import add_folder_settings, template_in, with_text_level
 
 if TYPE_CHECKING:
     import tokenizers
@@ -101,7 +101,7 @@ class Tokenizer:
         self.bos_id = bos_id
         self.eos_id = eos_id
         self._extra_files = dict(extra_files or {})
-        model = json.loads(self._extra_files.get(_MODEL, b"{}"))
+        model = with_text_level(json.loads(self._extra_files.get(_MODEL, b"{}")))
         self._model_ids = {key: model[key] for key in _MODEL_KEYS if key in model}
         generation = json.loads(self._extra_files.get(_GENERATION, b"{}"))
         listed = [*_as_list(generation.get("eos_token_id")), *_as_list(self._model_ids.get("eos_token_id")), eos_id]
@@ -459,7 +459,8 @@ def boundary_ids(tokenizer: Tokenizer, *, bos: bool | None, eos: bool) -> tuple[
 
 
 def _special_id(backend: "tokenizers.Tokenizer", file: Path, side: str) -> int | None:
-    settings, model = _read_json(file.with_name("tokenizer_config.json")), _read_json(file.with_name("config.json"))
+    settings = _read_json(file.with_name("tokenizer_config.json"))
+    model = with_text_level(_read_json(file.with_name("config.json")))
     if f"{side}_token" in settings:
         token = settings[f"{side}_token"]
         name = token.get("content") if isinstance(token, dict) else token

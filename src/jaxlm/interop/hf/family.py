@@ -8,7 +8,6 @@ numbers. A key that another family uses to change them is refused all the same: 
 computed without it.
 """
 
-import contextlib
 import dataclasses
 import functools
 import importlib
@@ -18,10 +17,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from jaxlm.core.axes import POSITION
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.field_types import check_field
 from jaxlm.core.safe_io import read_bytes
+from jaxlm.interop.hf.text_part import Kept, TextPart
 from jaxlm.interop.hf.weights import Tensor
 from jaxlm.models.base import ModelConfig, as_family
 from jaxlm.reading.choices import sources
@@ -203,7 +202,8 @@ class Family:
         architecture: class name in transformers of the model with the language-model head.
         config: model config class in jaxlm.
         keys: all relevant keys of config.json.
-        tensors: the table of weights for a model config.
+        tensors: the table of weights for a model config. Exports have it, unless their source has another.
+        layouts: further tables that folders have. The one that fits the tensors of a folder is read.
         prefix: prefix of tensor names; files of a model without its head omit it.
         unused: regular expressions for tensors that are not parameters (masks, rotary frequencies).
         modeling: file with the code of the model, which exports bring, if transformers has none. Its classes are called
@@ -211,6 +211,10 @@ class Family:
         aliases: another name of a key of config.json -> the name in `keys`. Of both, transformers follows the alias.
         respelled: fields of the model config that describe the same model in several ways, of which an imported config
             has only one.
+        text: the multimodal folders whose text part is such a model.
+        kept: regular expressions for the beginnings of names of tensors that this model does not have, and exports copy, such
+            as those of further layers that predict more tokens (MTP).
+        keeps_later_layers: whether layers with larger numbers than the model has are such tensors.
     """
 
     model_types: tuple[str, ...]
@@ -223,6 +227,15 @@ class Family:
     modeling: Path | None = None
     respelled: tuple[str, ...] = ()
     aliases: Mapping[str, str] = field(default_factory=dict)
+    layouts: tuple[Callable[[Any], Sequence[Tensor]], ...] = ()
+    text: tuple[TextPart, ...] = ()
+    kept: tuple[str, ...] = ()
+    keeps_later_layers: bool = False
+
+    def kept_tensors(self, part: TextPart | None, num_layers: int) -> Kept:
+        """The tensors of a folder that exports copy. Args: part: of a multimodal folder."""
+        patterns = (*self.kept, *(part.kept if part else ()))
+        return Kept(patterns, num_layers if self.keeps_later_layers else None, f"{self.prefix}layers.")
 
     def modeling_files(self) -> dict[str, bytes]:
         """Name -> content of the files with the code of the model; none if transformers has it."""
@@ -236,17 +249,6 @@ class Family:
             return {}
         classes = {"AutoConfig": self.config.__name__, "AutoModelForCausalLM": self.architecture}
         return {"auto_map": {auto: f"{self.modeling.stem}.{name}" for auto, name in classes.items()}}
-
-
-_LATENT = "its attention is multi-head latent attention (MLA), with compressed keys and values"
-_LLAMA4 = "its attention is chunked, with scores that depend on the position, and its experts scale their inputs"
-_GEMMA3N = "it has embeddings for every layer, alternating updates (AltUp) and layers that share keys and values"
-_UNSUPPORTED = {
-    **dict.fromkeys(("deepseek_v2", "deepseek_v3"), _LATENT),
-    **dict.fromkeys(("llama4", "llama4_text"), _LLAMA4),
-    **dict.fromkeys(("gemma3n", "gemma3n_text"), _GEMMA3N),
-}
-"""Why families that users ask for have no model here."""
 
 
 @functools.cache
@@ -266,20 +268,6 @@ def family_of_config(config: ModelConfig) -> Family:
     raise ConfigError(
         f"model.type: {type(config).__name__} has no equivalent in Hugging Face transformers. Supported: {known}"
     )
-
-
-def family_of_json(content: Mapping[str, Any], where: str) -> Family:
-    """The family of a config.json. Raises `ConfigError` if it is unknown."""
-    model_type = content.get("model_type")
-    for family in all_families():
-        if model_type in family.model_types:
-            return family
-    known = ", ".join(kind for family in all_families() for kind in family.model_types)
-    if isinstance(model_type, str) and model_type in _UNSUPPORTED:
-        raise ConfigError(
-            f"{where}: model_type '{model_type}' is not supported: {_UNSUPPORTED[model_type]}. Supported: {known}"
-        )
-    raise ConfigError(f"{where}: unknown model_type '{model_type}'. Known: {known}")
 
 
 def config_from_json(family: Family, content: Mapping[str, Any], where: str) -> tuple[ModelConfig, tuple[str, ...]]:
@@ -351,6 +339,11 @@ def _fields_of(family: Family, content: Mapping[str, Any]) -> tuple[Json, list[s
     return fields, notes, problems
 
 
+def key_problems(family: Family, content: Mapping[str, Any]) -> list[str]:
+    """What is wrong with the keys of a config.json that a family reads."""
+    return _fields_of(family, content)[2]
+
+
 def _check_fixed(key: FixedKey, content: Mapping[str, Any]) -> None:
     value = content.get(key.theirs, key.value)
     if value != key.value and value not in key.others:
@@ -389,37 +382,6 @@ def config_to_json(family: Family, config: ModelConfig) -> Json:
         )
     kind = {"architectures": [family.architecture], "model_type": family.model_types[0]}
     return {**kind, **family.code_keys(), **written}
-
-
-def edited_json(family: Family, config: ModelConfig, source: Mapping[str, Any]) -> Json:
-    """Writes the config.json of a model that was made from another: that of the `source`, with the keys that differ.
-
-    A model that was trained on shorter texts keeps the source's length, unless it has lost rows of its table of positions, or
-    has another rotary embedding.
-    """
-    where, config = "the config.json of the source", as_family(config)
-    if source.get("model_type") not in family.model_types:
-        return config_to_json(family, config)
-    try:
-        original, _ = config_from_json(family, source, where)
-    except ConfigError:  # the run skips keys of it
-        return config_to_json(family, config)
-    is_learned = any((POSITION,) in part.dims for tensor in family.tensors(config) for part in tensor.parts)
-    if config.seq_len < original.seq_len and config.rotary == original.rotary and not is_learned:
-        config = dataclasses.replace(config, seq_len=original.seq_len)
-    before, after = config_to_json(family, original), config_to_json(family, config)
-    changed = {key: value for key, value in after.items() if key not in before or before[key] != value}
-    dropped = {
-        *(key for key in before if key not in after),
-        *(a for a, own in family.aliases.items() if own in changed),
-    }
-    edited = {key: value for key, value in source.items() if key not in {*dropped, "auto_map"}} | changed
-    edited |= {key: after[key] for key in ("architectures", "auto_map") if key in after}
-    # Else the source says it in several ways, of which only some were changed.
-    with contextlib.suppress(ConfigError):
-        if config_to_json(family, config_from_json(family, edited, where)[0]) == after:
-            return edited
-    return after
 
 
 # Fields that only affect how the model is computed, and fields that may be null here but are numbers in config.json.

@@ -6,12 +6,12 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import MappingProxyType
-from typing import Any
+from typing import Any, Literal
 
 import jax.numpy as jnp
 import numpy as np
 
+from jaxlm.core import tree
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.hashing import note_file
 from jaxlm.core.publish import Location, PublishError, check_unused, publish_folder
@@ -19,16 +19,12 @@ from jaxlm.core.runtime import is_main_process
 from jaxlm.core.safe_io import read_json_object
 from jaxlm.core.sharding import Layout
 from jaxlm.interop.hf.classifier import SCORE, classifier_keys, classifier_tensors, is_classifier, is_reward_model
-from jaxlm.interop.hf.family import (
-    Family,
-    Json,
-    config_from_json,
-    edited_json,
-    family_of_config,
-    family_of_json,
-)
+from jaxlm.interop.hf.family import Family, Json, config_from_json, family_of_config
+from jaxlm.interop.hf.form import Form, edited_json, form_of_json, form_of_source
 from jaxlm.interop.hf.load import Change, differing_head, load_weights
-from jaxlm.interop.hf.tensor_files import RenamedTensors, most_common_dtype, open_tensors, unread_indices
+from jaxlm.interop.hf.source_folder import NO_SOURCE, SourceFolder
+from jaxlm.interop.hf.tensor_files import most_common_dtype, open_tensors, renamed, unread_indices
+from jaxlm.interop.hf.text_part import Names, replaced_keys
 from jaxlm.interop.hf.weights import TensorWriter
 from jaxlm.models.base import LanguageModel, ModelConfig, as_family
 
@@ -38,13 +34,28 @@ _PARAMETER_DTYPES = ("float32", "bfloat16")
 _GENERATION = "generation_config.json"
 LARGEST_FILE = 5_000_000_000
 """Maximum size of a weights file in bytes."""
+PARTS = ("all", "text")
+Parts = Literal["all", "text"]
+"""What an export has of its source: all parts, or only the text model."""
+_AS_IN_SOURCE = "source"
 
 
 def parse_dtype(name: str, key: str) -> Any:
-    """The export dtype of this name. Raises `ConfigError` if it is not supported."""
+    """The dtype of this name. Raises `ConfigError` if it is not supported."""
     if name not in DTYPES:
         raise ConfigError(f"{key}: '{name}' given. Allowed: {', '.join(DTYPES)}")
     return DTYPES[name]
+
+
+def parse_export_dtype(name: str, key: str) -> Any:
+    """The dtype of exported weights of this name; None for `source`, the one that each tensor has in the source.
+
+    Raises:
+        ConfigError: it is not supported.
+    """
+    if name not in (allowed := (*DTYPES, _AS_IN_SOURCE)):
+        raise ConfigError(f"{key}: '{name}' given. Allowed: {', '.join(allowed)}")
+    return DTYPES.get(name)
 
 
 @dataclass(frozen=True)
@@ -52,7 +63,7 @@ class ReadOptions:
     """Says how the files of another program are read.
 
     Attributes:
-        rules: `RenamedTensors` rules from their tensor names to the Hugging Face names. With any, config.json is not read.
+        rules: `renamed`'s rules from their tensor names to the Hugging Face names. With any, config.json is not read.
         skip_keys: keys of config.json to read as if they were not there.
         skipped_by: the key of the configuration that names them, for messages.
         log: gets the notes about config.json when the weights are loaded.
@@ -76,11 +87,13 @@ class PretrainedModel:
     Attributes:
         vocab_size: number of rows of the embedding; may be larger than the number of tokens.
         notes: what is ignored or read in another way than config.json says.
+        form: of the folder; None if it is not in Hugging Face's.
     """
 
     config: ModelConfig
     vocab_size: int
     notes: tuple[str, ...] = ()
+    form: Form | None = None
 
 
 def load_model(
@@ -98,8 +111,11 @@ def load_model(
     Raises:
         ConfigError: the weights do not fit the model; lists all tensors that are missing or do not fit.
     """
-    config, vocab_size, unused = as_family(config), None, ()
-    if not options.rules:
+    config, source, vocab_size, unused = as_family(config), open_tensors(path), None, ()
+    form = Form(family_of_config(config))
+    if options.rules:
+        source = renamed(source, options.rules)
+    else:
         opened = open_folder(path, options)
         theirs = family_of_config(opened.config)
         if not isinstance(config, theirs.config):
@@ -107,19 +123,19 @@ def load_model(
                 f"model.type: {type(config).__name__} given, but {path} contains a {theirs.model_types[0]} model."
                 " Set use_hf_model_config: true, or set model.type"
             )
-        vocab_size = opened.vocab_size
+        vocab_size, form = opened.vocab_size, opened.form or form
         unused = (re.escape(SCORE),) if is_classifier(read_json_object(path / "config.json")) else ()
         for note in opened.notes:
             options.log(f"note: {note}")
-    family, source = family_of_config(config), open_tensors(path)
+        source = form.tensors(source, config)
     return load_weights(
         abstract,
-        family.tensors(config),
-        RenamedTensors(source, options.rules) if options.rules else source,
+        form.table(config, form.layout(source, config, dict(tree.leaves(abstract)))),
+        source,
         layout,
         where=str(path),
-        prefix=family.prefix,
-        unused=(*family.unused, *unused),
+        prefix=form.family.prefix,
+        unused=(*form.family.unused, *unused),
         vocab_size=vocab_size,
         changes=options.changes,
     )
@@ -137,16 +153,17 @@ def open_folder(path: Path, options: ReadOptions = AS_THEY_ARE) -> PretrainedMod
         hint = f". Did you mean {inside[-1].parent}?" if inside else ""
         raise ConfigError(f"{path}: config.json not found. It is required to know the model of the weights{hint}")
     note_file(file)
-    content = _without(read_json_object(file), options.skip_keys, f"{options.skipped_by}: ", file)
-    family = family_of_json(content, str(file))
-    vocab_size = content.get("vocab_size")
+    content = read_json_object(file)
+    form = form_of_json(content, str(file))
+    level = _without(form.level(content), options.skip_keys, f"{options.skipped_by}: ", file)
+    vocab_size = level.get("vocab_size")
     if type(vocab_size) is not int or vocab_size < 1:
         raise ConfigError(f"{file}: vocab_size: {vocab_size!r} given, an integer of 1 or more expected")
-    config, notes = config_from_json(family, content, str(file))
-    config, more = _untied_if_different(path, family, config)
+    config, notes = config_from_json(form.family, level, str(file))
+    config, more = _untied_if_different(path, form, config)
     if is_classifier(content):
         config, more = _tied(path, config)
-    return PretrainedModel(config, vocab_size, (*notes, *unread_indices(path), *more))
+    return PretrainedModel(config, vocab_size, (*notes, *unread_indices(path), *more), form)
 
 
 def _tied(path: Path, config: Any) -> tuple[ModelConfig, tuple[str, ...]]:
@@ -166,7 +183,7 @@ def _without(content: Json, skip_keys: Sequence[str], where: str, file: Path) ->
     return {name: value for name, value in content.items() if name not in skip_keys}
 
 
-def _untied_if_different(path: Path, family: Family, config: Any) -> tuple[ModelConfig, tuple[str, ...]]:
+def _untied_if_different(path: Path, form: Form, config: Any) -> tuple[ModelConfig, tuple[str, ...]]:
     """The config without tied embeddings, and a note, if the weights have another head. transformers does the same."""
     if not getattr(config, "tie_word_embeddings", False):
         return config, ()
@@ -174,7 +191,7 @@ def _untied_if_different(path: Path, family: Family, config: Any) -> tuple[Model
         source = open_tensors(path)
     except ConfigError:  # not downloaded yet; loading the weights reports what is wrong with them
         return config, ()
-    head = differing_head(family.tensors(config), source, family.prefix)
+    head = differing_head(form.table(config), form.tensors(source, config), form.family.prefix)
     if head is None:
         return config, ()
     note = f"{path}: tie_word_embeddings is true, but {head} differs from the token embedding, so they are not tied"
@@ -187,6 +204,7 @@ def parameter_dtype(path: Path) -> tuple[str, str | None]:
     The folder asks with `dtype` or `torch_dtype` in config.json, or with the dtype of most of its weights.
     """
     content = read_json_object(path / "config.json")
+    content = form_of_json(content, str(path / "config.json")).level(content)
     dtype = str(content.get("dtype") or content.get("torch_dtype")).removeprefix("torch.")
     name = dtype if dtype in DTYPES else most_common_dtype(open_tensors(path)).name
     if name in _PARAMETER_DTYPES:
@@ -206,7 +224,8 @@ def save_folder(
     dtype: Any,
     files: Mapping[str, bytes],
     special_ids: Mapping[str, int | list[int] | None],
-    source: Mapping[str, Any] = MappingProxyType({}),
+    source: SourceFolder = NO_SOURCE,
+    parts: Parts = "all",
     largest_file: int = LARGEST_FILE,
 ) -> None:
     """Exports a model in the format of transformers. Every process must call this; process 0 writes.
@@ -214,48 +233,79 @@ def save_folder(
     The write is atomic: the folder is complete or absent. At most one tensor at a time is in host memory.
 
     Args:
-        model: a model of `config`, without adapters. One with a reward head becomes a sequence classifier.
-        dtype: dtype of the weights in the files.
+        model: a model of `config`, without adapters. One with a reward head becomes a sequence classifier, which has the text
+            model alone.
+        dtype: dtype of the weights in the files; None for the one that each tensor has in the source.
         files: additional files to write, such as the tokenizer's. Without a generation_config.json among them, one with
             the special ids is written.
         special_ids: `bos_token_id`, `eos_token_id` and `pad_token_id`. Ids that the model does not have become null.
-        source: config.json of the model that it was made from; empty for random weights.
+        source: the folder that it was made from. The export has its form.
+        parts: `text` leaves out what the source has beside the text model.
         largest_file: maximum size of a weights file in bytes.
 
     Raises:
-        ConfigError: config.json cannot represent the model, or the folder already exists.
-        PublishError: on process 0, the folder cannot be written or uploaded.
+        ConfigError: config.json cannot represent the model, the folder already exists, or the model has another structure
+            than the parts of the source that it is to be written with.
+        PublishError: on process 0, the folder cannot be written or uploaded, or a part of the source is missing or has
+            changed.
     """
     check_unused(folder, "config.json")
-    family = family_of_config(config)
-    # Write null ids explicitly: some classes have defaults that are out of range for a small vocabulary.
-    none = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
+    family, is_reward = family_of_config(config), is_reward_model(model)
+    if is_reward or parts == "text":
+        source = source.text_alone()
+    source.check_fits(config, model.Vocab.size)
     special_ids = {key: _known_ids(ids, model.Vocab.size) for key, ids in special_ids.items()}
-    vocabulary = {"vocab_size": model.Vocab.size, **none, **special_ids}
-    if source.get("vocab_size") == model.Vocab.size:
-        vocabulary = {key: value for key, value in vocabulary.items() if key in source or value is not None}
-    keys = edited_json(family, config, source)
-    described = {**keys, **vocabulary, "dtype" if "dtype" in keys else "torch_dtype": np.dtype(dtype).name}
-    described.setdefault("use_cache", True)
-    tensors, left_out = list(family.tensors(as_family(config))), set()
-    if is_reward_model(model):
+    form = form_of_source(family, source.config)
+    described = _described(family, form, config, model.Vocab.size, special_ids, source, dtype)
+    table, left_out = list((form or Form(family)).table(config, source.layout if form else 0)), set()
+    if is_reward:
         described |= classifier_keys(family.architecture, special_ids)
-        tensors, left_out = classifier_tensors(tensors)
-    writer = TensorWriter(model, tensors, layout, np.dtype(dtype), left_out)
+        table, left_out = classifier_tensors(table)
+    names = Names() if form is None else source.names
+    writer = TensorWriter(model, names.of_table(table), layout, source.dtype_of(dtype), left_out)
     if not is_main_process():
         writer.join_others()
         return
     try:
         with publish_folder(folder, "config.json") as unfinished:
-            for name, content in (*files.items(), *family.modeling_files().items()):
+            opened = source.open() if source.kept or source.files else None
+            copied = {} if opened is None else {name: content for name, content in opened.files() if name not in files}
+            for name, content in (*copied.items(), *files.items(), *family.modeling_files().items()):
                 (unfinished / name).write_bytes(content)
             _write_json(unfinished / "config.json", described)
             if _GENERATION not in files:
                 _write_json(unfinished / _GENERATION, {"_from_model_config": True, **special_ids})
-            writer.write(unfinished, largest_file)
+            writer.write(unfinished, largest_file, opened)
     except PublishError:
         writer.join_others()
         raise
+
+
+def _described(
+    family: Family,
+    form: Form | None,
+    config: ModelConfig,
+    vocab_size: int,
+    special_ids: Mapping[str, Any],
+    source: SourceFolder,
+    dtype: Any,
+) -> Json:
+    """The content of config.json. Without a source, it says everything; otherwise, it changes what is different."""
+    keys = edited_json(family, config, source.config, untied=source.untied)
+    name = source.dtype if dtype is None else np.dtype(dtype).name
+    # Write null ids explicitly: some classes have defaults that are out of range for a small vocabulary.
+    none = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
+    new = {"vocab_size": vocab_size, **none, **special_ids}
+    if form is None:
+        return {"use_cache": True, **keys, **new, "dtype" if "dtype" in keys else "torch_dtype": name}
+    level = form.level(keys)
+    if level["vocab_size"] == vocab_size:
+        new = {key: value for key, value in new.items() if key in level}
+    dtypes = [key for key in ("dtype", "torch_dtype") if key in level]
+    if not dtypes and name != source.dtype:
+        dtypes = ["torch_dtype"]
+    new |= dict.fromkeys(dtypes, name)
+    return replaced_keys(keys, {key: v for key, v in new.items() if key not in level or level[key] != v}, ())
 
 
 def _known_ids(ids: Any, vocab_size: int) -> int | list[int] | None:

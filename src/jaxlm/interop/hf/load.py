@@ -17,7 +17,7 @@ from jaxlm.core import tree
 from jaxlm.core.axes import LAYERS
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.sharding import Layout
-from jaxlm.interop.hf.tensor_files import RenamedTensors, TensorSource
+from jaxlm.interop.hf.tensor_files import TensorSource, renamed
 from jaxlm.interop.hf.weights import Tensor, expanded
 from jaxlm.models.base import LanguageModel
 
@@ -60,7 +60,7 @@ def load_weights(
     """
     leaves, source = dict(tree.leaves(abstract)), _with_embedding(tensors, source, prefix)
     omitted = _omitted(prefix, source)
-    problems = _misfits(tensors, omitted, source, leaves, unused)
+    problems = misfits(tensors, source, leaves, prefix=prefix, unused=unused)
     if vocab_size is not None:
         problems += _cut_rows(tensors, omitted, source, vocab_size)
     _raise_if_any([*problems, *_lost_head(tensors, source, prefix)], where)
@@ -119,7 +119,7 @@ def _with_embedding(tensors: Sequence[Tensor], source: TensorSource, prefix: str
     head = next((name for name in _HEADS if name in source.tensors), None)
     if head is None or embedding in source.tensors or any(tensor.name in _HEADS for tensor in tensors):
         return source
-    return RenamedTensors(source, {re.escape(head): embedding, "(.*)": r"\1"})
+    return renamed(source, {re.escape(head): embedding, "(.*)": r"\1"})
 
 
 def _lost_head(tensors: Sequence[Tensor], source: TensorSource, prefix: str) -> list[str]:
@@ -142,11 +142,16 @@ def _cut_rows(tensors: Sequence[Tensor], omitted: str, source: TensorSource, voc
     return [f"{name}: {rows} rows in the file, but vocab_size is {vocab_size} in config.json, which would cut rows"]
 
 
-def _misfits(
-    tensors: Sequence[Tensor], omitted: str, source: TensorSource, leaves: Mapping[str, Any], unused: Sequence[str]
+def misfits(
+    tensors: Sequence[Tensor],
+    source: TensorSource,
+    leaves: Mapping[str, Any],
+    *,
+    prefix: str,
+    unused: Sequence[str] = (),
 ) -> list[str]:
-    """The tensors that are missing, unexpected, or have another shape."""
-    available = source.tensors
+    """The tensors that are missing, unexpected, or have another shape. Arguments as of `load_weights`."""
+    available, omitted = source.tensors, _omitted(prefix, source)
     problems, expected = [], set()
     for name, tensor, _ in expanded(tensors, lambda tensor: tensor.sizes(leaves)):
         theirs, shape = name.removeprefix(omitted), tensor.shape(tensor.sizes(leaves))

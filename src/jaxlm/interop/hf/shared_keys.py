@@ -7,6 +7,7 @@ from typing import Any
 
 from jaxlm.core.errors import ConfigError
 from jaxlm.interop.hf.family import REQUIRED, FixedKey, Json, JsonKey, KeyGroup, unfollowed
+from jaxlm.interop.hf.text_part import SECTIONS
 from jaxlm.models.activations import ACTIVATIONS
 from jaxlm.models.rope import (
     DefaultRotary,
@@ -39,7 +40,8 @@ _REQUIRED = {
 }
 
 _MSCALES = ("mscale", "mscale_all_dim")
-_NOT_OF_TEXT = ("mrope_section", "attention_scaling")  # keys of vision models and frameworks that no text model uses
+_IN_SECTIONS = "mrope"  # a type of older files: text is rotated without scaling
+_NOT_OF_TEXT = ("attention_scaling",)  # a key of frameworks that no text model uses
 _ORIGINAL = "original_max_position_embeddings"
 _STRETCHED = ("llama3", "yarn", "longrope")  # the types that read it
 _LOCAL, _GLOBAL, _LINEAR = "sliding_attention", "full_attention", "linear_attention"
@@ -281,7 +283,7 @@ def _followed(
         unread = dict.fromkeys(sorted(set(settings) - read), f"the type '{kind}' has no such key")
         if not rotates_part and settings["partial_rotary_factor"] != 1.0:
             unread["partial_rotary_factor"] = "transformers rotates all features of this family's heads"
-    if settings.get("type") not in (None, kind):
+    if settings.get("type") not in (None, kind, _IN_SECTIONS):
         unread["type"] = f"transformers follows rope_type, which is {kind}"
     if outer is not None and kind == "yarn":
         followed["truncate"] = outer.get("truncate", True)
@@ -290,6 +292,7 @@ def _followed(
     if not all(map(settings.get, _MSCALES)):
         alone = [key for key in _MSCALES if settings.get(key) is not None]
         unread |= dict.fromkeys(alone, f"transformers reads it only with the other of {_MSCALES}")
+    unread |= dict.fromkeys(SECTIONS & settings.keys(), "all sections have the same position in text")
     for key in unread:
         followed.pop(key) if key != "truncate" or kind == "default" else None
     followed.setdefault("partial_rotary_factor", 1.0)
@@ -297,7 +300,8 @@ def _followed(
 
 
 def _rope_type(settings: Mapping[str, Any]) -> str:
-    return settings.get("rope_type") or settings.get("type") or "default"
+    kind = settings.get("rope_type") or settings.get("type") or "default"
+    return "default" if kind == _IN_SECTIONS else kind
 
 
 def rope_from_json(settings: Mapping[str, Any], config: Mapping[str, Any]) -> RotaryConfig:

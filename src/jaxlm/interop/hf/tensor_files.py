@@ -137,36 +137,15 @@ def _joined(files: Mapping[Path, TensorSource]) -> TensorSource:
     return ManyFiles(owners)
 
 
-class RenamedTensors:
-    """A tensor source with other names.
+class NamedTensors:
+    """Some tensors of a source, by other names.
 
     Args:
-        rules: regular expression on the full name in `source` -> new name (`\\1` for groups). The first match applies;
-            tensors without a match are skipped.
-
-    Raises:
-        ConfigError: an expression is invalid or matches nothing, or two tensors get the same name.
+        names: new name -> the one in `source`.
     """
 
-    def __init__(self, source: TensorSource, rules: Mapping[str, str]):
-        self._source = source
-        self._names: dict[str, str] = {}
-        compiled = {_compiled(pattern): name for pattern, name in rules.items()}
-        used = set()
-        for theirs in source.tensors:
-            for pattern, name in compiled.items():
-                if match := pattern.fullmatch(theirs):
-                    ours = match.expand(name)
-                    if ours in self._names:
-                        raise ConfigError(f"'{self._names[ours]}' and '{theirs}' are both renamed to '{ours}'")
-                    self._names[ours] = theirs
-                    used.add(pattern)
-                    break
-        for pattern in compiled:
-            if pattern not in used:
-                raise ConfigError(
-                    f"the rule '{pattern.pattern}' matches no tensor. Tensors: {', '.join(list(source.tensors)[:8])}, ..."
-                )
+    def __init__(self, source: TensorSource, names: Mapping[str, str]):
+        self._source, self._names = source, names
 
     @property
     def tensors(self) -> Mapping[str, TensorInfo]:
@@ -178,6 +157,36 @@ class RenamedTensors:
 
     def where(self, name: str) -> str:
         return self._source.where(self._names[name])
+
+
+def renamed(source: TensorSource, rules: Mapping[str, str]) -> NamedTensors:
+    """A tensor source with other names.
+
+    Args:
+        rules: regular expression on the full name in `source` -> new name (`\\1` for groups). The first match applies;
+            tensors without a match are skipped.
+
+    Raises:
+        ConfigError: an expression is invalid or matches nothing, or two tensors get the same name.
+    """
+    names: dict[str, str] = {}
+    compiled = {_compiled(pattern): name for pattern, name in rules.items()}
+    used = set()
+    for theirs in source.tensors:
+        for pattern, name in compiled.items():
+            if match := pattern.fullmatch(theirs):
+                ours = match.expand(name)
+                if ours in names:
+                    raise ConfigError(f"'{names[ours]}' and '{theirs}' are both renamed to '{ours}'")
+                names[ours] = theirs
+                used.add(pattern)
+                break
+    for pattern in compiled:
+        if pattern not in used:
+            raise ConfigError(
+                f"the rule '{pattern.pattern}' matches no tensor. Tensors: {', '.join(list(source.tensors)[:8])}, ..."
+            )
+    return NamedTensors(source, names)
 
 
 def _compiled(pattern: str) -> re.Pattern[str]:

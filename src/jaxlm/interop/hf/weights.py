@@ -2,7 +2,8 @@
 
 A layout lists the tensor's dimensions, each as a product of named axes: `heads head_size | embed` is a matrix whose rows
 are the features of all heads. It omits the axes `layers`, `value_layers` and `experts` if the files have one tensor per
-layer or expert.
+layer or expert. If they have one tensor with all experts of a layer, its name has no `{expert}`, and its layout has the axis:
+`experts | mlp | embed`.
 """
 
 import itertools
@@ -20,6 +21,7 @@ from jaxlm.core import tree
 from jaxlm.core.axes import EXPERTS, LAYERS, VALUE_LAYERS
 from jaxlm.core.sharding import Layout
 from jaxlm.interop.hf.safetensors_file import TensorInfo, in_shards, shard_names, write_safetensors
+from jaxlm.interop.hf.tensor_files import TensorSource
 from jaxlm.models.base import LanguageModel
 from jaxlm.models.stacks import numbers_by_stack
 
@@ -56,6 +58,8 @@ class Tensor:
         along: dimension of the concatenation.
         merged: number of leading dimensions that are stored as one. GPT-NeoX concatenates queries, keys and values
             within each head.
+        interleaved: the parts take turns along the dimension of the concatenation (gate 0, up 0, gate 1, up 1, ...) instead
+            of following one another. They have the same size there.
         numbers: the number in the name for each index of the first stacked axis; None counts from 0.
     """
 
@@ -64,6 +68,7 @@ class Tensor:
     along: int = 0
     merged: int = 1
     numbers: tuple[int, ...] | None = None
+    interleaved: bool = False
 
     @property
     def stacked(self) -> tuple[str, ...]:
@@ -99,10 +104,12 @@ class Tensor:
         """Part `number` of the tensor, as a view with the given axes (without stacked ones) in this order."""
         part = self.parts[number]
         whole = theirs.reshape(self._unmerged(sizes)) if self.merged > 1 else theirs
-        starts = [0] * whole.ndim
-        starts[self.along] = sum(before.shape(sizes)[self.along] for before in self.parts[:number])
-        extents = part.shape(sizes)
-        section = whole[tuple(slice(s, s + n) for s, n in zip(starts, extents, strict=True))]
+        start, size = (
+            sum(before.shape(sizes)[self.along] for before in self.parts[:number]),
+            part.shape(sizes)[self.along],
+        )
+        rows = slice(number, None, len(self.parts)) if self.interleaved else slice(start, start + size)
+        section = whole[(slice(None),) * self.along + (rows,)]
         order = [axis for dim in part.dims for axis in dim]
         return section.reshape([sizes[axis] for axis in order]).transpose([order.index(axis) for axis in axes])
 
@@ -112,6 +119,8 @@ class Tensor:
         for part, array, names in zip(self.parts, parts, axes, strict=True):
             order = [axis for dim in part.dims for axis in dim]
             arranged.append(array.transpose([list(names).index(axis) for axis in order]).reshape(part.shape(sizes)))
+        if self.interleaved:
+            return np.stack(arranged, axis=self.along + 1).reshape(self.shape(sizes))
         return np.concatenate(arranged, axis=self.along).reshape(self.shape(sizes))
 
     def longer_dims(self) -> set[int]:
@@ -131,10 +140,11 @@ def single(name: str, path: str, layout: str) -> Tensor:
     return fused(name, {path: layout})
 
 
-def fused(name: str, parts: dict[str, str], *, along: int = 0, merged: int = 1) -> Tensor:
+def fused(name: str, parts: dict[str, str], *, along: int = 0, merged: int = 1, interleaved: bool = False) -> Tensor:
     """A tensor with several parameters, given as path -> layout."""
     dims = {path: tuple(tuple(dim.split()) for dim in layout.split("|")) for path, layout in parts.items()}
-    return Tensor(name, tuple(Part(path, part_dims) for path, part_dims in dims.items()), along, merged)
+    sections = tuple(Part(path, part_dims) for path, part_dims in dims.items())
+    return Tensor(name, sections, along, merged, interleaved=interleaved)
 
 
 def expanded(
@@ -245,6 +255,24 @@ def experts(module: str, *, gate: str, up: str, down: str) -> Iterator[Tensor]:
         yield single(f"{layer}experts.{{expert}}.{theirs}.weight", f"{BLOCK}mlp.{ours}_proj.weight", layout)
 
 
+def stacked_experts(module: str, *, inputs_first: bool = False, interleaved: bool = False) -> Iterator[Tensor]:
+    """A router and its experts, all of a layer in one tensor [experts, out, in] for gate and up and one for down.
+
+    Args:
+        module: name of the MoE module in a layer.
+        inputs_first: they are stored as [experts, in, out].
+        interleaved: the features of gate and up take turns, instead of all of gate before those of up.
+    """
+    layer = f"model.layers.{{layer}}.{module}."
+    inwards, outwards = "experts | mlp | embed", "experts | embed | mlp"
+    if inputs_first:
+        inwards, outwards = outwards, inwards
+    gate_up = {f"{BLOCK}mlp.{name}_proj.weight": inwards for name in ("gate", "up")}
+    yield single(f"{layer}gate.weight", f"{BLOCK}mlp.router.weight", "routes | embed")
+    yield fused(f"{layer}experts.gate_up_proj", gate_up, along=2 if inputs_first else 1, interleaved=interleaved)
+    yield single(f"{layer}experts.down_proj", f"{BLOCK}mlp.down_proj.weight", outwards)
+
+
 def rows_by_stack(
     config: Any, others: Iterable[Tensor], *, experts: Iterable[Tensor], dense: Iterable[Tensor]
 ) -> Iterator[Tensor]:
@@ -316,9 +344,14 @@ class TensorWriter:
     """Converts a model's parameters to tensors and writes them to files."""
 
     def __init__(
-        self, model: LanguageModel, tensors: Any, layout: Layout, dtype: np.dtype, left_out: Collection[str] = ()
+        self,
+        model: LanguageModel,
+        tensors: Any,
+        layout: Layout,
+        dtype: Callable[[str], np.dtype],
+        left_out: Collection[str] = (),
     ):
-        """Args: left_out: paths of parameters that no tensor has."""
+        """Args: dtype: tensor name -> dtype in the files. left_out: paths of parameters that no tensor has."""
         leaves = [(path, leaf) for path, leaf in tree.leaves(model) if path not in left_out]
         self._leaves = dict(leaves)
         self._layout = layout
@@ -328,7 +361,7 @@ class TensorWriter:
         written = {part.path for tensor in tensors for part in tensor.parts}
         assert written == set(self._leaves), f"not in the table of weights: {sorted(written ^ set(self._leaves))}"
         self.infos = {
-            name: TensorInfo(tensor.shape(self._sizes(tensor)), self._stored(tensor, dtype))
+            name: TensorInfo(tensor.shape(self._sizes(tensor)), self._stored(tensor, dtype(name)))
             for name, (tensor, _) in self._places.items()
         }
         self._left = dict.fromkeys(self.infos)  # tensors that have not been converted
@@ -349,14 +382,24 @@ class TensorWriter:
         for _ in self.arrays(list(self._left)):
             pass
 
-    def write(self, folder: Path, largest_file: int) -> None:
-        """Writes the weights files, and an index if there are several."""
-        shards = list(in_shards(self.infos, largest_file))
+    def write(self, folder: Path, largest_file: int, others: TensorSource | None = None) -> None:
+        """Writes the weights files, and an index if there are several. Args: others: more tensors, to be copied."""
+        copied = {} if others is None else others.tensors
+        all_infos = {**self.infos, **copied}
+
+        def arrays(names: Iterable[str]) -> Iterator[np.ndarray]:
+            for name in names:
+                if others is not None and name in copied:
+                    yield others.view(name)
+                else:
+                    yield from self.arrays([name])
+
+        shards = list(in_shards(all_infos, largest_file))
         files = shard_names(len(shards))
         for file, infos in zip(files, shards, strict=True):
-            write_safetensors(folder / file, infos, self.arrays(list(infos)))
+            write_safetensors(folder / file, infos, arrays(infos))
         if len(shards) > 1:
-            total = sum(info.num_bytes for info in self.infos.values())
+            total = sum(info.num_bytes for info in all_infos.values())
             where = {name: file for file, infos in zip(files, shards, strict=True) for name in infos}
             index = {"metadata": {"total_size": total}, "weight_map": where}
             (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n")

@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from jaxlm.core.axes import LAYERS, LORA, VOCAB
+from jaxlm.core.axes import EXPERTS, LAYERS, LORA, VOCAB
 from jaxlm.core.errors import ConfigError
 from jaxlm.interop.hf.family import family_of_config
 from jaxlm.interop.hf.tensor_files import TensorSource
@@ -47,7 +47,8 @@ def peft_tensors(config: ModelConfig) -> list[Tensor]:
     if is_tied(config):
         untied = family.tensors(dataclasses.replace(config, tie_word_embeddings=False))  # pyright: ignore[reportCallIssue]
         tensors += [tensor for tensor in untied if module_path(tensor.parts[0]) == HEAD]
-    return [tensor for tensor in tensors if tensor.stacked in ((), (LAYERS,))]
+    with_experts = [tensor for tensor in tensors if any(EXPERTS in dim for part in tensor.parts for dim in part.dims)]
+    return [tensor for tensor in tensors if tensor.stacked in ((), (LAYERS,)) and tensor not in with_experts]
 
 
 def is_tied(config: ModelConfig) -> bool:

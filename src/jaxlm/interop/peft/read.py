@@ -15,8 +15,10 @@ from jaxlm.core.axes import VOCAB
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.hashing import note_file
 from jaxlm.core.safe_io import read_json_object
+from jaxlm.interop.hf.family import family_of_config
 from jaxlm.interop.hf.hub import local_folder
 from jaxlm.interop.hf.safetensors_file import SafetensorsFile
+from jaxlm.interop.hf.text_part import Names
 from jaxlm.interop.hf.weights import Part, Sizes, Tensor, axis_sizes
 from jaxlm.interop.peft.names import (
     EMBEDDING,
@@ -204,6 +206,12 @@ class _Folder:
         return bool(self.settings.get("use_dora"))
 
 
+def _table(config: ModelConfig, names: Iterable[str]) -> list[Tensor]:
+    """The table of weights with the names of the base's modules. Args: names: in the file."""
+    without = [name.removeprefix(PREFIX) for name in names]
+    return Names.of(without, family_of_config(config).prefix).of_table(peft_tensors(config))
+
+
 def _open(folder: Path, config: ModelConfig) -> _Folder:
     settings = _settings(folder)
     file = folder / WEIGHTS
@@ -211,7 +219,7 @@ def _open(folder: Path, config: ModelConfig) -> _Folder:
     note_file(folder / _SETTINGS)
     num_layers: int = getattr(config, "num_layers")  # noqa: B009, all configs of families have it
     all_adapters, saved = [], []
-    for tensor in peft_tensors(config):
+    for tensor in _table(config, names):
         if tensor.name.endswith(".weight"):
             adapters = _adapters_of(tensor, names, settings, num_layers, file)
             all_adapters += [adapters] if adapters is not None else []
@@ -332,9 +340,10 @@ def read_adapters(folder: Path, config: ModelConfig, sizes: Sizes) -> ReadAdapte
             part.path: Saved(tensor, n, [file.view(name) for name in names]) for n, part in enumerate(tensor.parts)
         }
     if opened.tied:  # a head repeats the weight of the table and, if it shares them, the adapters
-        (head,) = (f"{PREFIX}{module_name(t, None)}." for t in peft_tensors(config) if module_path(t.parts[0]) == HEAD)
+        (head,) = (t for t in _table(config, file.tensors) if module_path(t.parts[0]) == HEAD)
+        start = f"{PREFIX}{module_name(head, None)}."
         shared = opened.settings.get("ensure_weight_tying")
-        unread -= {name for name in unread if name.startswith(head) and (shared or name.endswith(".weight"))}
+        unread -= {name for name in unread if name.startswith(start) and (shared or name.endswith(".weight"))}
     if unread:
         raise _wrong_model(folder, f"{', '.join(sorted(unread)[:_MAX_LISTED])} belong to no layer of this model")
     return ReadAdapters(folder, _lora_keys(opened, modules), arrays, saved, sizes)

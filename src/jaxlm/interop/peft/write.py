@@ -23,6 +23,7 @@ from jaxlm.core.runtime import is_main_process, main_only
 from jaxlm.core.sharding import Layout
 from jaxlm.interop.hf.family import family_of_config
 from jaxlm.interop.hf.safetensors_file import TensorInfo, write_safetensors
+from jaxlm.interop.hf.text_part import TEXT_ALONE, Modules
 from jaxlm.interop.hf.weights import Sizes, Tensor
 from jaxlm.interop.peft.names import (
     EMBEDDING,
@@ -121,6 +122,7 @@ def save_adapters(
     base: str,
     files: Mapping[str, bytes],
     rows: BaseRows | None = None,
+    base_modules: Modules = TEXT_ALONE,
 ) -> None:
     """Writes adapter_config.json and adapter_model.safetensors. Every process must call this; process 0 writes.
 
@@ -128,12 +130,13 @@ def save_adapters(
         base: name of the base model, for adapter_config.json.
         files: additional files to write, such as the model card.
         rows: the vocabulary of the base; None if it has the model's.
+        base_modules: modules of the base.
 
     Raises:
         ConfigError: PEFT has no such adapters, or the base cannot be read. On all processes.
     """
     check_unused(folder, "adapter_config.json")
-    table = peft_tensors(config)
+    table = base_modules.names.of_table(peft_tensors(config))
     modules = _modules(model, table, layout, dtype)
     adapted = {module.name for module in modules}
     others = _saved_tensors(model, table, layout, dtype)
@@ -152,9 +155,14 @@ def save_adapters(
         "inference_mode": True,
         "fan_in_fan_out": family_of_config(config).model_types[0] == "gpt2",  # `Conv1D`, with weights {in, out}
         **_settings(modules, model.adapters),
-        **_targets(modules, [tensor for tensor in table if len(tensor.parts[0].dims) >= 2], model.num_layers),
+        **_targets(
+            modules,
+            [tensor for tensor in table if len(tensor.parts[0].dims) >= 2],
+            model.num_layers,
+            base_modules.others,
+        ),
         "bias": _bias(others, adapted),
-        **_modules_to_save(others, adapted, table, model.num_layers),
+        **_modules_to_save(others, adapted, table, model.num_layers, base_modules.others),
         **({"ensure_weight_tying": True} if is_shared else {}),
     }
     if not is_main_process():
@@ -275,8 +283,10 @@ def _patterns(modules: Sequence[_Module], values: Mapping[str, Any], usual: Any)
     return {name: value for name, value in patterns.items() if value != usual}
 
 
-def _targets(modules: Sequence[_Module], table: Sequence[Tensor], num_layers: int) -> dict[str, Any]:
-    """The keys of adapter_config.json for which modules have adapters.
+def _targets(
+    modules: Sequence[_Module], table: Sequence[Tensor], num_layers: int, beside: Collection[str]
+) -> dict[str, Any]:
+    """The keys of adapter_config.json for which modules have adapters. Args: beside: tensors of the base's other parts.
 
     A name in `target_modules` is the end of a module's name, in the layers of `layers_to_transform`, or a whole name.
     """
@@ -292,7 +302,7 @@ def _targets(modules: Sequence[_Module], table: Sequence[Tensor], num_layers: in
     stacked = {name: sorted(numbers) for name, numbers in layers.items() if numbers}
     common = next(iter(stacked.values()), everywhere)
     common = common if all(numbers == common for numbers in stacked.values()) else everywhere
-    names = {tensor.name.rpartition(".")[0] for tensor in table}
+    names = {name.rpartition(".")[0] for name in (*(tensor.name for tensor in table), *beside)}
     mine = {name.rpartition(".")[0] for name in layers if layers[name] in ([], common)}
     targets = set()
     for name, numbers in layers.items():
@@ -379,11 +389,12 @@ def _bias(others: Collection[str], adapted: Collection[str]) -> str:
 
 
 def _modules_to_save(
-    others: Collection[str], adapted: Collection[str], table: Sequence[Tensor], num_layers: int
+    others: Collection[str], adapted: Collection[str], table: Sequence[Tensor], num_layers: int, beside: Collection[str]
 ) -> dict[str, list[str]]:
     """The key `modules_to_save`: PEFT compares its entries with the ends of names, which may begin anywhere."""
     mine = {name.rpartition(".")[0] for name in others if not name.endswith(".bias")} - set(adapted)
     everything = {module_name(tensor, layer) for tensor in table for layer in layers_of(tensor, num_layers)}
+    everything |= {name.rpartition(".")[0] for name in beside}
     ends = set()
     for name in sorted(mine):
         ends.add(shortest_suffix(name, list(mine), list(everything), whole=False) or name)

@@ -22,7 +22,7 @@ from jaxlm.core.safe_io import read_json_object
 from jaxlm.core.sharding import Layout
 from jaxlm.interop.hf.folder import PretrainedModel, ReadOptions
 from jaxlm.interop.hf.load import Change, load_weights
-from jaxlm.interop.hf.tensor_files import RenamedTensors
+from jaxlm.interop.hf.tensor_files import NamedTensors, renamed
 from jaxlm.interop.hf.weights import BLOCK, HEADS, Tensor, TensorWriter, single
 from jaxlm.interop.pretrained import WeightFormat
 from jaxlm.interop.torch.torch_file import TorchFile
@@ -178,9 +178,9 @@ def check_vocabulary(file: Path, num_tokens: int) -> None:
         )
 
 
-def _tensors_of(file: Path) -> RenamedTensors:
+def _tensors_of(file: Path) -> NamedTensors:
     """The tensors of a file, without the prefix that torch.compile puts before their names."""
-    return RenamedTensors(TorchFile(file), {r"(?:_orig_mod\.)?(.+)": r"\1"})
+    return renamed(TorchFile(file), {r"(?:_orig_mod\.)?(.+)": r"\1"})
 
 
 def weight_table(config: NanoConfig) -> list[Tensor]:
@@ -245,7 +245,7 @@ def save_nanochat(folder: Path, model: LanguageModel, config: ModelConfig, layou
         ) from error
     name, meta = f"model_{step:06d}.pt", f"meta_{step:06d}.json"
     check_unused(folder, meta)
-    writer = TensorWriter(model, weight_table(config), layout, np.dtype(np.float32))
+    writer = TensorWriter(model, weight_table(config), layout, lambda _: np.dtype(np.float32))
     if not is_main_process():
         return writer.join_others()
     rows = padded_vocab_size(dataclasses.replace(config, pad_vocab_to_multiple_of=_VOCAB_MULTIPLE), model.Vocab.size)

@@ -1,4 +1,4 @@
-"""Gemma 3 text models: config.json keys and weight names."""
+"""Gemma 3, alone or in a multimodal folder: config.json keys and weight names."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -6,6 +6,7 @@ from typing import Any
 from jaxlm.interop.hf.families.gemma import gemma_keys, gemma_tensors
 from jaxlm.interop.hf.family import Family, JsonKey, KeyGroup
 from jaxlm.interop.hf.shared_keys import RESPELLED_WINDOWS, layer_ropes
+from jaxlm.interop.hf.text_part import TextPart
 from jaxlm.interop.hf.weights import qk_norms
 from jaxlm.models.families.gemma3 import Gemma3Config
 
@@ -29,4 +30,19 @@ FAMILY = Family(
     ),
     tensors=lambda config: (*gemma_tensors(config), *qk_norms()),
     respelled=RESPELLED_WINDOWS,
+    text=(
+        TextPart(
+            ("gemma3",),
+            ("gemma3_text", None),
+            kept=(r"(model\.)?(vision_tower|multi_modal_projector)\.",),
+            defaults={
+                "vocab_size": 262208,
+                "hidden_size": 2304,
+                "intermediate_size": 9216,
+                "num_hidden_layers": 26,
+                "num_attention_heads": 8,
+                "num_key_value_heads": 4,
+            },
+        ),
+    ),
 )

@@ -1,7 +1,8 @@
-"""Qwen3: config.json keys and weight names."""
+"""Qwen3, alone or in a folder of Qwen3-VL: config.json keys and weight names."""
 
 from jaxlm.interop.hf.family import Family, FixedKey, JsonKey
 from jaxlm.interop.hf.shared_keys import RESPELLED_WINDOWS, causality, late_window, usual_keys
+from jaxlm.interop.hf.text_part import TextPart
 from jaxlm.interop.hf.weights import biased_attention, embeddings_and_head, gated_mlp, pre_norms, qk_norms
 from jaxlm.models.families.qwen3 import Qwen3Config
 
@@ -24,4 +25,12 @@ FAMILY = Family(
         *gated_mlp(),
     ),
     respelled=RESPELLED_WINDOWS,
+    text=(
+        TextPart(
+            ("qwen3_vl",),
+            ("qwen3_vl_text", None),
+            kept=(r"(model\.)?visual\.",),
+            defaults={"max_position_embeddings": 128000, "rope_theta": 5e5, "num_key_value_heads": 32},
+        ),
+    ),
 )

@@ -1,6 +1,9 @@
-"""Qwen3 mixture-of-experts models: config.json keys and weight names."""
+"""Qwen3 mixture-of-experts models, alone or in a folder of Qwen3-VL: config.json keys and weight names.
 
-from collections.abc import Iterator, Mapping
+Folders of Qwen3-VL have all experts of a layer in one tensor.
+"""
+
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from jaxlm.interop.hf.family import Family, FixedKey, Json, JsonKey, KeyGroup
@@ -15,6 +18,7 @@ from jaxlm.interop.hf.shared_keys import (
     size_keys,
     unused_window_notes,
 )
+from jaxlm.interop.hf.text_part import TextPart
 from jaxlm.interop.hf.weights import (
     Tensor,
     biased_attention,
@@ -24,6 +28,7 @@ from jaxlm.interop.hf.weights import (
     pre_norms,
     qk_norms,
     rows_by_stack,
+    stacked_experts,
 )
 from jaxlm.models.families.qwen3_moe import Qwen3MoeConfig
 
@@ -40,6 +45,11 @@ def _attention(config: Qwen3MoeConfig) -> Iterator[Tensor]:
     yield from pre_norms()
     yield from biased_attention(config)
     yield from qk_norms()
+
+
+def _tensors(config: Qwen3MoeConfig, with_experts: Iterable[Tensor]) -> tuple[Tensor, ...]:
+    sparse, dense = (*_attention(config), *with_experts), (*_attention(config), *gated_mlp())
+    return tuple(rows_by_stack(config, embeddings_and_head(config), experts=sparse, dense=dense))
 
 
 FAMILY = Family(
@@ -68,12 +78,26 @@ FAMILY = Family(
         JsonKey("attention_bias", "attention_bias", False),
         FixedKey("attention_dropout", 0.0),
     ),
-    tensors=lambda config: tuple(
-        rows_by_stack(
-            config,
-            embeddings_and_head(config),
-            experts=(*_attention(config), *experts("mlp", gate="gate_proj", up="up_proj", down="down_proj")),
-            dense=(*_attention(config), *gated_mlp()),
-        )
+    tensors=lambda config: _tensors(config, experts("mlp", gate="gate_proj", up="up_proj", down="down_proj")),
+    # Published folders of Qwen3-VL have the inputs first, those that transformers 5 saves the outputs.
+    layouts=(
+        lambda config: _tensors(config, stacked_experts("mlp", inputs_first=True)),
+        lambda config: _tensors(config, stacked_experts("mlp")),
+    ),
+    text=(
+        TextPart(
+            ("qwen3_vl_moe",),
+            ("qwen3_vl_moe_text", None),
+            kept=(r"(model\.)?visual\.",),
+            defaults={
+                "max_position_embeddings": 128000,
+                "num_key_value_heads": 16,
+                "moe_intermediate_size": 1408,
+                "intermediate_size": 5632,
+                "num_experts_per_tok": 4,
+                "norm_topk_prob": True,
+                "rope_theta": 5e5,
+            },
+        ),
     ),
 )

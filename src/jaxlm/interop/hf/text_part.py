@@ -1,0 +1,197 @@
+"""The text model in a folder: where its keys and tensors are, and which tensors of the folder are not its own.
+
+A multimodal folder has the keys of its text model in `text_config`, or beside the others in older files. The names of the
+text model's tensors begin differently there. Towers, projectors and layers that predict further tokens (MTP) are kept: they
+are neither read nor reported, and exports copy them.
+"""
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from jaxlm.core.errors import ConfigError
+from jaxlm.interop.hf.tensor_files import NamedTensors, TensorSource
+from jaxlm.interop.hf.weights import Tensor
+
+Json = dict[str, Any]
+_LEVEL = "text_config"
+_TIED = "tie_word_embeddings"
+_EITHER_LEVEL = (
+    *("vocab_size", "dtype", "torch_dtype", "bos_token_id", "eos_token_id", "pad_token_id"),
+    *("quantization_config", "compression_config"),
+)
+"""Keys that files have beside the text level or in it. The text level counts. `tie_word_embeddings` counts beside it, as in
+transformers, which ties the embeddings of the whole model."""
+_OF_OTHERS = re.compile("vision|image|video|audio")  # keys of the other parts, in files without a text level
+SECTIONS = {"mrope_section", "mrope_interleaved"}
+"""Keys of rotary embeddings that say which features have which of an image's positions."""
+_ROTATIONS = ("rope_parameters", "rope_scaling")
+
+
+@dataclass(frozen=True)
+class TextPart:
+    """A kind of multimodal folder that contains a text model of a family.
+
+    Attributes:
+        model_types: accepted values of `model_type` at the top of config.json.
+        text_types: accepted values of `model_type` in the text level. Of several families with the same `model_types`, the
+            one whose text level may lack it has None among them.
+        kept: regular expressions for the beginnings of tensor names that belong to other parts.
+        defaults: values of keys of the text level that may be missing, where they are not those of the family.
+    """
+
+    model_types: tuple[str, ...]
+    text_types: tuple[str | None, ...]
+    kept: tuple[str, ...]
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+
+    def matches(self, content: Mapping[str, Any]) -> bool:
+        """Tells whether a config.json describes such a folder."""
+        if content.get("model_type") not in self.model_types:
+            return False
+        inner = content.get(_LEVEL)
+        return not isinstance(inner, Mapping) or inner.get("model_type") in self.text_types
+
+    def level(self, content: Mapping[str, Any]) -> Json:
+        """The keys of the text model, as in a folder of it alone."""
+        inner = content.get(_LEVEL)
+        level: Json
+        if not isinstance(inner, Mapping):
+            level = {key: value for key, value in content.items() if not _OF_OTHERS.search(key)}
+        else:
+            either = {key: content[key] for key in _EITHER_LEVEL if key in content}
+            tied = {key: content[key] for key in (_TIED,) if content.get(key) is not None}
+            level = {**either, **inner, **tied}
+        in_rotation = {name for key in _ROTATIONS for name in level.get(key) or {}}
+        return {**{key: value for key, value in self.defaults.items() if key not in in_rotation}, **level}
+
+
+def pixtral_part(*text_types: str | None, **defaults: Any) -> TextPart:
+    """The text part of a Mistral 3 folder, with the vision tower Pixtral. Args: as of `TextPart`."""
+    kept = (r"(model\.)?(vision_tower|multi_modal_projector)\.",)
+    return TextPart(("mistral3",), text_types, kept, {_TIED: True, **defaults})
+
+
+def replaced_keys(content: Mapping[str, Any], changed: Mapping[str, Any], dropped: Sequence[str]) -> Json:
+    """A config.json with other values of keys of the text model. All other keys stay, and their order.
+
+    Args:
+        changed: key -> value. It is replaced wherever the key is. A new one goes to the text level, if there is one.
+        dropped: keys to leave out.
+    """
+    inner = content.get(_LEVEL)
+    inside: Mapping[str, Any] = inner if isinstance(inner, Mapping) else {}
+    new = {key: value for key, value in changed.items() if key not in content and key not in inside}
+
+    def edited(level: Mapping[str, Any], new: Mapping[str, Any]) -> Json:
+        return {key: changed.get(key, value) for key, value in level.items() if key not in dropped} | dict(new)
+
+    if not inside:
+        return edited(content, new)
+    return {**edited(content, {}), _LEVEL: edited(inside, new)}
+
+
+def with_sections(level: Mapping[str, Any], changed: Mapping[str, Any]) -> Json:
+    """The changed keys with the sections of the source's rotary embedding: those of text are equal, those of images are not.
+
+    Args:
+        level: the text level of the source.
+    """
+    given = {k: v for key in _ROTATIONS for k, v in (level.get(key) or {}).items() if k in SECTIONS}
+    rotations = [key for key in _ROTATIONS if key in changed]
+    if not given or not rotations:
+        return dict(changed)
+    (key,) = rotations
+    return {**changed, key: {"rope_type": "default", **(changed[key] or {}), **given}}
+
+
+@dataclass(frozen=True)
+class Names:
+    """How the names of the text model's tensors in a folder begin.
+
+    Attributes:
+        ours, theirs: a name in the table of weights that begins with `ours` has `theirs` instead in the folder.
+    """
+
+    ours: str = ""
+    theirs: str = ""
+
+    @classmethod
+    def of(cls, names: Sequence[str] | Mapping[str, Any], prefix: str) -> "Names":
+        """Finds them by the names in a folder. Args: prefix: of the family's names."""
+        nested = cls("model.", "model.language_model.")  # as the modules of transformers since version 4.52
+        wrapped = cls("", "language_model.")  # before, and in most published folders of these families
+        for one in (nested, wrapped):
+            if any(name.startswith(one.in_folder(prefix)) for name in names):
+                return one
+        return AS_IN_TABLE
+
+    def in_folder(self, name: str) -> str:
+        return self.theirs + name.removeprefix(self.ours) if name.startswith(self.ours) else name
+
+    def in_table(self, name: str) -> str:
+        return self.ours + name.removeprefix(self.theirs) if name.startswith(self.theirs) else name
+
+    def of_table(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """A table of weights with the folder's names."""
+        return [replace(tensor, name=self.in_folder(tensor.name)) for tensor in tensors]
+
+
+AS_IN_TABLE = Names()
+IN_TRANSFORMERS = Names("model.", "model.language_model.")
+"""The names of a multimodal model's modules there, whatever those in its files."""
+
+
+@dataclass(frozen=True)
+class Modules:
+    """The modules of a model in transformers.
+
+    Attributes:
+        names: how the names of the text model's modules begin.
+        others: names of tensors of other parts.
+    """
+
+    names: Names = AS_IN_TABLE
+    others: tuple[str, ...] = ()
+
+
+TEXT_ALONE = Modules()
+
+
+@dataclass(frozen=True)
+class Kept:
+    """Tells which tensors of a folder are kept.
+
+    Attributes:
+        patterns: regular expressions for the beginnings of their names.
+        num_layers: of the text model. Layers with larger numbers are kept; None keeps none.
+        layer: beginning of a layer's name in the table of weights, up to its number.
+    """
+
+    patterns: tuple[str, ...]
+    num_layers: int | None = None
+    layer: str = "model.layers."
+
+    def __call__(self, name: str, names: Names) -> bool:
+        if any(re.match(pattern, name) for pattern in self.patterns):
+            return True
+        ours = names.in_table(name)
+        number = ours.removeprefix(self.layer).partition(".")[0] if ours.startswith(self.layer) else ""
+        return self.num_layers is not None and number.isdigit() and int(number) >= self.num_layers
+
+
+def text_tensors(source: TensorSource, names: Names, kept: Kept) -> TensorSource:
+    """The tensors of a folder that may be the text model's, by the names of the table.
+
+    Raises:
+        ConfigError: two tensors have the same name there.
+    """
+    ours: dict[str, str] = {}
+    for theirs in source.tensors:
+        if kept(theirs, names):
+            continue
+        if (name := names.in_table(theirs)) in ours:
+            raise ConfigError(f"'{ours[name]}' and '{theirs}' are both '{name}' of the text model. Keep one of them")
+        ours[name] = theirs
+    return NamedTensors(source, ours)
