@@ -7,13 +7,12 @@ import pytest
 
 from jaxlm.core import tree
 from jaxlm.models.inference.generate import generate
+from tests.interop import cases
 from tests.interop.cases import CASES, VOCAB, inputs_of, logits_of
 from tests.interop.test_families import as_ours, imported, loss_and_gradient
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
-
-from tests.interop import cases  # noqa: E402
 
 LENGTH = 150
 SIZES = {"hidden_size": 64, "num_hidden_layers": 8, "max_position_embeddings": 256}
@@ -32,7 +31,7 @@ def pair(request, tmp_path_factory):
     generator = torch.Generator().manual_seed(3)
     with torch.no_grad():
         for parameter in theirs.parameters():
-            parameter.copy_(torch.randn(parameter.shape, generator=generator) * (0.3 if parameter.ndim == 1 else 0.1))
+            parameter.copy_(torch.randn(parameter.shape, generator=generator) * (0.2 if parameter.ndim == 1 else 0.06))
     folder = tmp_path_factory.mktemp("deep")
     theirs.save_pretrained(folder)
     opened, model = imported(folder)
@@ -50,6 +49,7 @@ def test_logits(pair):
     np.testing.assert_allclose(logits_of(model, inputs_of(text())), expected, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.slow
 def test_gradients(pair):
     name, theirs, opened, model = pair
     theirs = copy.deepcopy(theirs)
@@ -66,10 +66,12 @@ def test_gradients(pair):
         )
 
 
+@pytest.mark.slow
 def test_greedy_text(pair):
     _, theirs, _, model = pair
     prompt = torch.tensor(text(2, 70))
     options = {"max_new_tokens": 64, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+    options["attention_mask"] = torch.ones_like(prompt)  # token 0 is a token like others
     with torch.no_grad():
         expected = theirs.generate(prompt, **options)[:, 70:].tolist()
     assert generate(model, prompt.tolist(), max_new_tokens=64, temperature=0.0) == expected

@@ -148,7 +148,12 @@ def _program(heads: int, name: str | None):
     return jax.jit(run), Layout(mesh, {"embed": "context"} | mapping, mapping, sharding)
 
 
-@pytest.mark.parametrize("name", DIVIDED)
+DEFAULT = ("heads, any order", "states of a zigzag", "tensor parallelism")
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name in DEFAULT else pytest.mark.slow) for name in DIVIDED]
+)
 def test_devices_compute_what_one_does(name):
     heads, _, _, order = DIVIDED[name]
     run, place = _program(heads, name)
