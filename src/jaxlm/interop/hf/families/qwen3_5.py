@@ -11,6 +11,7 @@ import jax
 from jaxlm.core.field_types import NonNegativeFloat, NumLayers, PositiveInt
 from jaxlm.interop.hf.family import Family, FixedKey, JsonKey, KeyGroup
 from jaxlm.interop.hf.shared_keys import hybrid_layers, rope, usual_keys
+from jaxlm.interop.hf.text_part import TextPart
 from jaxlm.interop.hf.weights import (
     BLOCK,
     Tensor,
@@ -132,6 +133,7 @@ FAMILY = Family(
         # Of the norm's gate in recurrent layers, in 3.6 and 3.8. That of attention is a sigmoid all the same.
         FixedKey("output_gate_type", "swish", others=("silu",)),
         FixedKey("mamba_ssm_dtype", "float32"),
+        # Its layers are kept, but not computed.
         KeyGroup(("mtp_num_hidden_layers", "mtp_use_dedicated_embeddings"), lambda _: {}, lambda _: {}),
     ),
     tensors=lambda config: tuple(
@@ -145,4 +147,6 @@ FAMILY = Family(
             ),
         )
     ),
+    text=(TextPart(("qwen3_5",), ("qwen3_5_text", None), (r"(model\.)?visual\.",), {"num_key_value_heads": 4}),),
+    kept=(r"mtp\.",),
 )
