@@ -101,7 +101,7 @@ CASES: dict[str, dict[str, Any]] = {
     "qwen3_5": {
         "text_config": {
             **_TEXT,
-            "num_hidden_layers": 5,
+            "layer_types": ["linear_attention", "full_attention"],
             "head_dim": 16,
             "linear_num_key_heads": 2,
             "linear_num_value_heads": 4,

@@ -61,27 +61,20 @@ class OlmoHybridConfig(HybridConfig):
         # softplus(time_bias) is log-uniform between these.
         times = jnp.exp(jax.random.uniform(keys[4], (self.num_value_heads,), minval=jnp.log(1e-3), maxval=jnp.log(0.1)))
         mixer = gated_delta_net(self, keys[0], norm_eps=1e-5, max_beta=2.0 if self.negative_eigenvalues else 1.0)
-        bias = hax.named(
-            (times + jnp.log(-jnp.expm1(-times))).reshape(mixer.time_bias.array.shape), mixer.time_bias.axes
-        )
-        mixer = dataclasses.replace(mixer, time_bias=bias)
+        bias = (times + jnp.log(-jnp.expm1(-times))).reshape(mixer.time_bias.array.shape)
+        mixer = dataclasses.replace(mixer, time_bias=hax.named(bias, mixer.time_bias.axes))
         return pre_norm_block(self, mixer, initial_mlp(self, keys[1:4]))
 
 
-_STATE = "model.layers.{layer}.linear_attn."
-_KEYS, _VALUES, _HEADS = "state_heads state_key", "state_heads state_group head_size", "state_heads state_group"
-_PROJECTIONS = {
-    "q_proj": ("q_proj", _KEYS),
-    "k_proj": ("k_proj", _KEYS),
-    "v_proj": ("v_proj", _VALUES),
-    "g_proj": ("gate_proj", _VALUES),
-    "a_proj": ("decay_proj", _HEADS),
-    "b_proj": ("beta_proj", _HEADS),
-}
+_STATE, _HEADS = "model.layers.{layer}.linear_attn.", "state_heads state_group"
+_KEYS, _VALUES = "state_heads state_key", "state_heads state_group head_size"
+# theirs -> ours and the outputs.
+_PROJECTIONS = {"q": ("q", _KEYS), "k": ("k", _KEYS), "v": ("v", _VALUES), "g": ("gate", _VALUES)}
+_PROJECTIONS |= {"a": ("decay", _HEADS), "b": ("beta", _HEADS)}
 
 
-def _attention_tensors() -> Iterator[Tensor]:
-    yield from block_norms(attn_post_norm="post_attention_layernorm", mlp_post_norm="post_feedforward_layernorm")
+def _attention_tensors(norm: str) -> Iterator[Tensor]:
+    yield from block_norms(attn_post_norm=norm, mlp_post_norm="post_feedforward_layernorm")
     yield from attention()
     yield from qk_norms("heads head_size", "kv_heads head_size")
 
@@ -89,10 +82,20 @@ def _attention_tensors() -> Iterator[Tensor]:
 def _recurrent_tensors() -> Iterator[Tensor]:
     yield from block_norms(attn_norm="attention_layer_norm", mlp_norm="feedforward_layer_norm")
     for theirs, (ours, outputs) in _PROJECTIONS.items():
-        yield single(f"{_STATE}{theirs}.weight", f"{BLOCK}attn.{ours}.weight", f"{outputs} | embed")
+        yield single(f"{_STATE}{theirs}_proj.weight", f"{BLOCK}attn.{ours}_proj.weight", f"{outputs} | embed")
     for name, outputs in (("q", _KEYS), ("k", _KEYS), ("v", _VALUES)):
         yield single(f"{_STATE}{name}_conv1d.weight", f"{BLOCK}attn.{name}_conv", f"{outputs} | | conv_taps")
     yield from state_tensors("o_norm", "o_proj")
+
+
+def _tensors(config: OlmoHybridConfig, norm: str = "post_attention_layernorm") -> tuple[Tensor, ...]:
+    """Args: norm: name of the norm after attention."""
+
+    def rows(layer: int) -> tuple[Tensor, ...]:
+        attends = layer in config.with_attention
+        return (*(_attention_tensors(norm) if attends else _recurrent_tensors()), *gated_mlp())
+
+    return tuple(in_stacks(config, embeddings_and_head(config), rows))
 
 
 def _state_sizes(theirs: Mapping[str, Any]) -> Json:
@@ -113,23 +116,15 @@ def _rotation() -> KeyGroup:
         return {"rope": None} if theta is None else usual.to_ours(theirs)
 
     def to_theirs(config: OlmoHybridConfig) -> Json:
-        return (
-            {"rope_parameters": {"rope_type": "default", "rope_theta": None}}
-            if config.rope is None
-            else usual.to_theirs(config)
-        )
+        none = {"rope_parameters": {"rope_type": "default", "rope_theta": None}}
+        return none if config.rope is None else usual.to_theirs(config)
 
-    return KeyGroup(
-        usual.theirs, to_ours, to_theirs, lambda theirs: usual.notes(theirs) if to_ours(theirs)["rope"] else ()
-    )
+    notes = lambda theirs: usual.notes(theirs) if to_ours(theirs)["rope"] else ()  # noqa: E731
+    return KeyGroup(usual.theirs, to_ours, to_theirs, notes)
 
 
-_SIZES = {
-    "linear_num_key_heads": "num_state_heads",
-    "linear_num_value_heads": "num_value_heads",
-    "linear_key_head_dim": "state_key_dim",
-    "linear_value_head_dim": "state_value_dim",
-}
+_SIZES = ("num_state_heads", "num_value_heads", "state_key_dim", "state_value_dim")
+_IN_FILES = tuple(f"linear_{name}" for name in ("num_key_heads", "num_value_heads", "key_head_dim", "value_head_dim"))
 _INITIAL = tuple(f"linear_{name}" for name in ("a_log_min", "a_log_max", "dt_min", "dt_max", "dt_init_floor"))
 
 FAMILY = Family(
@@ -143,7 +138,9 @@ FAMILY = Family(
         activation("hidden_act", "silu"),
         hybrid_layers(),
         KeyGroup(
-            tuple(_SIZES), _state_sizes, lambda config: {name: getattr(config, ours) for name, ours in _SIZES.items()}
+            _IN_FILES,
+            _state_sizes,
+            lambda config: dict(zip(_IN_FILES, (getattr(config, name) for name in _SIZES), strict=True)),
         ),
         JsonKey("linear_conv_kernel_dim", "conv_size", 4),
         JsonKey("linear_allow_neg_eigval", "negative_eigenvalues", True),
@@ -151,14 +148,7 @@ FAMILY = Family(
         FixedKey("attention_bias", False),
         FixedKey("attention_dropout", 0.0),
     ),
-    tensors=lambda config: tuple(
-        in_stacks(
-            config,
-            embeddings_and_head(config),
-            lambda layer: (
-                *(_attention_tensors() if layer in config.with_attention else _recurrent_tensors()),
-                *gated_mlp(),
-            ),
-        )
-    ),
+    tensors=_tensors,
+    # As transformers 5.23 saves them. It also cuts the filters into equal parts, which are refused if they should not be.
+    layouts=(lambda config: _tensors(config, "feedforward_layer_norm"),),
 )
