@@ -369,6 +369,72 @@ TOPOLOGY: dict[str, Entry] = {
     ),
 }
 
+DROPOUTS: dict[str, Entry] = {
+    f"model.{name}_dropout": Change(0.5, RANDOM_BITS) for name in ("attention", "residual", "embedding")
+}
+BIASED: dict[str, Entry] = {
+    "model.rope": SCALED_ROPE,
+    "model.attention_bias": LLAMA["model.attention_bias"],
+    "model.mlp_bias": LLAMA["model.mlp_bias"],
+}
+HEAD_NORMS = Change(True, Shapes({r"^model.*q_norm\.weight": (2, 4, 8)}))
+
+
+def _windows(every: int, window: int) -> dict[str, Entry]:
+    return {
+        "model.rope": SCALED_ROPE,
+        "model.sliding_window": WINDOW,
+        "model.sliding_window_pattern": Change(every, Program(loses=f"dense<{window}>")),
+        **PATTERN,
+    }
+
+
+RELATIVES: Table = {
+    "seed_oss": {
+        **BIASED,
+        "model.attention_bias": NO_BIAS,
+        "model.attention_out_bias": Change(True, Shapes({r"^model.*o_proj\.bias": (2, 32)})),
+        **{name: DROPOUTS[name] for name in ("model.attention_dropout", "model.residual_dropout")},
+    },
+    "hunyuan_v1_dense": {name: BIASED[name] for name in ("model.rope", "model.attention_bias")},
+    "ernie4_5": BIASED,
+    "arcee": BIASED,
+    "helium": BIASED,
+    "glm": {"model.rope": SCALED_ROPE, "model.attention_bias": NO_BIAS},
+    "cohere": {
+        "model.rope": SCALED_ROPE,
+        "model.attention_bias": LLAMA["model.attention_bias"],
+        "model.qk_layernorm": HEAD_NORMS,
+        "model.logit_scale": Change(0.3, Constant(0.3)),
+    },
+    "cohere2": {
+        **_windows(1, 4096),
+        "model.attention_bias": LLAMA["model.attention_bias"],
+        "model.logit_scale": Change(0.3, Constant(0.3)),
+    },
+    "starcoder2": {
+        "model.rope": SCALED_ROPE,
+        "model.sliding_window": WINDOW,
+        "model.attention_bias": NO_BIAS,
+        "model.mlp_bias": Change(False, Shapes({r"^model.*up_proj\.bias": None})),
+        **DROPOUTS,
+    },
+    "stablelm": {
+        "model.rope": SCALED_ROPE,
+        "model.attention_bias": LLAMA["model.attention_bias"],
+        "model.qk_layernorm": HEAD_NORMS,
+        "model.use_parallel_residual": Change(True, Shapes({r"^model.*mlp_norm": None})),
+    },
+    "exaone4": _windows(1, 4096),
+    "ministral": _windows(1, 32768),
+    "cwm": {**_windows(1, 8192), "model.mlp_bias": LLAMA["model.mlp_bias"]},
+    "ministral3": {
+        "model.rope": SCALED_ROPE,
+        "model.sliding_window": WINDOW,
+        "model.query_scaling": Change(0.3, Constant(0.3)),
+    },
+}
+
 TABLE: Table = {
     "remat": {"model.gradient_checkpointing.modules": Change("attn|mlp", Program(gains=r"stablehlo\.dot_general"))},
     "offload": {  # the program for CPUs has one memory: what is saved is no longer recomputed
@@ -474,6 +540,7 @@ TABLE: Table = {
         "model.rope": SCALED_ROPE,
         "model.attention_bias": NO_BIAS,
     },
+    **RELATIVES,
     "phi3": {"model.sliding_window": WINDOW, "model.rope": SCALED_ROPE},
     "qwen2": {**LATE_WINDOW, "model.use_bidirectional_attention": WINDOWED, "model.time_embedding": TIMED},
     "qwen3": {

@@ -62,6 +62,8 @@ GRANITE = {
     "residual_multiplier": 0.6,
     "logits_scaling": 2.5,
 }
+PARTIAL = {"rope_type": "default", "rope_theta": 100.0, "partial_rotary_factor": 0.5}
+GROWING_SCORES = {**YARN, "mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.4}
 EXPERTS = {"num_experts": 5, "num_experts_per_tok": 3, "moe_intermediate_size": 40}
 MIXED = {**EXPERTS, "intermediate_size": 28, "initializer_range": 0.2}
 HYBRID = {
@@ -282,6 +284,58 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "gemma3-deep": ("gemma3_text", {"num_hidden_layers": 8, **GEMMA, "final_logit_softcapping": 3.0}),
+    "seed_oss": ("seed_oss", {"head_dim": 12, "attention_out_bias": True}),
+    "seed_oss-biases": (
+        "seed_oss",
+        {"head_dim": 8, "mlp_bias": True, "attention_bias": False, "rope_parameters": YARN},
+    ),
+    "hunyuan": ("hunyuan_v1_dense", {"head_dim": 12}),
+    "hunyuan-biases": ("hunyuan_v1_dense", {"attention_bias": True, "tie_word_embeddings": True, "head_dim": 8}),
+    "ernie4_5": ("ernie4_5", {"head_dim": 12, "use_bias": True}),
+    "ernie4_5-untied": ("ernie4_5", {"head_dim": 8, "tie_word_embeddings": False, "rope_parameters": LLAMA3}),
+    "exaone4": ("exaone4", {"num_hidden_layers": 5, "sliding_window": 5}),
+    "exaone4-no-window": (
+        "exaone4",
+        {"sliding_window": None, "layer_types": [_GLOBAL, _GLOBAL], "head_dim": 12, "tie_word_embeddings": True},
+    ),
+    "exaone4-listed": ("exaone4", {"sliding_window": 5, "rope_parameters": LLAMA3, **LISTED}),
+    "arcee": ("arcee", {}),
+    "arcee-biases": ("arcee", {"attention_bias": True, "mlp_bias": True, "rope_parameters": YARN}),
+    "helium": ("helium", {"head_dim": 8, "attention_bias": True}),
+    "helium-biases": ("helium", {"head_dim": 8, "mlp_bias": True, "tie_word_embeddings": True}),
+    "glm": ("glm", {"head_dim": 12}),
+    "glm-all-rotated": (
+        "glm",
+        {"head_dim": 16, "attention_bias": False, "rope_parameters": {**LLAMA3, "partial_rotary_factor": 1.0}},
+    ),
+    "cohere": ("cohere", {"use_qk_norm": True}),
+    "cohere-biases": ("cohere", {"attention_bias": True, "tie_word_embeddings": False, "logit_scale": 0.8}),
+    "cohere2": ("cohere2", {"num_hidden_layers": 5, "sliding_window": 5}),
+    "cohere2-listed": ("cohere2", {"sliding_window": 5, "attention_bias": True, "logit_scale": 0.25, **LISTED}),
+    "starcoder2": ("starcoder2", {"sliding_window": 7}),
+    "starcoder2-no-biases": ("starcoder2", {"use_bias": False, "tie_word_embeddings": False}),
+    "stablelm": ("stablelm", {"rope_parameters": PARTIAL, "use_qkv_bias": True}),
+    "stablelm-parallel": (
+        "stablelm",
+        {"use_parallel_residual": True, "qk_layernorm": True, "rope_parameters": PARTIAL},
+    ),
+    "ministral": (
+        "ministral",
+        {
+            "num_hidden_layers": 5,
+            "sliding_window": 5,
+            "layer_types": [_GLOBAL, _LOCAL, _LOCAL, _GLOBAL, _LOCAL],
+            "head_dim": 8,
+        },
+    ),
+    "ministral-all-local": ("ministral", {"sliding_window": 5, "head_dim": 12}),
+    "ministral3": ("ministral3", {"head_dim": 12, "rope_parameters": GROWING_SCORES}),
+    "ministral3-window": (
+        "ministral3",
+        {"head_dim": 8, "sliding_window": 5, "tie_word_embeddings": True, "rope_parameters": GROWING_SCORES},
+    ),
+    "cwm": ("cwm", {"num_hidden_layers": 5, "sliding_window": 5, "head_dim": 12}),
+    "cwm-listed": ("cwm", {"sliding_window": 5, "head_dim": 8, "mlp_bias": True, **LISTED}),
 }
 FIRST = {kind: name for name, (kind, _) in reversed(CASES.items())}
 """The case of each family that the default tests use."""
@@ -366,5 +420,6 @@ def abstract_of(config: Any, vocab: int = VOCAB) -> Any:
 
 def exported(folder: Path, model: Any, config: Any, **options: Any) -> Path:
     """Saves a model in Hugging Face's format."""
-    save_folder(folder, model, config, one_device(), **{"dtype": np.float32, "files": {}, "special_ids": {}} | options)
+    usual = {"dtype": np.float32, "files": {}, "special_ids": {"bos_token_id": 1}}  # CWM's class requires a BOS
+    save_folder(folder, model, config, one_device(), **usual | options)
     return folder

@@ -2,6 +2,8 @@
 
 from typing import Any
 
+from tests.interop.published_relatives import RELATIVES
+
 Json = dict[str, Any]
 
 
@@ -847,6 +849,7 @@ OPENED: dict[str, tuple[Any, ...]] = {
         "custom_pipelines",
     ),
 }
+OPENED |= RELATIVES
 
 # name -> (config.json, message)
 REFUSED: dict[str, tuple[Json, str]] = {

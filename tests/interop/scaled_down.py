@@ -51,6 +51,7 @@ def _scale_layers(small: Json) -> None:
     """Keeps at least one layer of every kind."""
     key = next(key for key in ("num_hidden_layers", "n_layer", "n_layers") if key in small)
     patterns = [small.get(name) for name in ("sliding_window_pattern", "no_rope_layer_interval")]
+    patterns = [len(pattern) if isinstance(pattern, str) else pattern for pattern in patterns]  # "LLLG"
     kinds = small.get("layer_types") or []
     first_full = kinds.index("full_attention") + 1 if len({*kinds}) > 1 else 0
     small[key] = max(1, first_full, *(pattern or 0 for pattern in patterns)) + 1
@@ -62,7 +63,7 @@ def _scale_layers(small: Json) -> None:
 def _scale_lengths(small: Json, content: Mapping[str, Any]) -> None:
     """Keeps the ratio of the context to the original context, and whether windows are shorter than the context."""
     key = next(key for key in ("max_position_embeddings", "n_positions", "max_seq_len") if key in small)
-    rope = small.get("rope_scaling") or {}
+    rope = small.get("rope_scaling") or small.get("rope_parameters") or {}
     original = rope.get("original_max_position_embeddings", small.get("original_max_position_embeddings"))
     scaled_context = original is not None and content[key] > original
     small[key] = content[key] * ORIGINAL // original if scaled_context else LENGTH

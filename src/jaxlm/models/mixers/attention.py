@@ -19,7 +19,7 @@ from jaxlm.models.inference.cached_attention import cached_attention
 from jaxlm.models.linear import Linear
 from jaxlm.models.mixers.base import ForCache, LayerContext, Mixer
 from jaxlm.models.mixers.key_values import KeyValue, KeyValueCache
-from jaxlm.models.norms import RMSNorm, UnweightedRMSNorm
+from jaxlm.models.norms import HeadwiseLayerNorm, RMSNorm, UnweightedRMSNorm
 from jaxlm.models.remat import KEY, QUERY, VALUE, checkpoint_name
 
 
@@ -56,8 +56,8 @@ class SelfAttention(Attention):
     k_proj: Linear
     v_proj: Linear
     o_proj: Linear
-    q_norm: RMSNorm | UnweightedRMSNorm | None = None
-    k_norm: RMSNorm | UnweightedRMSNorm | None = None
+    q_norm: RMSNorm | UnweightedRMSNorm | HeadwiseLayerNorm | None = None
+    k_norm: RMSNorm | UnweightedRMSNorm | HeadwiseLayerNorm | None = None
     gate_proj: Linear | None = None
     norms_follow_rotation: bool = eqx.field(static=True, default=False)
     clip_qkv: float | None = eqx.field(static=True, default=None)
@@ -111,6 +111,8 @@ class SelfAttention(Attention):
             q, k = context.rotation(q), context.rotation(k)
         if self.norms_follow_rotation:
             q, k = self._normalized(q, k)
+        if context.query_scale is not None:
+            q = (q * context.query_scale.astype(q.dtype)).rearrange(q.axes)
         q, k, v = checkpoint_name(q, QUERY), checkpoint_name(k, KEY), checkpoint_name(v, VALUE)
         new: ForCache = KeyValue(k, v)
         if cache is not None and context.start is not None:
