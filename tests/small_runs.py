@@ -51,6 +51,18 @@ MODELS: dict[str, Tree] = {
     },
     "qwen3_5": {"type": "qwen3_5", **LLAMA, "head_dim": 8, **STATES},
     "olmo_hybrid": {"type": "olmo_hybrid", **LLAMA, **STATES},
+    "olmoe": {"type": "olmoe", **LLAMA, "num_experts": 4, "num_experts_per_token": 2},
+    "granitemoe": {"type": "granitemoe", **LLAMA, "num_experts": 4, "num_experts_per_token": 2},
+    "minimax_m2": {"type": "minimax_m2", **LLAMA, "head_dim": 8, "num_experts": 4, "num_experts_per_token": 2},
+    "glm4_moe": {
+        "type": "glm4_moe",
+        **LLAMA,
+        "head_dim": 8,
+        "num_experts": 6,
+        "num_experts_per_token": 2,
+        "shared_expert_intermediate_dim": 24,
+        "dense_intermediate_dim": 24,
+    },
     "qwen3": {"type": "qwen3", **LLAMA, "head_dim": 8, "sliding_window": 4},
 }
 TRAINER = {"id": "x", "train_batch_size": 16, "num_train_steps": 100, "fsdp_axis": "embed"}

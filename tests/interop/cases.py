@@ -65,6 +65,13 @@ GRANITE = {
 PARTIAL = {"rope_type": "default", "rope_theta": 100.0, "partial_rotary_factor": 0.5}
 GROWING_SCORES = {**YARN, "mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.4}
 EXPERTS = {"num_experts": 5, "num_experts_per_tok": 3, "moe_intermediate_size": 40}
+BALANCED = {
+    "n_routed_experts": 6,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 20,
+    "head_dim": 8,
+    "num_mtp_layers": 0,
+}
 MIXED = {**EXPERTS, "intermediate_size": 28, "initializer_range": 0.2}
 HYBRID = {
     **LLAMA,
@@ -220,6 +227,43 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
             "sliding_window": 5,
         },
     ),
+    "olmoe": ("olmoe", {"clip_qkv": 0.5, "num_experts": 5, "num_experts_per_tok": 3, "intermediate_size": 24}),
+    "olmoe-normalized": (
+        "olmoe",
+        {"num_experts": 4, "num_experts_per_tok": 2, "norm_topk_prob": True, "attention_bias": True},
+    ),
+    "granitemoe": ("granitemoe", {**GRANITE, "num_local_experts": 5, "num_experts_per_tok": 3}),
+    "granitemoe-biases": (
+        "granitemoe",
+        {
+            **GRANITE,
+            "num_local_experts": 4,
+            "attention_bias": True,
+            "tie_word_embeddings": True,
+            "rope_parameters": LLAMA3,
+        },
+    ),
+    "minimax_m2": (
+        "minimax_m2",
+        {"num_local_experts": 6, "num_experts_per_tok": 3, "head_dim": 8, "rotary_dim": 4, "rope_theta": 100.0},
+    ),
+    "minimax_m2-all-rotated": ("minimax_m2", {"num_local_experts": 4, "num_experts_per_tok": 4, "head_dim": 12}),
+    "glm4_moe": (
+        "glm4_moe",
+        {**BALANCED, "n_group": 3, "topk_group": 2, "use_qk_norm": True, "first_k_dense_replace": 1},
+    ),
+    "glm4_moe-biases": (
+        "glm4_moe",
+        {
+            **BALANCED,
+            "attention_bias": True,
+            "n_shared_experts": 2,
+            "routed_scaling_factor": 2.5,
+            "first_k_dense_replace": 0,
+            "intermediate_size": 20,
+            "norm_topk_prob": False,
+        },
+    ),
     "glm4": ("glm4", {"head_dim": 12}),
     "glm4-all-rotated": (
         "glm4",
@@ -361,11 +405,10 @@ def reference(name: str) -> Any:
     model = transformers.AutoModelForCausalLM.from_config(config_of(name)).float()
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
-        for parameter in model.parameters():
+        for parameter in state_of(model).values():
             parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.2)
-    if (
-        CASES[name][0] == "olmo_hybrid"
-    ):  # transformers cuts the filters of its files into equal parts, which it joins again
+    # transformers cuts the filters of its files into equal parts, which it joins again.
+    if CASES[name][0] == "olmo_hybrid":
         model.save_pretrained = functools.partial(_save_as_published, model, model.save_pretrained)
     return model.eval()
 
@@ -392,6 +435,12 @@ def olmo_hybrid_files(arrays: Mapping[str, np.ndarray]) -> Iterator[tuple[str, n
             yield name.replace(module[0], norms[module[0]]), array
         else:
             yield name, array
+
+
+def state_of(model: Any) -> dict[str, Any]:
+    """The parameters of a transformers model by name, with the biases of routers, which are buffers there."""
+    biases = {name: buffer for name, buffer in model.named_buffers() if name.endswith("correction_bias")}
+    return {**dict(model.named_parameters()), **biases}
 
 
 def tokens(rows: int = 2, length: int = SEQ_LEN) -> np.ndarray:

@@ -22,9 +22,11 @@ def scaled_down(content: Mapping[str, Any]) -> Json:
     _scale_heads(small)
     _scale_layers(small)
     _scale_lengths(small, content)
-    for key in ("num_experts", "num_local_experts"):
+    for key in ("num_experts", "num_local_experts", "n_routed_experts"):
         if key in small:
             small[key] = small["num_experts_per_tok"] + 2
+    if "rotary_dim" in small:
+        small["rotary_dim"] = HEAD_SIZE // 2
     return small
 
 
@@ -54,7 +56,8 @@ def _scale_layers(small: Json) -> None:
     patterns = [len(pattern) if isinstance(pattern, str) else pattern for pattern in patterns]  # "LLLG"
     kinds = small.get("layer_types") or []
     first_full = kinds.index("full_attention") + 1 if len({*kinds}) > 1 else 0
-    small[key] = max(1, first_full, *(pattern or 0 for pattern in patterns)) + 1
+    first_sparse = small.get("first_k_dense_replace", 0)
+    small[key] = max(1, first_full, first_sparse, *(pattern or 0 for pattern in patterns)) + 1
     for name in ("layer_types", "no_rope_layers"):
         if name in small:
             small[name] = small[name][: small[key]]

@@ -51,13 +51,13 @@ def test_logits(pair):
 
 @pytest.mark.slow
 def test_gradients(pair):
-    name, theirs, opened, model = pair
+    _, theirs, opened, model = pair
     theirs = copy.deepcopy(theirs)
     loss, gradient = loss_and_gradient(model, inputs_of(text()))
     expected = theirs(torch.tensor(text()), labels=torch.tensor(text())).loss
     expected.backward()
     assert float(loss) == pytest.approx(expected.item(), rel=1e-6)
-    wanted = dict(tree.leaves(as_ours(name, opened, {key: p.grad for key, p in theirs.named_parameters()})))
+    wanted = dict(tree.leaves(as_ours(theirs, opened, {key: p.grad for key, p in theirs.named_parameters()})))
     for path, leaf in tree.leaves(gradient):
         reference = np.asarray(wanted[path].array)
         tolerance = 1e-4 if path.endswith(SUMS) else 1e-5

@@ -262,6 +262,12 @@ def experts(module: str, *, gate: str, up: str, down: str) -> Iterator[Tensor]:
         yield single(f"{layer}experts.{{expert}}.{theirs}.weight", f"{BLOCK}mlp.{ours}_proj.weight", layout)
 
 
+def correction_bias(module: str) -> Tensor:
+    """The bias of a router. Args: module: the module in a layer that has it in the files."""
+    name = f"model.layers.{{layer}}.{module}.e_score_correction_bias"
+    return single(name, f"{BLOCK}mlp.routing.correction_bias", "routes")
+
+
 def stacked_experts(module: str, *, inputs_first: bool = False, interleaved: bool = False) -> Iterator[Tensor]:
     """A router and its experts, all of a layer in one tensor [experts, out, in] for gate and up and one for down.
 

@@ -44,7 +44,8 @@ class SelfAttention(Attention):
         gate_proj: {heads, head_size, embed}. The sigmoid of its output is a factor of what each head has attended to (Qiu et
             al. 2025, arXiv:2505.06708); None for none.
         norms_follow_rotation: these norms come after the rotary embedding instead of before it.
-        clip_qkv: queries, keys and values are clipped to [-clip_qkv, clip_qkv] before their norms; None does not clip.
+        clip_qkv: queries, keys and values are clipped to [-clip_qkv, clip_qkv] before the rotation, and after norms that
+            come before it; None does not clip.
         scale: factor of the scores; None means 1 / sqrt(head_size).
         rule: modifies the scaled scores before the softmax.
         causal: tokens attend to no later tokens.
@@ -102,11 +103,11 @@ class SelfAttention(Attention):
             value: added to the values, {batch, position, kv_heads, head_size}.
         """
         q, k, v = self.q_proj(x), self.k_proj(x), self.v_proj(x)
+        if not self.norms_follow_rotation:
+            q, k = self._normalized(q, k)
         if self.clip_qkv is not None:
             q, k, v = (hax.clip(a, -self.clip_qkv, self.clip_qkv) for a in (q, k, v))
         v = v if value is None else v + value.rearrange(v.axes)
-        if not self.norms_follow_rotation:
-            q, k = self._normalized(q, k)
         if context.rotation is not None:
             q, k = context.rotation(q), context.rotation(k)
         if self.norms_follow_rotation:
