@@ -2,7 +2,6 @@
 
 import copy
 import functools
-from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -129,6 +128,14 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3-listed": ("qwen3", {"use_sliding_window": True, "sliding_window": 5, "head_dim": 8, **LISTED}),
     "qwen3-biases": ("qwen3", {"head_dim": 8, "attention_bias": True}),
     "qwen3_5": ("qwen3_5_text", QWEN_HYBRID),
+    "qwen3_5_moe": (
+        "qwen3_5_moe_text",
+        {**QWEN_HYBRID, **EXPERTS, "shared_expert_intermediate_size": 24},
+    ),
+    "qwen3_next": (
+        "qwen3_next",
+        {**QWEN_HYBRID, **EXPERTS, "shared_expert_intermediate_size": 24, "norm_topk_prob": False},
+    ),
     "qwen3_5-listed": (
         "qwen3_5_text",
         QWEN_HYBRID
