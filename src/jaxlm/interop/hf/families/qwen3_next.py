@@ -34,7 +34,7 @@ class Qwen3NextConfig(QwenHybridMoeConfig):
 
 
 def _recurrent_tensors() -> Iterator[Tensor]:
-    """Queries, keys, values and gates take turns by key head, as do the other two projections. The filter has no such order."""
+    """Queries, keys, values and gates take turns by key head, as do the other two projections; filters do not."""
     layer, ours = "model.layers.{layer}.linear_attn.", f"{BLOCK}attn."
     values = "state_heads | state_group head_size | embed"
     of_keys = {f"{ours}{name}_proj.weight": "state_heads | state_key | embed" for name in "qk"}
