@@ -2,6 +2,7 @@
 
 import copy
 import functools
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -130,7 +131,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3_5": ("qwen3_5_text", QWEN_HYBRID),
     "qwen3_5_moe": (
         "qwen3_5_moe_text",
-        {**QWEN_HYBRID, **EXPERTS, "shared_expert_intermediate_size": 24},
+        {**QWEN_HYBRID, **EXPERTS, "moe_intermediate_size": 20, "shared_expert_intermediate_size": 16},
     ),
     "qwen3_next": (
         "qwen3_next",
@@ -417,9 +418,8 @@ def reference(name: str) -> Any:
     # transformers cuts the filters of its files into equal parts, which it joins again.
     if CASES[name][0] == "olmo_hybrid":
         model.save_pretrained = functools.partial(_save_as_published, model, model.save_pretrained)
-    if (
-        CASES[name][0] == "qwen3_5_moe_text"
-    ):  # its published folders have the experts as transformers has them in memory
+    # Its published folders have the experts as transformers has them in memory.
+    if CASES[name][0] == "qwen3_5_moe_text":
         model.save_pretrained = functools.partial(model.save_pretrained, save_original_format=False)
     return model.eval()
 
