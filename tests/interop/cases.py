@@ -131,7 +131,13 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3_5": ("qwen3_5_text", QWEN_HYBRID),
     "qwen3_5_moe": (
         "qwen3_5_moe_text",
-        {**QWEN_HYBRID, **EXPERTS, "moe_intermediate_size": 20, "shared_expert_intermediate_size": 16},
+        {
+            **QWEN_HYBRID,
+            **EXPERTS,
+            "num_experts": 4,
+            "num_experts_per_tok": 2,
+            "shared_expert_intermediate_size": 24,
+        },
     ),
     "qwen3_next": (
         "qwen3_next",

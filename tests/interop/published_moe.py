@@ -216,7 +216,7 @@ MOE: dict[str, tuple[Any, ...]] = {
     "OLMoE-1B-7B-0924": (_OLMOE, 6_919_161_856),
     "granite-3.0-1b-a400m": (_granite(1024, 24, 16, 32, 0.015625, 6.0), 1_334_628_352),
     "granite-3.0-3b-a800m": (_granite(1536, 32, 24, 40, 0.015625, 6.0), 3_298_793_472),
-    "Qwen3-Next-80B-A3B": (_qwen_hybrid(2048, 48, 16, 32, 512, **_NEXT), 79_674_391_296, "intermediate_size"),
+    "Qwen3-Next-80B-A3B": (_qwen_hybrid(2048, 48, 16, 32, 512, **_NEXT), 79_674_391_296),
     # The text parts of their folders.
     "Qwen3.5-35B-A3B": (
         _qwen_hybrid(2048, 40, 16, 32, 512, **_QWEN_3_5, num_experts=256, num_experts_per_tok=8),

@@ -107,11 +107,12 @@ def shared_tensors() -> Iterator[Tensor]:
 
 
 def expert_keys(*, num_experts: int, chosen: int) -> tuple[Any, ...]:
-    """The keys of experts. Args: defaults for keys that are missing."""
+    """The keys of experts, and the width of MLPs, which no layer has. Args: defaults for keys that are missing."""
     return (
         JsonKey("moe_intermediate_size", "intermediate_dim", 512),
         JsonKey("shared_expert_intermediate_size", "shared_expert_intermediate_dim", 512),
         *router("num_experts", num_experts=num_experts, chosen=chosen),
+        KeyGroup(("intermediate_size",), lambda _: {}, lambda config: {"intermediate_size": config.intermediate_dim}),
     )
 
 
