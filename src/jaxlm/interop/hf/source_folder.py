@@ -224,8 +224,8 @@ class SourceFolder:
         layout = 0 if form.part else self.layout
         return SourceFolder(config, self.location, Names(), layout, self.untied, self.dtype, dtypes)
 
-    def dtype_of(self, dtype: Any) -> Callable[[str], np.dtype]:
-        """Tensor name -> its dtype in an export.
+    def dtype_of(self, dtype: Any) -> Callable[[str, bool], np.dtype]:
+        """(Name of a tensor, whether its parameters are float32 in each precision) -> its dtype in an export.
 
         Args:
             dtype: of all tensors; None for the source's.
@@ -234,13 +234,13 @@ class SourceFolder:
             ConfigError: the source's dtypes are not known.
         """
         if dtype is not None:
-            return lambda _: np.dtype(dtype)
+            return lambda _, is_float32: np.dtype(np.float32 if is_float32 else dtype)
         if not self.dtype:
             raise ConfigError(
                 "hf_save_dtype (--dtype): source given, but the model was not made from a folder in Hugging Face format, or"
                 " by a version of jaxlm that did not save its dtypes. Give float32, bfloat16 or float16"
             )
-        return lambda name: np.dtype(jnp.dtype(self.dtypes.get(name, self.dtype)))
+        return lambda name, _: np.dtype(jnp.dtype(self.dtypes.get(name, self.dtype)))
 
 
 @dataclass(frozen=True)
