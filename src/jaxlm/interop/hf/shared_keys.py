@@ -7,7 +7,7 @@ from typing import Any
 
 from jaxlm.core.errors import ConfigError
 from jaxlm.interop.hf.family import REQUIRED, FixedKey, Json, JsonKey, KeyGroup, unfollowed
-from jaxlm.interop.hf.text_part import SECTIONS
+from jaxlm.interop.hf.text_part import IN_SECTIONS, SECTIONS
 from jaxlm.models.activations import ACTIVATIONS
 from jaxlm.models.rope import (
     DefaultRotary,
@@ -40,7 +40,6 @@ _REQUIRED = {
 }
 
 _MSCALES = ("mscale", "mscale_all_dim")
-_IN_SECTIONS = "mrope"  # a type of older files: text is rotated without scaling
 _NOT_OF_TEXT = ("attention_scaling",)  # a key of frameworks that no text model uses
 _ORIGINAL = "original_max_position_embeddings"
 _STRETCHED = ("llama3", "yarn", "longrope")  # the types that read it
@@ -283,7 +282,7 @@ def _followed(
         unread = dict.fromkeys(sorted(set(settings) - read), f"the type '{kind}' has no such key")
         if not rotates_part and settings["partial_rotary_factor"] != 1.0:
             unread["partial_rotary_factor"] = "transformers rotates all features of this family's heads"
-    if settings.get("type") not in (None, kind, _IN_SECTIONS):
+    if settings.get("type") not in (None, kind, IN_SECTIONS):
         unread["type"] = f"transformers follows rope_type, which is {kind}"
     if outer is not None and kind == "yarn":
         followed["truncate"] = outer.get("truncate", True)
@@ -301,7 +300,7 @@ def _followed(
 
 def _rope_type(settings: Mapping[str, Any]) -> str:
     kind = settings.get("rope_type") or settings.get("type") or "default"
-    return "default" if kind == _IN_SECTIONS else kind
+    return "default" if kind == IN_SECTIONS else kind
 
 
 def rope_from_json(settings: Mapping[str, Any], config: Mapping[str, Any]) -> RotaryConfig:

@@ -24,7 +24,7 @@ from jaxlm.interop.hf.hub import local_folder, repository_of
 from jaxlm.interop.hf.load import differing_head
 from jaxlm.interop.hf.safetensors_file import TensorInfo
 from jaxlm.interop.hf.tensor_files import NamedTensors, TensorSource, most_common_dtype, open_tensors
-from jaxlm.interop.hf.text_part import AS_IN_TABLE, IN_TRANSFORMERS, Modules, Names
+from jaxlm.interop.hf.text_part import AS_IN_TABLE, IN_TRANSFORMERS, Modules, Names, without_sections
 from jaxlm.interop.hf.weights import expanded
 from jaxlm.models.base import LanguageModel, ModelConfig, as_family, vocab_axis
 
@@ -220,8 +220,11 @@ class SourceFolder:
         if not self.config or (form := self.form) is None:
             return self
         dtypes = {self.names.in_table(name): dtype for name, dtype in self.dtypes.items()}
-        config = {} if form.part else {**self.config, **{key: 0 for key in _MTP if self.config.get(key)}}
-        layout = 0 if form.part else self.layout
+        config, layout = form.level(self.config), self.layout
+        if form.part:
+            kind = {"model_type": form.family.model_types[0], "architectures": [form.family.architecture]}
+            config, layout = {**without_sections(config), **kind}, 0
+        config |= {key: 0 for key in _MTP if config.get(key)}
         return SourceFolder(config, self.location, Names(), layout, self.untied, self.dtype, dtypes)
 
     def dtype_of(self, dtype: Any) -> Callable[[str, bool], np.dtype]:
