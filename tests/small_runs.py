@@ -24,6 +24,14 @@ MODELS: dict[str, Tree] = {
     "smollm3": {"type": "smollm3", **LLAMA, "no_rope_layer_interval": 2},
     "glm4": {"type": "glm4", **LLAMA, "head_dim": 8},
     "phi3": {"type": "phi3", **LLAMA},
+    **{kind: {"type": kind, **LLAMA} for kind in ("hunyuan_v1_dense", "arcee", "cohere", "starcoder2", "stablelm")},
+    **{
+        kind: {"type": kind, **LLAMA, "head_dim": 8} for kind in ("seed_oss", "ernie4_5", "helium", "glm", "ministral3")
+    },
+    **{
+        kind: {"type": kind, **LLAMA, "sliding_window_pattern": 2}
+        for kind in ("exaone4", "cohere2", "ministral", "cwm")
+    },
     "flax": {"type": "flax", "seq_len": 16, "factory": "examples.nnx_model:make", "kwargs": {"width": 32, "depth": 1}},
     "mixtral": {"type": "mixtral", **LLAMA, "num_experts": 4, "num_experts_per_token": 1},
     "qwen3_moe": {"type": "qwen3_moe", **LLAMA, "head_dim": 8, "num_experts": 4, "num_experts_per_token": 2},
@@ -33,6 +41,18 @@ MODELS: dict[str, Tree] = {
         "num_experts": 4,
         "num_experts_per_token": 2,
         "shared_expert_intermediate_dim": 24,
+    },
+    "olmoe": {"type": "olmoe", **LLAMA, "num_experts": 4, "num_experts_per_token": 2},
+    "granitemoe": {"type": "granitemoe", **LLAMA, "num_experts": 4, "num_experts_per_token": 2},
+    "minimax_m2": {"type": "minimax_m2", **LLAMA, "head_dim": 8, "num_experts": 4, "num_experts_per_token": 2},
+    "glm4_moe": {
+        "type": "glm4_moe",
+        **LLAMA,
+        "head_dim": 8,
+        "num_experts": 6,
+        "num_experts_per_token": 2,
+        "shared_expert_intermediate_dim": 24,
+        "dense_intermediate_dim": 24,
     },
     "qwen3": {"type": "qwen3", **LLAMA, "head_dim": 8, "sliding_window": 4},
 }

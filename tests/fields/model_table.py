@@ -354,6 +354,72 @@ TOPOLOGY: dict[str, Entry] = {
     ),
 }
 
+DROPOUTS: dict[str, Entry] = {
+    f"model.{name}_dropout": Change(0.5, RANDOM_BITS) for name in ("attention", "residual", "embedding")
+}
+BIASED: dict[str, Entry] = {
+    "model.rope": SCALED_ROPE,
+    "model.attention_bias": LLAMA["model.attention_bias"],
+    "model.mlp_bias": LLAMA["model.mlp_bias"],
+}
+HEAD_NORMS = Change(True, Shapes({r"^model.*q_norm\.weight": (2, 4, 8)}))
+
+
+def _windows(every: int, window: int) -> dict[str, Entry]:
+    return {
+        "model.rope": SCALED_ROPE,
+        "model.sliding_window": WINDOW,
+        "model.sliding_window_pattern": Change(every, Program(loses=f"dense<{window}>")),
+        **PATTERN,
+    }
+
+
+RELATIVES: Table = {
+    "seed_oss": {
+        **BIASED,
+        "model.attention_bias": NO_BIAS,
+        "model.attention_out_bias": Change(True, Shapes({r"^model.*o_proj\.bias": (2, 32)})),
+        **{name: DROPOUTS[name] for name in ("model.attention_dropout", "model.residual_dropout")},
+    },
+    "hunyuan_v1_dense": {name: BIASED[name] for name in ("model.rope", "model.attention_bias")},
+    "ernie4_5": BIASED,
+    "arcee": BIASED,
+    "helium": BIASED,
+    "glm": {"model.rope": SCALED_ROPE, "model.attention_bias": NO_BIAS},
+    "cohere": {
+        "model.rope": SCALED_ROPE,
+        "model.attention_bias": LLAMA["model.attention_bias"],
+        "model.qk_layernorm": HEAD_NORMS,
+        "model.logit_scale": Change(0.3, Constant(0.3)),
+    },
+    "cohere2": {
+        **_windows(1, 4096),
+        "model.attention_bias": LLAMA["model.attention_bias"],
+        "model.logit_scale": Change(0.3, Constant(0.3)),
+    },
+    "starcoder2": {
+        "model.rope": SCALED_ROPE,
+        "model.sliding_window": WINDOW,
+        "model.attention_bias": NO_BIAS,
+        "model.mlp_bias": Change(False, Shapes({r"^model.*up_proj\.bias": None})),
+        **DROPOUTS,
+    },
+    "stablelm": {
+        "model.rope": SCALED_ROPE,
+        "model.attention_bias": LLAMA["model.attention_bias"],
+        "model.qk_layernorm": HEAD_NORMS,
+        "model.use_parallel_residual": Change(True, Shapes({r"^model.*mlp_norm": None})),
+    },
+    "exaone4": _windows(1, 4096),
+    "ministral": _windows(1, 32768),
+    "cwm": {**_windows(1, 8192), "model.mlp_bias": LLAMA["model.mlp_bias"]},
+    "ministral3": {
+        "model.rope": SCALED_ROPE,
+        "model.sliding_window": WINDOW,
+        "model.query_scaling": Change(0.3, Constant(0.3)),
+    },
+}
+
 TABLE: Table = {
     "remat": {"model.gradient_checkpointing.modules": Change("attn|mlp", Program(gains=r"stablehlo\.dot_general"))},
     "offload": {  # the program for CPUs has one memory: what is saved is no longer recomputed
@@ -459,6 +525,7 @@ TABLE: Table = {
         "model.rope": SCALED_ROPE,
         "model.attention_bias": NO_BIAS,
     },
+    **RELATIVES,
     "phi3": {"model.sliding_window": WINDOW, "model.rope": SCALED_ROPE},
     "qwen2": {**LATE_WINDOW, "model.use_bidirectional_attention": WINDOWED, "model.time_embedding": TIMED},
     "qwen3": {
@@ -466,6 +533,55 @@ TABLE: Table = {
         "model.use_bidirectional_attention": WINDOWED,
         "model.time_embedding": TIMED,
         "model.attention_bias": LLAMA["model.attention_bias"],
+    },
+    "olmoe": {
+        "model.sliding_window": WINDOW,
+        "model.rope": SCALED_ROPE,
+        **EXPERTS,
+        "model.num_experts_per_token": Change(4, Program(gains=r"chlo.top_k\(%\w+, k = 4\)")),
+        "model.attention_bias": LLAMA["model.attention_bias"],
+        "model.clip_qkv": Change(0.3, Constant(0.3)),
+        "model.norm_topk_prob": Change(True, Program(gains=r"stablehlo.divide")),
+    },
+    "granitemoe": {
+        "model.sliding_window": WINDOW,
+        "model.rope": SCALED_ROPE,
+        **EXPERTS,
+        "model.num_experts_per_token": Change(4, Program(gains=r"chlo.top_k\(%\w+, k = 4\)")),
+        "model.attention_bias": LLAMA["model.attention_bias"],
+        "model.embedding_multiplier": Change(3.0, Constant(3.0)),
+        "model.attention_multiplier": Change(0.3, Constant(0.3)),
+        "model.residual_multiplier": Change(0.7, Constant(0.7)),
+        "model.logits_scaling": Change(5.0, Constant(1 / 5)),
+    },
+    "minimax_m2": {
+        "model.sliding_window": WINDOW,
+        "model.rope": SCALED_ROPE,
+        **EXPERTS,
+        "model.num_experts_per_token": Change(4, Program(gains=r"chlo.top_k\(%\w+, k = 4\)")),
+        "model.router_bias_step": Change(0.3, Constant(-0.3)),
+    },
+    "glm4_moe": {
+        "model.sliding_window": WINDOW,
+        "model.rope": SCALED_ROPE,
+        **EXPERTS,
+        "model.num_experts": Change(12, Shapes({r"^model.*router\.weight": (1, 12, 32)})),
+        "model.num_experts_per_token": Change(4, Program(gains=r"chlo.top_k\(%\w+, k = 4\)")),
+        "model.decoder_sparse_step": Change(2, _NO_EXPERTS, also={"model": {"mlp_only_layers": [1]}}),
+        "model.mlp_only_layers": Change([1], Shapes({r"^model\.body\.0\..*router\.weight": (1, 6, 32)})),
+        "model.dense_intermediate_dim": Change(56, Shapes({r"^model\.body\.0\..*mlp\.up_proj\.weight": (1, 56, 32)})),
+        "model.shared_expert_intermediate_dim": Change(40, Shapes({r"^model.*shared_expert.*up_proj": (1, 40, 32)})),
+        "model.norm_topk_prob": Change(False, Program(loses=r"stablehlo.divide")),
+        "model.routed_scaling_factor": Change(0.3, Constant(0.3)),
+        "model.num_expert_groups": Change(3, Program(gains=r"dense<0xFF800000>")),
+        "model.num_groups_per_token": Change(
+            2,
+            Program(gains=r"chlo.top_k\(%\w+, k = 2\)"),
+            also={"model": {"num_expert_groups": 3}},
+        ),
+        "model.router_bias_step": Change(0.3, Constant(-0.3)),
+        "model.use_qk_norm": Change(True, Shapes({r"^model.*body\.1\..*q_norm\.weight": (1, 8)})),
+        "model.attention_bias": NO_BIAS,
     },
     "qwen2_moe": {
         "model.sliding_window": WINDOW,

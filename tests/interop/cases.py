@@ -60,7 +60,16 @@ GRANITE = {
     "residual_multiplier": 0.6,
     "logits_scaling": 2.5,
 }
+PARTIAL = {"rope_type": "default", "rope_theta": 100.0, "partial_rotary_factor": 0.5}
+GROWING_SCORES = {**YARN, "mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.4}
 EXPERTS = {"num_experts": 5, "num_experts_per_tok": 3, "moe_intermediate_size": 40}
+BALANCED = {
+    "n_routed_experts": 6,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 20,
+    "head_dim": 8,
+    "num_mtp_layers": 0,
+}
 MIXED = {**EXPERTS, "intermediate_size": 28, "initializer_range": 0.2}
 NEOX = {key: value for key, value in LLAMA.items() if key != "num_key_value_heads"}
 MPT = {"vocab_size": VOCAB, "max_seq_len": SEQ_LEN, "d_model": 32, "n_layers": 2, "n_heads": 4}
@@ -192,6 +201,43 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
             "sliding_window": 5,
         },
     ),
+    "olmoe": ("olmoe", {"clip_qkv": 0.5, "num_experts": 5, "num_experts_per_tok": 3, "intermediate_size": 24}),
+    "olmoe-normalized": (
+        "olmoe",
+        {"num_experts": 4, "num_experts_per_tok": 2, "norm_topk_prob": True, "attention_bias": True},
+    ),
+    "granitemoe": ("granitemoe", {**GRANITE, "num_local_experts": 5, "num_experts_per_tok": 3}),
+    "granitemoe-biases": (
+        "granitemoe",
+        {
+            **GRANITE,
+            "num_local_experts": 4,
+            "attention_bias": True,
+            "tie_word_embeddings": True,
+            "rope_parameters": LLAMA3,
+        },
+    ),
+    "minimax_m2": (
+        "minimax_m2",
+        {"num_local_experts": 6, "num_experts_per_tok": 3, "head_dim": 8, "rotary_dim": 4, "rope_theta": 100.0},
+    ),
+    "minimax_m2-all-rotated": ("minimax_m2", {"num_local_experts": 4, "num_experts_per_tok": 4, "head_dim": 12}),
+    "glm4_moe": (
+        "glm4_moe",
+        {**BALANCED, "n_group": 3, "topk_group": 2, "use_qk_norm": True, "first_k_dense_replace": 1},
+    ),
+    "glm4_moe-biases": (
+        "glm4_moe",
+        {
+            **BALANCED,
+            "attention_bias": True,
+            "n_shared_experts": 2,
+            "routed_scaling_factor": 2.5,
+            "first_k_dense_replace": 0,
+            "intermediate_size": 20,
+            "norm_topk_prob": False,
+        },
+    ),
     "glm4": ("glm4", {"head_dim": 12}),
     "glm4-all-rotated": (
         "glm4",
@@ -256,6 +302,58 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "gemma3-deep": ("gemma3_text", {"num_hidden_layers": 8, **GEMMA, "final_logit_softcapping": 3.0}),
+    "seed_oss": ("seed_oss", {"head_dim": 12, "attention_out_bias": True}),
+    "seed_oss-biases": (
+        "seed_oss",
+        {"head_dim": 8, "mlp_bias": True, "attention_bias": False, "rope_parameters": YARN},
+    ),
+    "hunyuan": ("hunyuan_v1_dense", {"head_dim": 12}),
+    "hunyuan-biases": ("hunyuan_v1_dense", {"attention_bias": True, "tie_word_embeddings": True, "head_dim": 8}),
+    "ernie4_5": ("ernie4_5", {"head_dim": 12, "use_bias": True}),
+    "ernie4_5-untied": ("ernie4_5", {"head_dim": 8, "tie_word_embeddings": False, "rope_parameters": LLAMA3}),
+    "exaone4": ("exaone4", {"num_hidden_layers": 5, "sliding_window": 5}),
+    "exaone4-no-window": (
+        "exaone4",
+        {"sliding_window": None, "layer_types": [_GLOBAL, _GLOBAL], "head_dim": 12, "tie_word_embeddings": True},
+    ),
+    "exaone4-listed": ("exaone4", {"sliding_window": 5, "rope_parameters": LLAMA3, **LISTED}),
+    "arcee": ("arcee", {}),
+    "arcee-biases": ("arcee", {"attention_bias": True, "mlp_bias": True, "rope_parameters": YARN}),
+    "helium": ("helium", {"head_dim": 8, "attention_bias": True}),
+    "helium-biases": ("helium", {"head_dim": 8, "mlp_bias": True, "tie_word_embeddings": True}),
+    "glm": ("glm", {"head_dim": 12}),
+    "glm-all-rotated": (
+        "glm",
+        {"head_dim": 16, "attention_bias": False, "rope_parameters": {**LLAMA3, "partial_rotary_factor": 1.0}},
+    ),
+    "cohere": ("cohere", {"use_qk_norm": True}),
+    "cohere-biases": ("cohere", {"attention_bias": True, "tie_word_embeddings": False, "logit_scale": 0.8}),
+    "cohere2": ("cohere2", {"num_hidden_layers": 5, "sliding_window": 5}),
+    "cohere2-listed": ("cohere2", {"sliding_window": 5, "attention_bias": True, "logit_scale": 0.25, **LISTED}),
+    "starcoder2": ("starcoder2", {"sliding_window": 7}),
+    "starcoder2-no-biases": ("starcoder2", {"use_bias": False, "tie_word_embeddings": False}),
+    "stablelm": ("stablelm", {"rope_parameters": PARTIAL, "use_qkv_bias": True}),
+    "stablelm-parallel": (
+        "stablelm",
+        {"use_parallel_residual": True, "qk_layernorm": True, "rope_parameters": PARTIAL},
+    ),
+    "ministral": (
+        "ministral",
+        {
+            "num_hidden_layers": 5,
+            "sliding_window": 5,
+            "layer_types": [_GLOBAL, _LOCAL, _LOCAL, _GLOBAL, _LOCAL],
+            "head_dim": 8,
+        },
+    ),
+    "ministral-all-local": ("ministral", {"sliding_window": 5, "head_dim": 12}),
+    "ministral3": ("ministral3", {"head_dim": 12, "rope_parameters": GROWING_SCORES}),
+    "ministral3-window": (
+        "ministral3",
+        {"head_dim": 8, "sliding_window": 5, "tie_word_embeddings": True, "rope_parameters": GROWING_SCORES},
+    ),
+    "cwm": ("cwm", {"num_hidden_layers": 5, "sliding_window": 5, "head_dim": 12}),
+    "cwm-listed": ("cwm", {"sliding_window": 5, "head_dim": 8, "mlp_bias": True, **LISTED}),
 }
 FIRST = {kind: name for name, (kind, _) in reversed(CASES.items())}
 """The case of each family that the default tests use."""
@@ -281,9 +379,15 @@ def reference(name: str) -> Any:
     model = transformers.AutoModelForCausalLM.from_config(config_of(name)).float()
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
-        for parameter in model.parameters():
+        for parameter in state_of(model).values():
             parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.2)
     return model.eval()
+
+
+def state_of(model: Any) -> dict[str, Any]:
+    """The parameters of a transformers model by name, with the biases of routers, which are buffers there."""
+    biases = {name: buffer for name, buffer in model.named_buffers() if name.endswith("correction_bias")}
+    return {**dict(model.named_parameters()), **biases}
 
 
 def tokens(rows: int = 2, length: int = SEQ_LEN) -> np.ndarray:
@@ -312,5 +416,6 @@ def abstract_of(config: Any, vocab: int = VOCAB) -> Any:
 
 def exported(folder: Path, model: Any, config: Any, **options: Any) -> Path:
     """Saves a model in Hugging Face's format."""
-    save_folder(folder, model, config, one_device(), **{"dtype": np.float32, "files": {}, "special_ids": {}} | options)
+    usual = {"dtype": np.float32, "files": {}, "special_ids": {"bos_token_id": 1}}  # CWM's class requires a BOS
+    save_folder(folder, model, config, one_device(), **usual | options)
     return folder

@@ -8,7 +8,7 @@ from typing import Any
 from jaxlm.core.safe_io import read_json_object
 from jaxlm.interop.hf.folder import open_folder
 from jaxlm.interop.hf.source_folder import SourceFolder
-from tests.interop.cases import SEQ_LEN
+from tests.interop.cases import GROWING_SCORES, SEQ_LEN
 
 VOCAB = 96  # more than the ids of the images' tokens
 _TEXT = {
@@ -44,7 +44,7 @@ _QWEN_IDS = {"image_token_id": 90, "video_token_id": 91, "vision_start_token_id"
 _SECTIONS = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [1, 1, 2]}
 _INTERLEAVED = {**_SECTIONS, "mrope_section": [2, 1, 1], "mrope_interleaved": True}
 
-# model_type -> keys of its config.
+# model_type, maybe with an addition -> keys of its config.
 CASES: dict[str, dict[str, Any]] = {
     "gemma3": {
         "text_config": {
@@ -102,6 +102,12 @@ CASES: dict[str, dict[str, Any]] = {
         "image_token_index": 90,
         "tie_word_embeddings": False,
     },
+    "mistral3-of-2025": {
+        "text_config": {**_TEXT, "model_type": "ministral3", "head_dim": 8, "rope_parameters": GROWING_SCORES},
+        "vision_config": {**_PATCHES, "model_type": "pixtral", "head_dim": 8},
+        "image_token_index": 90,
+        "tie_word_embeddings": False,
+    },
 }
 
 
@@ -111,7 +117,8 @@ def reference(kind: str) -> Any:
     import torch
     import transformers
 
-    config = transformers.AutoConfig.for_model(kind, **copy.deepcopy(CASES[kind]), attn_implementation="eager")
+    options = copy.deepcopy(CASES[kind])
+    config = transformers.AutoConfig.for_model(kind.partition("-")[0], **options, attn_implementation="eager")
     name = type(config).__name__.replace("Config", "ForConditionalGeneration")
     model = getattr(transformers, name)(config).float()
     generator = torch.Generator().manual_seed(0)

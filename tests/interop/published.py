@@ -2,6 +2,9 @@
 
 from typing import Any
 
+from tests.interop.published_moe import MOE
+from tests.interop.published_relatives import RELATIVES
+
 Json = dict[str, Any]
 
 
@@ -757,6 +760,7 @@ OPENED: dict[str, tuple[Any, ...]] = {
         "custom_pipelines",
     ),
 }
+OPENED |= {**RELATIVES, **MOE}
 
 # name -> (config.json, message)
 REFUSED: dict[str, tuple[Json, str]] = {

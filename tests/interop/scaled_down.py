@@ -22,9 +22,11 @@ def scaled_down(content: Mapping[str, Any]) -> Json:
     _scale_heads(small)
     _scale_layers(small)
     _scale_lengths(small, content)
-    for key in ("num_experts", "num_local_experts"):
+    for key in ("num_experts", "num_local_experts", "n_routed_experts"):
         if key in small:
             small[key] = small["num_experts_per_tok"] + 2
+    if "rotary_dim" in small:
+        small["rotary_dim"] = HEAD_SIZE // 2
     return small
 
 
@@ -47,9 +49,11 @@ def _scale_layers(small: Json) -> None:
     """Keeps at least one layer of every kind."""
     key = next(key for key in ("num_hidden_layers", "n_layer", "n_layers") if key in small)
     patterns = [small.get(name) for name in ("sliding_window_pattern", "no_rope_layer_interval")]
+    patterns = [len(pattern) if isinstance(pattern, str) else pattern for pattern in patterns]  # "LLLG"
     kinds = small.get("layer_types") or []
     first_full = kinds.index("full_attention") + 1 if "sliding_attention" in kinds else 0
-    small[key] = max(1, first_full, *(pattern or 0 for pattern in patterns)) + 1
+    first_sparse = small.get("first_k_dense_replace", 0)
+    small[key] = max(1, first_full, first_sparse, *(pattern or 0 for pattern in patterns)) + 1
     for name in ("layer_types", "no_rope_layers"):
         if name in small:
             small[name] = small[name][: small[key]]
@@ -58,7 +62,7 @@ def _scale_layers(small: Json) -> None:
 def _scale_lengths(small: Json, content: Mapping[str, Any]) -> None:
     """Keeps the ratio of the context to the original context, and whether windows are shorter than the context."""
     key = next(key for key in ("max_position_embeddings", "n_positions", "max_seq_len") if key in small)
-    rope = small.get("rope_scaling") or {}
+    rope = small.get("rope_scaling") or small.get("rope_parameters") or {}
     original = rope.get("original_max_position_embeddings", small.get("original_max_position_embeddings"))
     scaled_context = original is not None and content[key] > original
     small[key] = content[key] * ORIGINAL // original if scaled_context else LENGTH

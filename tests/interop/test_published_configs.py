@@ -19,8 +19,10 @@ from jaxlm.interop.hf.family import (
 )
 from jaxlm.interop.hf.folder import load_model, open_folder
 from jaxlm.interop.hf.form import edited_json, form_of_json
+from jaxlm.models.base import ModelConfig
 from jaxlm.models.families.llama import LlamaConfig
 from jaxlm.models.rope import DynamicRotary
+from jaxlm.reading.choices import names_of
 from tests.engine.helpers import one_device
 from tests.interop.cases import abstract_of, inputs_of, logits_of
 from tests.interop.published import OPENED, REFUSED
@@ -107,14 +109,10 @@ def test_every_family_has_a_published_config():
 
 def test_the_documentation_names_every_family():
     root = Path(__file__).parents[2]
-    table = (root / "README.md").read_text().partition("| Models | `model.type` |")[2].partition("\n\n")[0]
-    families = {family.model_types[0].removesuffix("_text") for family in OF_TRANSFORMERS}
-    assert set(re.findall(r"`(\w+)`", table)) == families
-    page = (root / "docs" / "howto" / "hugging-face.md").read_text()
-    listed = re.search(r"^Families: (.*?)\. ", page, re.MULTILINE | re.DOTALL)
-    assert listed is not None
-    named = {name.split()[0] for name in listed[1].split(",")}
-    assert named == families
+    families = sorted(names_of(ModelConfig, family.config)[0] for family in OF_TRANSFORMERS)
+    for page in ("README.md", "docs/which-models.md"):
+        table = (root / page).read_text().partition("odels | `model.type` |")[2].partition("\n\n")[0]
+        assert sorted(re.findall(r"`(\w+)`", table)) == families, page
 
 
 def test_every_key_of_transformers_is_read():

@@ -20,7 +20,7 @@ from jaxlm.engine.state import place_state
 from jaxlm.interop.hf.family import family_of_config
 from jaxlm.interop.hf.folder import save_folder
 from jaxlm.interop.hf.safetensors_file import SafetensorsFile, TensorInfo, write_safetensors
-from jaxlm.interop.peft.names import Arrays, BaseRows, FusedMatrix
+from jaxlm.interop.peft.names import Arrays, AxisSizes, BaseRows, FusedMatrix
 from jaxlm.interop.peft.read import lora_keys, read_adapters
 from jaxlm.models.base import Inputs
 from jaxlm.models.families.gpt_neox import GptNeoxConfig
@@ -142,7 +142,7 @@ def test_adapters_of_another_model_are_refused(adapted, tmp_path):
     plan, plain, _, folder = adapted
     config = type(plan.config.model)(**{**SIZES, "num_layers": 1})
     with pytest.raises(ConfigError, match="belong to no layer"):
-        read_adapters(folder, config, {"layers": 1})
+        read_adapters(folder, config, AxisSizes({"layers": 1}, {}))
     with plan.layout.use(), pytest.raises(ConfigError, match=r"adapter_config\.json not found"):
         add_adapters(plain, tmp_path, plan.config.model, plan.layout)
 
@@ -166,7 +166,7 @@ def write_adapter(folder: Path, modules: list[str], rank: int = 3) -> dict[str, 
 def test_adapters_of_a_model_with_experts(tmp_path, config):
     attention = [f"model.layers.{layer}.self_attn.q_proj" for layer in range(2)]
     arrays = write_adapter(tmp_path / "attention", attention)
-    read = read_adapters(tmp_path / "attention", config, {"layers": 2})
+    read = read_adapters(tmp_path / "attention", config, AxisSizes({"layers": 2}, {}))
     path = "body.layers.stacked.attn.q_proj"
     assert list(read.adapters) == [path]
     for side, found in (("A", read.adapters[path].a), ("B", read.adapters[path].b)):
@@ -175,7 +175,7 @@ def test_adapters_of_a_model_with_experts(tmp_path, config):
     assert lora_keys(tmp_path / "attention", config) == read.keys
     write_adapter(tmp_path / "experts", [*attention, "model.layers.0.block_sparse_moe.experts.0.w1"])
     with pytest.raises(ConfigError, match=r"experts\.0\.w1\.lora_A\.weight.* belong to no layer"):
-        read_adapters(tmp_path / "experts", config, {"layers": 2})
+        read_adapters(tmp_path / "experts", config, AxisSizes({"layers": 2}, {}))
 
 
 def test_rows_of_trained_tokens_that_the_model_lacks_are_refused(tmp_path):
@@ -192,7 +192,7 @@ def test_rows_of_trained_tokens_that_the_model_lacks_are_refused(tmp_path):
         infos = {name: TensorInfo(array.shape, array.dtype) for name, array in arrays.items()}
         write_safetensors(tmp_path / "adapter" / "adapter_model.safetensors", infos, arrays.values())
         return read_adapters(
-            tmp_path / "adapter", LlamaConfig(**SIZES), {"vocab": 50, "embed": 32, "layers": 2}
+            tmp_path / "adapter", LlamaConfig(**SIZES), AxisSizes({"vocab": 50, "embed": 32, "layers": 2}, {})
         ).adapters
 
     table[:, :50] = 1.0

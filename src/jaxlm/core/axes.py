@@ -15,6 +15,7 @@ BATCH = "batch"
 DENOISER = "denoiser"  # the part of a model that computes a row
 PAIR = "pair"  # the chosen (0) and the rejected (1) completion of a prompt
 GROUP = "group"  # the sampled responses to a prompt
+CHOICES = "choices"  # the experts of a token
 REWARD = "reward"  # the rewards of a response, before they are added
 POSITION = "position"
 KEY_WORD = "key_word"  # the words of a random key

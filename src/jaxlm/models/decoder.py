@@ -35,7 +35,7 @@ from jaxlm.models.diffusion import Denoiser, TimeEmbedding, TimeEmbeddingConfig,
 from jaxlm.models.flops import FlopsPerToken
 from jaxlm.models.growth import StartsAsIdentity, grown_body, without_output
 from jaxlm.models.inference.cache import DecodingCache, empty_cache
-from jaxlm.models.layers import Embedding, GatedMlp, Mlp, check_tiles, token_embeddings
+from jaxlm.models.layers import Embedding, GatedMlp, Mlp, check_tiles, dropout, token_embeddings
 from jaxlm.models.linear import Linear
 from jaxlm.models.mixers.base import ForCache, LayerCache, LayerContext, Mixer
 from jaxlm.models.norms import Norm, RMSNorm, UnweightedRMSNorm
@@ -55,6 +55,7 @@ class DecoderBlock(StartsAsIdentity):
         attn_post_norm, mlp_post_norm: applied to the output before it is added to x. None applies no norm.
         parallel: attention and MLP read the same x, and both outputs are added to it.
         residual_scale: factor of both outputs.
+        dropout: dropout probability of both outputs.
     """
 
     attn_norm: Norm | None
@@ -65,27 +66,29 @@ class DecoderBlock(StartsAsIdentity):
     mlp_post_norm: Norm | None = None
     parallel: bool = eqx.field(static=True, default=False)
     residual_scale: float = eqx.field(static=True, default=1.0)
+    dropout: float = eqx.field(static=True, default=0.0)
 
     def __call__(
         self, x: NamedArray, context: LayerContext, layer_cache: LayerCache | None, *, key: jax.Array | None, **_: Any
     ) -> tuple[NamedArray, ForCache, None]:
-        attended, new = self.attn(_apply_norm(self.attn_norm, x), context, layer_cache, key=key)
-        attended = self._scaled(_apply_norm(self.attn_post_norm, attended))
+        keys = (key, None, None) if key is None or not self.dropout else jax.random.split(key, 3)
+        attended, new = self.attn(_apply_norm(self.attn_norm, x), context, layer_cache, key=keys[0])
+        attended = self._scaled(_apply_norm(self.attn_post_norm, attended), keys[1])
         if self.parallel:
-            return x + attended + self._feed_forward(x), new, None
+            return x + attended + self._feed_forward(x, keys[2]), new, None
         x = x + attended
-        return x + self._feed_forward(x), new, None
+        return x + self._feed_forward(x, keys[2]), new, None
 
     def as_identity(self) -> "DecoderBlock":
         attn, attn_post_norm = without_output(self.attn, "o_proj", self.attn_post_norm)
         mlp, mlp_post_norm = without_output(self.mlp, "down_proj", self.mlp_post_norm)
         return dataclasses.replace(self, attn=attn, mlp=mlp, attn_post_norm=attn_post_norm, mlp_post_norm=mlp_post_norm)
 
-    def _feed_forward(self, x: NamedArray) -> NamedArray:
-        return self._scaled(_apply_norm(self.mlp_post_norm, self.mlp(_apply_norm(self.mlp_norm, x))))
+    def _feed_forward(self, x: NamedArray, key: jax.Array | None) -> NamedArray:
+        return self._scaled(_apply_norm(self.mlp_post_norm, self.mlp(_apply_norm(self.mlp_norm, x))), key)
 
-    def _scaled(self, out: NamedArray) -> NamedArray:
-        return out if self.residual_scale == 1.0 else out * self.residual_scale
+    def _scaled(self, out: NamedArray, key: jax.Array | None) -> NamedArray:
+        return dropout(out if self.residual_scale == 1.0 else out * self.residual_scale, self.dropout, key)
 
 
 def _apply_norm(norm: Norm | None, x: NamedArray) -> NamedArray:
@@ -441,6 +444,7 @@ class Decoder(TransformerModel, RotaryModel):
     Attributes:
         embed_scale: factor that embeddings are multiplied by before the first block.
         embed_norm: applied to the embeddings before the first block. None applies no norm.
+        embed_dropout: dropout probability of the embeddings.
         time: added to the embeddings of a sequence with hidden tokens. None adds nothing.
     """
 
@@ -450,6 +454,7 @@ class Decoder(TransformerModel, RotaryModel):
     config: DecoderConfig = eqx.field(static=True)
     embed_scale: float | None = eqx.field(static=True, default=None)
     embed_norm: Norm | None = None
+    embed_dropout: float = eqx.field(static=True, default=0.0)
     time: TimeEmbedding | None = None
 
     @staticmethod
@@ -460,6 +465,7 @@ class Decoder(TransformerModel, RotaryModel):
         final_norm: Norm,
         key: jax.Array,
         embed_scale: float | None = None,
+        embed_dropout: float = 0.0,
         final_scale: float | None = None,
         logit_soft_cap: float | None = None,
     ) -> "Decoder":
@@ -474,7 +480,7 @@ class Decoder(TransformerModel, RotaryModel):
             time = TimeEmbedding.init(config.time_embedding, config.Embed, key=jax.random.fold_in(key, _TIME))
         traits = dataclasses.replace(transformer_traits(config), logit_soft_cap=logit_soft_cap, reads_beyond=True)
         options = {"final_scale": final_scale, "is_causal": config.is_causal, "traits": traits}
-        return Decoder(tokens, body, head, config, embed_scale, norm, time, **options)
+        return Decoder(tokens, body, head, config, embed_scale, norm, embed_dropout, time, **options)
 
     def embedded(
         self, inputs: Inputs, stream: NamedArray | None, key: jax.Array | None
@@ -486,7 +492,11 @@ class Decoder(TransformerModel, RotaryModel):
             x = x * jax.numpy.asarray(self.embed_scale, x.dtype)
         if self.time is not None and inputs.mask_fractions is not None:
             x = (x + for_compute(self.time)(inputs.mask_fractions)).rearrange(x.axes).astype(x.dtype)
-        return _apply_norm(for_compute(self.embed_norm), x), key
+        x = _apply_norm(for_compute(self.embed_norm), x)
+        if key is None or not self.embed_dropout:
+            return x, key
+        k_embed, key = jax.random.split(key)
+        return dropout(x, self.embed_dropout, k_embed), key
 
     def with_context(self, seq_len: int, rope: RotaryConfig | None) -> "Decoder":
         config = with_context(self.config, seq_len, rope)
@@ -502,7 +512,7 @@ def renumbered(layers: Collection[int], kept: Sequence[int]) -> tuple[int, ...]:
     return tuple(new for new, old in enumerate(kept) if old in layers)
 
 
-def projections(config: DecoderConfig, keys: jax.Array, *, qkv_bias: bool, out_bias: bool) -> dict:
+def projections(config: DecoderConfig, keys: jax.Array, *, qkv_bias: bool = False, out_bias: bool = False) -> dict:
     """Initializes the linear layers of `SelfAttention`, by field name, and says whether it is causal. Takes four keys."""
     std, Embed, HeadSize = config.initializer_range, config.Embed, config.HeadSize
     heads = {"q_proj": config.Heads, "k_proj": config.KVHeads, "v_proj": config.KVHeads}
@@ -527,7 +537,7 @@ def gated_mlp(
     )
 
 
-def plain_mlp(config: DecoderConfig, keys: jax.Array, *, use_bias: bool) -> Mlp:
+def plain_mlp(config: DecoderConfig, keys: jax.Array, *, use_bias: bool = False) -> Mlp:
     """Initializes an MLP without a gate. Takes two keys."""
     std, Embed, Mlp_ = config.initializer_range, config.Embed, config.Mlp
     return Mlp(
@@ -538,13 +548,11 @@ def plain_mlp(config: DecoderConfig, keys: jax.Array, *, use_bias: bool) -> Mlp:
 
 
 def pre_norm_block(
-    config: DecoderConfig, attn: Mixer, mlp: Mlp | GatedMlp, *, residual_scale: float = 1.0
+    config: DecoderConfig, attn: Mixer, mlp: Mlp | GatedMlp, *, residual_scale: float = 1.0, dropout: float = 0.0
 ) -> DecoderBlock:
     """x + attention(norm(x)), then x + mlp(norm(x)); with `hybrid_norm`, another norm follows attention and MLP."""
-    attn_post, mlp_post = (rms_norm(config), rms_norm(config)) if config.hybrid_norm else (None, None)
-    return DecoderBlock(
-        rms_norm(config), attn, rms_norm(config), mlp, attn_post, mlp_post, residual_scale=residual_scale
-    )
+    post = (config.norm(), config.norm()) if config.hybrid_norm else (None, None)
+    return DecoderBlock(config.norm(), attn, config.norm(), mlp, *post, residual_scale=residual_scale, dropout=dropout)
 
 
 def rms_norm(config: DecoderConfig) -> RMSNorm | UnweightedRMSNorm:

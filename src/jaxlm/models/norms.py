@@ -97,6 +97,27 @@ class UnweightedLayerNorm(eqx.Module):
         return _normalized(x, hax.ones(self.Features), None, self.eps, center=True)
 
 
+class HeadwiseLayerNorm(eqx.Module):
+    """(x - mean) / std * weight for each head's features, in float32. Each head has its own weights.
+
+    Attributes:
+        weight: {heads, head_size}, with the heads of queries or those of keys.
+    """
+
+    weight: NamedArray
+    eps: float = eqx.field(static=True)
+
+    @staticmethod
+    def init(Heads: Axis, HeadSize: Axis, eps: float) -> "HeadwiseLayerNorm":
+        """Initializes weights to 1."""
+        return HeadwiseLayerNorm(hax.ones((Heads, HeadSize)), eps)
+
+    def __call__(self, x: NamedArray) -> NamedArray:
+        last = x.rearrange((..., *self.weight.axes))
+        norm = jax.vmap(lambda x_D, weight_D: _norm(self.eps, True, x_D, weight_D, None), in_axes=(-2, 0), out_axes=-2)
+        return NamedArray(norm(last.array, self.weight.array), last.axes).rearrange(x.axes)
+
+
 Norm = RMSNorm | UnweightedRMSNorm | LayerNorm | UnweightedLayerNorm
 
 

@@ -98,6 +98,26 @@ class Places(eqx.Module):
 
 
 @dataclass(frozen=True)
+class QueryScaling:
+    """Scores that grow with the query's position in its document: queries times 1 + beta ln(1 + floor(position / length)).
+
+    Source: Llama 4 and Ministral 3 in transformers, after Nakanishi 2025, "Scalable-Softmax" (arXiv:2501.19399).
+
+    Attributes:
+        beta: how strongly they grow.
+        length: context length before extension, in tokens. Queries within it stay as they are.
+    """
+
+    beta: float
+    length: int
+
+    def factors(self, places: Places) -> NamedArray:
+        """float32 {batch, position}."""
+        extensions = hax.floor(places.positions.astype(jnp.float32) / self.length)
+        return 1.0 + self.beta * hax.log1p(extensions)
+
+
+@dataclass(frozen=True)
 class RotaryConfig(draccus.ChoiceRegistry, abc.ABC):
     """Frequencies of the rotary position embedding. `type:` selects the scaling rule; the default is `default`.
 

@@ -34,7 +34,7 @@ from jaxlm.models.layers import tiled_mlps, with_dropout_keys
 from jaxlm.models.mixers.base import ForCache, LayerCache, LayerContext
 from jaxlm.models.norms import Norm
 from jaxlm.models.remat import RematPolicy, for_whole_layers, layer_input, remat, with_remat_modules
-from jaxlm.models.rope import Places, RotaryConfig, Rotation
+from jaxlm.models.rope import Places, QueryScaling, RotaryConfig, Rotation
 from jaxlm.models.scan import Segment, runs_as_scan, scan_pattern, segments, shortest_period
 
 T = TypeVar("T")
@@ -79,12 +79,14 @@ class LayerKind:
         interleaved: rotate neighboring features, instead of pairs from the two halves of the rotated features.
         rotary_size: the frequencies of the rotary embedding are those of this many features. None in a config, where all
             layers have the same (`TransformerConfig.RotarySize`).
+        query_scaling: scores grow with the position of the query; None for constant scores.
     """
 
     rope: RotaryConfig | None = None
     window: int | None = None
     interleaved: bool = False
     rotary_size: int | None = None
+    query_scaling: QueryScaling | None = None
 
 
 def switch_lengths(kinds: Sequence[LayerKind]) -> tuple[int, ...]:
@@ -110,17 +112,12 @@ def layer_contexts(
         assert size is not None, "the kinds of a body say how many features they rotate"
         return rope.rotation(places, size, interleaved=interleaved)
 
-    return [
-        LayerContext(
-            attention_mask,
-            rotation(kind.rope, kind.interleaved, kind.rotary_size),
-            kind.window,
-            backend,
-            order=inputs.order,
-            start=start,
-        )
-        for kind in kinds
-    ]
+    def context(kind: LayerKind) -> LayerContext:
+        turn, scaling = rotation(kind.rope, kind.interleaved, kind.rotary_size), kind.query_scaling
+        scale = None if scaling is None else scaling.factors(places)
+        return LayerContext(attention_mask, turn, kind.window, backend, inputs.order, start, scale)
+
+    return [context(kind) for kind in kinds]
 
 
 class LayerFn(Protocol):

@@ -32,8 +32,7 @@ from jaxlm.core.sharding import Layout
 from jaxlm.core.values.batch_types import TokenBatch
 from jaxlm.interop.hf.family import family_of_config
 from jaxlm.interop.hf.text_part import TEXT_ALONE, Modules
-from jaxlm.interop.hf.weights import axis_sizes
-from jaxlm.interop.peft.names import BaseRows
+from jaxlm.interop.peft.names import AxisSizes, BaseRows
 from jaxlm.interop.peft.read import ReadAdapters, lora_keys, peft_folder, read_adapters
 from jaxlm.interop.peft.write import Adapted, Adapter, save_adapters
 from jaxlm.models.base import Inputs, LanguageModel, ModelConfig
@@ -473,7 +472,7 @@ def _read(folder: Path, model: LanguageModel, config: ModelConfig) -> ReadAdapte
             f"surgery lora: from_peft: the adapters in {folder} are for all layers, but these have been cut into stacks. Put"
             " the lora surgery before split_at"
         )
-    return read_adapters(folder, config, axis_sizes(tree.leaves(model)))
+    return read_adapters(folder, config, AxisSizes.of_model(model))
 
 
 def lora_for_inference(folder: Path, config: ModelConfig) -> LoraConfig:
@@ -567,6 +566,6 @@ def save_peft(
         pairs = tuple((times * size.rank, size.scale) for size in ranks)
         arrays = (a, b, change.magnitude)
         adapters.append(Adapter(whole, layers, *arrays, change.In, change.Out, pairs, dropouts.get(path)))
-    adapted = Adapted(adapters, also, tables, shared, body.num_layers, axis_sizes(tree.leaves(model)))
+    adapted = Adapted(adapters, also, tables, shared, body.num_layers, AxisSizes.of_model(model))
     of_base = {"base": base, "rows": rows, "base_modules": modules}
     save_adapters(folder, adapted, config, layout, dtype=dtype, files=files or {}, **of_base)

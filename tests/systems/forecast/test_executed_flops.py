@@ -10,7 +10,7 @@ from jaxlm.hardware.hlo import (
     turns_scope,
     with_trip_count,
 )
-from jaxlm.systems.forecast.roofline import executed_flops
+from jaxlm.systems.forecast.roofline import executed_flops, loop_steps
 
 
 def test_loops_that_end_when_the_data_says_so_get_a_trip_count():
@@ -49,6 +49,7 @@ def test_loops_whose_turns_the_data_determines_have_those_of_their_scope():
     flops, unknown, known = 2 * 8**3, text(), text("attention", turns_scope(2.5))
     assert executed_flops(unknown) == 6 * flops
     assert executed_flops(known) == 6 * 2.5 * flops
+    assert (loop_steps(unknown), loop_steps(known)) == (6 + 6, 6 + 6 * 2.5)
     assert executed_flops(text(turns_scope(9), turns_scope(2))) == 6 * 2 * flops, "the innermost"
     assert loops_counted_once(known) == []
     assert len(loops_counted_once(unknown)) == 1

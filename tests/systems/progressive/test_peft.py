@@ -9,6 +9,7 @@ import pytest
 
 from jaxlm.core import tree
 from jaxlm.core.errors import ConfigError
+from jaxlm.interop.peft.names import AxisSizes
 from jaxlm.interop.peft.read import lora_keys, read_adapters
 from jaxlm.plan.load_config import decode_run
 from jaxlm.plan.plan import make_plan
@@ -81,7 +82,7 @@ def test_adapters_of_different_layers_come_back(tmp_path):
         save_adapters_of(model, tmp_path / "adapter", plan)
     described = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())
     assert described["target_modules"] == ["model.layers.0.self_attn.q_proj", "model.layers.1.self_attn.v_proj"]
-    read = read_adapters(tmp_path / "adapter", plan.config.model, {"layers": 2})
+    read = read_adapters(tmp_path / "adapter", plan.config.model, AxisSizes({"layers": 2}, {}))
     sizes = LoraConfig(**lora_keys(tmp_path / "adapter", plan.config.model))
     assert sizes.rank_pattern
     assert sizes.layers_to_transform is None

@@ -32,7 +32,7 @@ SILENT = {
     *("auto_map", "pretraining_tp", "task_specific_params", "id2label", "label2id", "num_labels", "problem_type"),
     *("output_attentions", "output_hidden_states", "return_dict", "return_dict_in_generate", "output_scores"),
     *("chunk_size_feed_forward", "is_decoder", "is_encoder_decoder", "tie_encoder_decoder", "torchscript"),
-    *("finetuning_task", "prefix", "tokenizer_class", "use_bfloat16", "tf_legacy_loss", "_commit_hash"),
+    *("finetuning_task", "prefix", "tokenizer_class", "use_bfloat16", "tf_legacy_loss", "_commit_hash", "eod_token_id"),
     *("do_sample", "early_stopping", "max_length", "min_length", "num_beams", "num_beam_groups", "temperature"),
     *("top_k", "top_p", "typical_p", "repetition_penalty", "length_penalty", "no_repeat_ngram_size", "suppress_tokens"),
     *("encoder_no_repeat_ngram_size", "bad_words_ids", "num_return_sequences", "forced_bos_token_id"),
@@ -390,4 +390,5 @@ _NOT_COMPARED = (
     *("num_kv_heads", "head_dim"),
     "seq_len",  # dynamic rotary embeddings need the length from which on they change
     "router_z_loss_coef",  # transformers has no such loss; it does not affect the model's outputs
+    "router_bias_step",  # nor such an update
 )

@@ -9,6 +9,7 @@ from jaxlm.core.errors import ConfigError
 from jaxlm.interop.hf.family import REQUIRED, FixedKey, Json, JsonKey, KeyGroup, unfollowed
 from jaxlm.interop.hf.text_part import IN_SECTIONS, SECTIONS
 from jaxlm.models.activations import ACTIVATIONS
+from jaxlm.models.decoders.pre_norm import local_in_groups
 from jaxlm.models.rope import (
     DefaultRotary,
     DynamicRotary,
@@ -95,17 +96,19 @@ def kv_heads() -> KeyGroup:
     return KeyGroup(("num_key_value_heads",), to_ours, lambda config: {"num_key_value_heads": config.KVHeads.size})
 
 
-def router(theirs: str, *, num_experts: int, chosen: int) -> tuple[JsonKey | FixedKey, ...]:
+def router(
+    theirs: str, *, num_experts: int, chosen: int, aux_loss_coef: float = 0.001
+) -> tuple[JsonKey | FixedKey, ...]:
     """Experts and routing.
 
     Args:
         theirs: name of the number of experts.
-        num_experts, chosen: defaults for keys that are missing.
+        num_experts, chosen, aux_loss_coef: defaults for keys that are missing.
     """
     return (
         JsonKey(theirs, "num_experts", num_experts),
         JsonKey("num_experts_per_tok", "num_experts_per_token", chosen),
-        JsonKey("router_aux_loss_coef", "router_aux_loss_coef", 0.001),
+        JsonKey("router_aux_loss_coef", "router_aux_loss_coef", aux_loss_coef),
         FixedKey("output_router_logits", False, others=(True,)),  # affects the returned values, not the computation
     )
 
@@ -134,6 +137,8 @@ def rope(
     rotates_part: bool = False,
     renamed: Mapping[str, str] | None = None,
     original: int | None = None,
+    unset: Mapping[str, Any] | None = None,
+    inside: Mapping[str, str | None] | None = None,
 ) -> KeyGroup:
     """Rotary position embedding. Reads `rope_parameters` (newer files), or `rope_theta` and `rope_scaling` (older files).
     Writes the older form.
@@ -143,13 +148,15 @@ def rope(
         theta_key, partial_key: the family's names of these keys.
         rotates_part: whether transformers follows the partial factor without scaling. For other families it ignores it.
         renamed: type in the file -> the type that the family means by it.
+        unset: the embedding's own keys in a file that has none of them; None means that nothing is scaled.
+        inside: key among the embedding's own -> the field of the model config that it is; None for one that means nothing.
         original: default of `original_max_position_embeddings`, for a family that has it outside the rotary embedding's own
             keys. There it counts more than among them.
     """
     keys = ("rope_parameters", "rope_scaling", "rope_theta", "partial_rotary_factor", theta_key, partial_key, _ORIGINAL)
 
     def parameters(theirs: Mapping[str, Any]) -> Json:
-        settings = dict(theirs.get("rope_scaling") or theirs.get("rope_parameters") or {})
+        settings = dict(theirs.get("rope_scaling") or theirs.get("rope_parameters") or unset or {})
         kind = _rope_type(settings)
         for key, name in (("rope_type", kind), ("type", settings.get("type"))):
             settings[key] = (renamed or {}).get(name or "", name)
@@ -160,8 +167,10 @@ def rope(
 
     def to_ours(theirs: Mapping[str, Any]) -> Json:
         lengths = theirs if original is None else {_ORIGINAL: original, **theirs}
-        settings, _ = _followed(parameters(theirs), rotates_part=rotates_part)
-        return {"rope": rope_from_json(settings, lengths)}
+        given = parameters(theirs)
+        others = {ours: given.get(key, 0.0) for key, ours in (inside or {}).items() if ours is not None}
+        settings, _ = _followed({k: v for k, v in given.items() if k not in (inside or {})}, rotates_part=rotates_part)
+        return {"rope": rope_from_json(settings, lengths), **others}
 
     def notes(theirs: Mapping[str, Any]) -> list[str]:
         given, scaling = parameters(theirs), theirs.get("rope_scaling")
@@ -177,6 +186,7 @@ def rope(
 
     def to_theirs(config: Any) -> Json:
         written = rope_to_json(config.rope)
+        written |= {key: getattr(config, ours) for key, ours in (inside or {}).items() if ours is not None}
         plain = {theta_key: written.pop("rope_theta"), "rope_scaling": written if len(written) > 1 else None}
         if written.get("rope_type") == "dynamic":  # transformers scales from here
             plain["max_position_embeddings"] = config.rope.original_max_position_embeddings or config.seq_len
@@ -187,7 +197,7 @@ def rope(
 
 
 def usual_keys(
-    *, length: int, head: int | None = None, rotary: KeyGroup | None = None, **sizes: Any
+    *, length: int, head: int | None = None, rotary: KeyGroup | None = None, act: str = "silu", **sizes: Any
 ) -> tuple[JsonKey | KeyGroup, ...]:
     """The keys that most families have: dimensions, heads, the rotary embedding and the activation.
 
@@ -195,14 +205,29 @@ def usual_keys(
         length, sizes: as in `size_keys`.
         head: as in `head_dim`.
         rotary: the rotary embedding; None for the usual one.
+        act: default of the activation.
     """
     return (
         *size_keys(length=length, **sizes),
         kv_heads(),
         head_dim(head),
         rope() if rotary is None else rotary,
-        activation("hidden_act", "silu"),
+        activation("hidden_act", act, written={"gelu_new": act} if act in _SYNONYMS else None),
     )
+
+
+def same_keys(**defaults: Any) -> tuple[JsonKey, ...]:
+    """Keys that are called alike in config.json and here, with their values if they are missing."""
+    return tuple(JsonKey(name, name, default) for name, default in defaults.items())
+
+
+def use_bias(default: bool) -> KeyGroup:
+    """One key for the biases of attention and MLP. Args: default: its value if it is missing."""
+
+    def to_ours(theirs: Mapping[str, Any]) -> Json:
+        return dict.fromkeys(("attention_bias", "mlp_bias"), theirs.get("use_bias", default))
+
+    return KeyGroup(("use_bias",), to_ours, lambda config: {"use_bias": config.attention_bias})
 
 
 def causality() -> KeyGroup:
@@ -382,6 +407,68 @@ def expert_layers(*, width: int, dense_width: int) -> KeyGroup:
     return KeyGroup(keys, to_ours, to_theirs)
 
 
+def correction_bias() -> KeyGroup:
+    """The bias of a router stays as it is read: its step is not in the files, and is 0 for a model that has been trained."""
+    return KeyGroup((), lambda theirs: {"router_bias_step": 0.0}, lambda config: {})
+
+
+def balanced_experts(
+    *,
+    width: int,
+    dense_width: int,
+    num_experts: int,
+    chosen: int,
+    num_dense: int,
+    groups: int = 1,
+    groups_chosen: int = 1,
+) -> tuple[JsonKey | FixedKey | KeyGroup, ...]:
+    """The keys of `BalancedMoeConfig`, by the names of DeepSeek-V3.
+
+    Args:
+        width, dense_width, num_experts, chosen, num_dense, groups, groups_chosen: defaults for keys that are missing.
+    """
+
+    def sizes_to_ours(theirs: Mapping[str, Any]) -> Json:
+        first = min(theirs.get("first_k_dense_replace", num_dense), theirs["num_hidden_layers"])
+        expert_width = theirs.get("moe_intermediate_size", width)
+        return {
+            "mlp_only_layers": list(range(first)),
+            "intermediate_dim": expert_width,
+            "shared_expert_intermediate_dim": theirs.get("n_shared_experts", 1) * expert_width,
+            "dense_intermediate_dim": theirs.get("intermediate_size", dense_width) if first else None,
+        }
+
+    def sizes_to_theirs(config: Any) -> Json:
+        return {
+            "first_k_dense_replace": len(config.dense_layers),
+            "moe_intermediate_size": config.intermediate_dim,
+            "n_shared_experts": config.shared_expert_intermediate_dim // config.intermediate_dim,
+            "intermediate_size": config.dense_intermediate_dim or config.intermediate_dim,
+        }
+
+    sizes = (
+        "first_k_dense_replace",
+        "mlp_layer_types",
+        "moe_intermediate_size",
+        "n_shared_experts",
+        "intermediate_size",
+    )
+    return (
+        KeyGroup(sizes, sizes_to_ours, sizes_to_theirs),
+        JsonKey("n_routed_experts", "num_experts", num_experts),
+        JsonKey("num_experts_per_tok", "num_experts_per_token", chosen),
+        JsonKey("norm_topk_prob", "norm_topk_prob", True),
+        JsonKey("routed_scaling_factor", "routed_scaling_factor", 1.0),
+        JsonKey("n_group", "num_expert_groups", groups),
+        JsonKey("topk_group", "num_groups_per_token", groups_chosen),
+        correction_bias(),
+        JsonKey("router_aux_loss_coef", "router_aux_loss_coef", 0.0),
+        FixedKey("scoring_func", "sigmoid"),
+        FixedKey("topk_method", "noaux_tc"),
+        FixedKey("output_router_logits", False, others=(True,)),
+    )
+
+
 def local_layers(theirs: Mapping[str, Any]) -> list[int] | None:
     """The numbers of the layers with a sliding window that `layer_types` lists; None if the file does not have it."""
     kinds, num_layers = theirs.get("layer_types"), theirs["num_hidden_layers"]
@@ -438,30 +525,42 @@ def unused_window_notes(theirs: Mapping[str, Any]) -> list[str]:
     return [f"layer_types: {_LOCAL}: use_sliding_window is not true"] if off and local_layers(theirs) else []
 
 
-def window_pattern(default: int, *, window: int, key: str | None = None) -> KeyGroup:
-    """Gemma's sliding windows: in the layers that `layer_types` lists, or in all but every `default`-th.
+def window_pattern(
+    default: int | None, *, window: int, key: str | None = None, first_is_global: bool = False
+) -> KeyGroup:
+    """Gemma's sliding windows: in the layers that `layer_types` lists, or in all but one of `default` layers.
 
     Args:
-        default, window: defaults for the pattern and the window size if the keys are missing.
+        default, window: defaults for the pattern and the window size if the keys are missing. Without a default pattern, all
+            layers are local if there is a window.
         key: the key of the pattern, if transformers reads one for this family.
+        first_is_global: which layer of each group has no window: the first one instead of the last one.
     """
     patterns = ("sliding_window_pattern", "_sliding_window_pattern")
 
-    def every(theirs: Mapping[str, Any], pattern: int) -> list[int]:
-        return [layer for layer in range(theirs["num_hidden_layers"]) if (layer + 1) % pattern]
+    def every(theirs: Mapping[str, Any], pattern: int | str) -> list[int]:
+        num_layers = theirs["num_hidden_layers"]
+        if isinstance(pattern, str):  # L for local, G for global, repeated
+            return [layer for layer in range(num_layers) if pattern[layer % len(pattern)] == "L"]
+        return local_in_groups(num_layers, pattern, first_is_global=first_is_global)
 
     def local_of(theirs: Mapping[str, Any]) -> list[int]:
         local = local_layers(theirs)  # newer files list the layers, and may keep the old key
-        return every(theirs, theirs.get(key or "") or default) if local is None else local
+        if local is not None:
+            return local
+        if theirs.get("sliding_window", window) is None:
+            return []
+        pattern = theirs.get(key or "") or default
+        return list(range(theirs["num_hidden_layers"])) if pattern is None else every(theirs, pattern)
 
     def to_ours(theirs: Mapping[str, Any]) -> Json:
         local = local_of(theirs)
         listed = theirs.get("layer_types") is not None
-        first_global = next((layer for layer in range(theirs["num_hidden_layers"]) if layer not in local), None)
-        pattern = (
-            (default if listed else theirs.get(key or "") or default) if first_global is None else first_global + 1
-        )
-        is_regular = local == every(theirs, pattern)
+        globals_ = [layer for layer in range(theirs["num_hidden_layers"]) if layer not in local]
+        pattern = default if listed else theirs.get(key or "") or default
+        if globals_:
+            pattern = (globals_[1:] or [pattern])[0] if first_is_global else globals_[0] + 1
+        is_regular = isinstance(pattern, int) and local == every(theirs, pattern)
         return {
             "sliding_window": theirs.get("sliding_window", window),
             "sliding_window_pattern": pattern if is_regular else None,

@@ -28,7 +28,12 @@ from jaxlm.models.stacks import numbers_by_stack
 
 Sizes = dict[str, int]
 _LAYERS = {LAYERS: "layer", VALUE_LAYERS: "value_layer"}
-_NUMBERS = {**_LAYERS, EXPERTS: "expert"}  # axis -> placeholder for its index in tensor names
+_NUMBERS = {
+    **_LAYERS,
+    EXPERTS: "expert",
+    "heads": "head",
+    "kv_heads": "kv_head",
+}  # axis -> placeholder for its index in tensor names
 _MAY_BE_LONGER = (("vocab",), ("position",))  # in a file than in the model; the additional rows are ignored
 
 
@@ -53,8 +58,8 @@ class Tensor:
     """A tensor in Hugging Face format.
 
     Attributes:
-        name: tensor name, with `{layer}` (or `{value_layer}`) and `{expert}` as placeholders if there is one tensor per
-            layer or expert.
+        name: tensor name, with `{layer}` (or `{value_layer}`), `{expert}`, `{head}` and `{kv_head}` as placeholders if there
+            is one tensor per layer, expert or head.
         parts: the parameters that are concatenated in it.
         along: dimension of the concatenation.
         merged: number of leading dimensions that are stored as one. GPT-NeoX concatenates queries, keys and values
@@ -208,10 +213,12 @@ def attention(*, qkv_bias: bool = False, out_bias: bool = False) -> Iterator[Ten
         yield single(f"{layer}o_proj.bias", f"{BLOCK}attn.o_proj.bias", "embed")
 
 
-def qk_norms(q: str = "head_size", k: str = "head_size") -> Iterator[Tensor]:
-    """Query and key norms over these axes: by default over each head."""
-    for name, axes in (("q_norm", q), ("k_norm", k)):
-        yield single(f"model.layers.{{layer}}.self_attn.{name}.weight", f"{BLOCK}attn.{name}.weight", axes)
+def qk_norms(
+    q: str = "head_size", k: str = "head_size", *, theirs: tuple[str, str] = ("q_norm", "k_norm")
+) -> Iterator[Tensor]:
+    """Query and key norms over these axes: by default over each head. Args: theirs: their names in a layer's attention."""
+    for ours, name, axes in (("q_norm", theirs[0], q), ("k_norm", theirs[1], k)):
+        yield single(f"model.layers.{{layer}}.self_attn.{name}.weight", f"{BLOCK}attn.{ours}.weight", axes)
 
 
 def gated_mlp(
@@ -254,6 +261,12 @@ def experts(module: str, *, gate: str, up: str, down: str) -> Iterator[Tensor]:
         (down, "down", "embed | mlp"),
     ):
         yield single(f"{layer}experts.{{expert}}.{theirs}.weight", f"{BLOCK}mlp.{ours}_proj.weight", layout)
+
+
+def correction_bias(module: str) -> Tensor:
+    """The bias of a router. Args: module: the module in a layer that has it in the files."""
+    name = f"model.layers.{{layer}}.{module}.e_score_correction_bias"
+    return single(name, f"{BLOCK}mlp.routing.correction_bias", "routes")
 
 
 def stacked_experts(module: str, *, inputs_first: bool = False, interleaved: bool = False) -> Iterator[Tensor]:

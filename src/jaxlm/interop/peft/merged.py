@@ -13,7 +13,7 @@ from jaxlm.core import tree
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.safe_io import read_json_object, sha256
 from jaxlm.core.sharding import Layout
-from jaxlm.interop.hf.weights import axis_sizes
+from jaxlm.interop.peft.names import AxisSizes
 from jaxlm.interop.peft.read import WEIGHTS, read_adapters
 from jaxlm.models.base import LanguageModel, ModelConfig
 
@@ -64,7 +64,7 @@ def has_adapters_of(model: LanguageModel, folder: Path, config: ModelConfig, lay
     """Tells whether a model has the adapters of a PEFT folder, as rounded in the file. All processes call it."""
     leaves = dict(tree.leaves(model))
     try:
-        values = read_adapters(folder, config, axis_sizes(tree.leaves(model))).leaves(model)
+        values = read_adapters(folder, config, AxisSizes.of_model(model)).leaves(model)
     except (ConfigError, KeyError):  # of other layers, ranks or modules
         return False
     whole = jax.jit(lambda x: x, out_shardings=layout.replicated())

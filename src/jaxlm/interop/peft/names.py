@@ -22,13 +22,16 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
+import jax
 import numpy as np
 
+from jaxlm.core import tree
 from jaxlm.core.axes import EXPERTS, LAYERS, LORA, VOCAB
 from jaxlm.core.errors import ConfigError
+from jaxlm.core.products.stored_weights import StoredWeight
 from jaxlm.interop.hf.family import family_of_config
 from jaxlm.interop.hf.tensor_files import TensorSource
-from jaxlm.interop.hf.weights import Part, Sizes, Tensor
+from jaxlm.interop.hf.weights import Part, Sizes, Tensor, axis_sizes
 from jaxlm.models.base import ModelConfig, as_family
 
 PREFIX = "base_model.model."
@@ -101,6 +104,40 @@ def shortest_suffix(name: str, mine: Sequence[str], others: Sequence[str], *, wh
         if all(other in mine for other in same):
             return end
     return None
+
+
+@dataclass(frozen=True)
+class AxisSizes:
+    """Sizes of the axes of a model. An axis may have another size in another kind of layer.
+
+    Attributes:
+        usual: the sizes of all axes, of which one layer decides.
+        by_path: path of a parameter in a model without adapters -> those of its own axes.
+    """
+
+    usual: Sizes
+    by_path: Mapping[str, Sizes]
+
+    @staticmethod
+    def of_model(model: Any) -> "AxisSizes":
+        """Those of a concrete or abstract model, with or without adapters."""
+        is_weight = lambda node: tree.is_named(node) or isinstance(node, StoredWeight)  # noqa: E731
+        nodes, _ = jax.tree_util.tree_flatten_with_path(model, is_leaf=is_weight)
+        sizes = {tree.dotted(path): axis_sizes([("", node)]) for path, node in nodes if is_weight(node)}
+        usual = axis_sizes(tree.leaves(model))
+        return AxisSizes(usual, {path.replace(".base.", "."): own for path, own in sizes.items()})
+
+    @property
+    def vocab(self) -> int:
+        """Number of tokens."""
+        return self.usual[VOCAB]
+
+    def of(self, tensor: Tensor) -> Sizes:
+        """Those of the parameters of a tensor."""
+        sizes = dict(self.usual)
+        for part in tensor.parts:
+            sizes |= self.by_path.get(part.path, {})
+        return sizes
 
 
 _ONE = "one"  # an axis of size 1, in place of the inputs

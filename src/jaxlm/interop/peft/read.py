@@ -19,7 +19,7 @@ from jaxlm.interop.hf.family import family_of_config
 from jaxlm.interop.hf.hub import local_folder
 from jaxlm.interop.hf.safetensors_file import SafetensorsFile
 from jaxlm.interop.hf.text_part import Names
-from jaxlm.interop.hf.weights import Part, Sizes, Tensor, axis_sizes
+from jaxlm.interop.hf.weights import Part, Tensor
 from jaxlm.interop.peft.names import (
     EMBEDDING,
     HEAD,
@@ -27,6 +27,7 @@ from jaxlm.interop.peft.names import (
     MAGNITUDE,
     PREFIX,
     Arrays,
+    AxisSizes,
     FusedMatrix,
     by_pattern,
     is_tied,
@@ -67,10 +68,10 @@ class Saved:
     number: int
     arrays: Sequence[np.ndarray]
 
-    def read(self, leaf: Any, sizes: Sizes) -> np.ndarray:
+    def read(self, leaf: Any, sizes: AxisSizes) -> np.ndarray:
         """The value for a leaf."""
         axes = self.tensor.own_axes(leaf)
-        layers = [self.tensor.read(array, self.number, sizes, axes) for array in self.arrays]
+        layers = [self.tensor.read(array, self.number, sizes.of(self.tensor), axes) for array in self.arrays]
         return np.stack(layers) if self.tensor.stacked else layers[0]
 
 
@@ -91,7 +92,7 @@ class ReadAdapters:
     keys: Mapping[str, Any]
     adapters: Mapping[str, Arrays]
     saved: Mapping[str, Saved]
-    sizes: Sizes
+    sizes: AxisSizes
 
     def leaves(self, model: LanguageModel) -> dict[str, np.ndarray]:
         """Leaf path -> value, for a concrete or abstract model that has these adapters.
@@ -311,7 +312,7 @@ def _as_tokens(head: Tensor) -> Tensor:
     return replace(head, parts=tuple(replace(part, path=f"{_TOKENS}.weight") for part in head.parts))
 
 
-def read_adapters(folder: Path, config: ModelConfig, sizes: Sizes) -> ReadAdapters:
+def read_adapters(folder: Path, config: ModelConfig, sizes: AxisSizes) -> ReadAdapters:
     """Reads the adapters that PEFT or `save_adapters` wrote for a model of this configuration.
 
     An adapter of a matrix that is several parameters in jaxlm becomes one for each of them.
@@ -334,7 +335,7 @@ def read_adapters(folder: Path, config: ModelConfig, sizes: Sizes) -> ReadAdapte
         for name in names:
             shape = file.tensors[name].shape
             _check_shape(tensor, shape, sizes, f"{folder / WEIGHTS}: {name}")
-            if shape and tensor.parts[0].dims[0] == (VOCAB,) and shape[0] > sizes[VOCAB]:
+            if shape and tensor.parts[0].dims[0] == (VOCAB,) and shape[0] > sizes.vocab:
                 _check_own_tokenizer(folder, sizes)
         saved |= {
             part.path: Saved(tensor, n, [file.view(name) for name in names]) for n, part in enumerate(tensor.parts)
@@ -362,7 +363,7 @@ def lora_keys(folder: Path, config: ModelConfig) -> dict[str, Any]:
             modules |= {module_path(part): _Module.of(adapters, opened.num_layers) for part in adapters.tensor.parts}
         else:  # which ranks belong to which part
             model = jax.eval_shape(lambda: config.build(vocab_axis(1), key=jax.random.key(0)))
-            sizes = axis_sizes(tree.leaves(model))
+            sizes = AxisSizes.of_model(model)
             modules |= {path: one for path, one, _ in _by_module(opened, adapters, file, sizes, set(file.tensors))}
     return _lora_keys(opened, modules)
 
@@ -384,14 +385,14 @@ class _Module:
 
 
 def _by_module(
-    opened: _Folder, adapters: _Adapters, file: SafetensorsFile, sizes: Sizes, unread: set[str]
+    opened: _Folder, adapters: _Adapters, file: SafetensorsFile, sizes: AxisSizes, unread: set[str]
 ) -> Iterable[tuple[str, _Module, Arrays]]:
     """(path, sizes, arrays) of the adapter of each parameter in a matrix."""
     whole, tensor = adapters.stacked(file, opened.num_layers, unread, dora=opened.dora), adapters.tensor
     if len(tensor.parts) == 1:
         parts = [(module_path(tensor.parts[0]), None, whole)]
     else:
-        parts = FusedMatrix(tensor, sizes).split(whole, int(opened.settings["r"]))
+        parts = FusedMatrix(tensor, sizes.of(tensor)).split(whole, int(opened.settings["r"]))
     for path, rank, arrays in parts:
         layered = arrays if tensor.is_stacked else Arrays(**{name: one[0] for name, one in arrays.present().items()})
         yield path, _Module.of(adapters, opened.num_layers, rank), layered
@@ -461,7 +462,7 @@ def _patterns(path: str, values: Mapping[int | None, Any], num_all: int) -> dict
     return patterns
 
 
-def _rows_of_tokens(adapters: _Adapters, arrays: Arrays, sizes: Sizes, folder: Path) -> Arrays:
+def _rows_of_tokens(adapters: _Adapters, arrays: Arrays, sizes: AxisSizes, folder: Path) -> Arrays:
     """The arrays of an adapter without rows that no token has, as weights are read.
 
     Raises:
@@ -470,43 +471,43 @@ def _rows_of_tokens(adapters: _Adapters, arrays: Arrays, sizes: Sizes, folder: P
     a, b, magnitude = arrays
     is_table = adapters.kind == EMBEDDING
     rows = a.shape[-1] if is_table else b.shape[-2]
-    if adapters.tensor.parts[0].dims[0] != (VOCAB,) or rows <= sizes[VOCAB]:
+    if adapters.tensor.parts[0].dims[0] != (VOCAB,) or rows <= sizes.vocab:
         return arrays
     _check_own_tokenizer(folder, sizes)
     if is_table and magnitude is not None:
         raise ConfigError(
             f"{folder / WEIGHTS}: the DoRA magnitudes of the token embedding depend on all of its {rows} rows, but the model"
-            f" has {sizes[VOCAB]}. Merge the adapter in PEFT and import the merged model"
+            f" has {sizes.vocab}. Merge the adapter in PEFT and import the merged model"
         )
-    if is_table and (changed := np.flatnonzero(a[..., sizes[VOCAB] :].any(axis=tuple(range(a.ndim - 1))))).size:
+    if is_table and (changed := np.flatnonzero(a[..., sizes.vocab :].any(axis=tuple(range(a.ndim - 1))))).size:
         raise ConfigError(
             f"{folder / WEIGHTS}: it changes the embeddings of {changed.size} tokens that are not among this model's"
-            f" {sizes[VOCAB]}: {sizes[VOCAB] + changed[0]} is the first id. Set data.tokenizer to the tokenizer that the"
+            f" {sizes.vocab}: {sizes.vocab + changed[0]} is the first id. Set data.tokenizer to the tokenizer that the"
             " adapter was trained with"
         )
     if is_table:
-        return Arrays(a[..., : sizes[VOCAB]], b)
-    return Arrays(a, b[..., : sizes[VOCAB], :], None if magnitude is None else magnitude[..., : sizes[VOCAB]])
+        return Arrays(a[..., : sizes.vocab], b)
+    return Arrays(a, b[..., : sizes.vocab, :], None if magnitude is None else magnitude[..., : sizes.vocab])
 
 
-def _check_own_tokenizer(folder: Path, sizes: Sizes) -> None:
+def _check_own_tokenizer(folder: Path, sizes: AxisSizes) -> None:
     """Raises `ConfigError` if the folder has a tokenizer with tokens whose rows would be left out."""
     file = folder / "tokenizer.json"
     added = read_json_object(file).get("added_tokens") if file.is_file() else None
     tokens = {token.get("id"): token.get("content") for token in added or () if isinstance(token, dict)}
-    if more := [repr(name) for number, name in tokens.items() if type(number) is int and number >= sizes[VOCAB]]:
+    if more := [repr(name) for number, name in tokens.items() if type(number) is int and number >= sizes.vocab]:
         raise ConfigError(
-            f"{file}: {', '.join(more[:_MAX_LISTED])}: tokens beyond the {sizes[VOCAB]} of the model, whose rows the adapter"
+            f"{file}: {', '.join(more[:_MAX_LISTED])}: tokens beyond the {sizes.vocab} of the model, whose rows the adapter"
             f" has. Set data.tokenizer to {folder}, or data.added_tokens to these tokens"
         )
 
 
-def _check_shape(tensor: Tensor, shape: Sequence[int], sizes: Sizes, where: str) -> None:
-    expected = tensor.shape(sizes)
+def _check_shape(tensor: Tensor, shape: Sequence[int], sizes: AxisSizes, where: str) -> None:
+    expected = tensor.shape(sizes.of(tensor))
     rows = len(shape) > 0 and tensor.parts[0].dims[0] == (VOCAB,) and shape[0] > expected[0]
     if tuple(shape) != (shape[0] if rows else expected[0], *expected[1:]):
         raise ConfigError(
-            f"{where}: {list(shape)} in the file, but {list(tensor.shape(sizes))} in the model. If the rows differ, the"
+            f"{where}: {list(shape)} in the file, but {list(expected)} in the model. If the rows differ, the"
             " adapter belongs to a model with another vocabulary: resize the base model first, as it was trained"
         )
 

@@ -16,7 +16,7 @@ import jax
 import numpy as np
 from haliax import NamedArray
 
-from jaxlm.core.axes import LAYERS, LORA, VOCAB, axes_of
+from jaxlm.core.axes import LAYERS, LORA, axes_of
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.publish import Location, check_unused, publish_folder
 from jaxlm.core.runtime import is_main_process, main_only
@@ -31,6 +31,7 @@ from jaxlm.interop.peft.names import (
     MAGNITUDE,
     PREFIX,
     Arrays,
+    AxisSizes,
     BaseRows,
     FusedMatrix,
     is_tied,
@@ -87,7 +88,7 @@ class Adapted:
     tables: Collection[str]
     shared: bool
     num_layers: int
-    sizes: Sizes
+    sizes: AxisSizes
 
 
 @dataclass(frozen=True)
@@ -147,7 +148,7 @@ def save_adapters(
     tensors = _adapter_tensors(modules, model.tables)
     tensors |= {_saved_name(name, adapted): array for name, array in others.items()}
     if rows is not None:
-        tensors = main_only(lambda: rows.added_to(tensors, table, model.sizes[VOCAB])) or tensors
+        tensors = main_only(lambda: rows.added_to(tensors, table, model.sizes.vocab)) or tensors
     described = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
@@ -200,7 +201,7 @@ def _modules(model: Adapted, table: Sequence[Tensor], layout: Layout, dtype: Any
             groups.setdefault((owner, layer), {})[adapter.path] = (arrays, scale)
     modules = []
     for (tensor, layer), group in groups.items():
-        arrays, scale = _joined(tensor, group, model.sizes)
+        arrays, scale = _joined(tensor, group, model.sizes.of(tensor))
         cast = (None if array is None else np.ascontiguousarray(array.astype(dtype)) for array in arrays)
         modules.append(_Module(tensor, layer, Arrays(*cast), scale))  # pyright: ignore[reportArgumentType]
     return modules
@@ -346,7 +347,7 @@ def _saved_tensors(model: Adapted, table: Sequence[Tensor], layout: Layout, dtyp
         for number, layer in enumerate(layers_of(tensor, model.num_layers)):
             layer_arrays = [array if layer is None else array[number] for array in hosted]
             tensors[weight_name(tensor, layer)] = np.ascontiguousarray(
-                tensor.write(layer_arrays, [tensor.own_axes(leaf) for leaf in leaves], model.sizes)
+                tensor.write(layer_arrays, [tensor.own_axes(leaf) for leaf in leaves], model.sizes.of(tensor))
             )
     if unwritten:
         raise ConfigError(

@@ -19,6 +19,7 @@ class GemmaConfig(PatternConfig):
     """A Gemma family. Subclasses define the rotary embeddings and the norms of queries and keys.
 
     Attributes:
+        attention_bias: add biases to the query, key, value and output projections.
         query_pre_attn_scalar: attention scores are divided by the square root of this number.
         attn_soft_cap: soft cap of the attention scores, `cap * tanh(score / cap)`. Null applies no cap.
         final_soft_cap: soft cap of the logits, `cap * tanh(logit / cap)`. Null applies no cap.
@@ -30,6 +31,7 @@ class GemmaConfig(PatternConfig):
     activation_function: str = "gelu_new"
     layer_norm_epsilon: NonNegativeFloat = 1e-6
     tie_word_embeddings: bool = True
+    attention_bias: bool = False
     query_pre_attn_scalar: PositiveInt = 256
     attn_soft_cap: PositiveFloat | None = None
     final_soft_cap: PositiveFloat | None = None

@@ -54,6 +54,11 @@ def local_kinds(
     return tuple(local_kind if layer in local else global_kind for layer in range(num_layers))
 
 
+def local_in_groups(num_layers: int, size: int, *, first_is_global: bool = False) -> list[int]:
+    """The numbers of the local layers, if one of each group of layers is global: the last one, or the first one."""
+    return [layer for layer in range(num_layers) if (layer + (not first_is_global)) % size]
+
+
 def check_layer_numbers(key: str, layers: Sequence[int], num_layers: int) -> None:
     """Raises `ConfigError` if these are not numbers of layers, each at most once."""
     if any(layer >= num_layers for layer in layers) or len(set(layers)) < len(layers):
@@ -67,43 +72,48 @@ class PatternConfig(DecoderConfig):
     """A family with local and global layers. Subclasses define the rotary embeddings.
 
     Attributes:
-        sliding_window: number of tokens that each token attends to in local layers, including itself.
+        sliding_window: number of tokens that each token attends to in local layers, including itself. Null if all layers
+            are global.
         sliding_window_pattern: layers are grouped by this number; the last of each group is global (full attention),
             the others are local (sliding window). Null if `local_layers` is set.
         local_layers: numbers of the local layers, counted from 0, instead of `sliding_window_pattern`.
-        attention_bias: add biases to the query, key, value and output projections.
     """
 
-    sliding_window: PositiveInt = 4096
+    sliding_window: PositiveInt | None = 4096
     sliding_window_pattern: PositiveInt | None = 2
     local_layers: list[NonNegativeInt] | None = None
-    attention_bias: bool = False
+    interleaved: ClassVar[bool] = False
+    """Whether neighboring features are rotated, instead of pairs from the two halves."""
+    first_is_global: ClassVar[bool] = False
+    """Whether the first layer of each group is global, instead of the last one."""
 
     @property
     @abc.abstractmethod
-    def rotations(self) -> tuple[RotaryConfig, RotaryConfig]:
-        """The rotary embeddings of local and of global layers."""
+    def rotations(self) -> tuple[RotaryConfig | None, RotaryConfig | None]:
+        """The rotary embeddings of local and of global layers; None for none."""
 
     @property
     def kinds(self) -> tuple[LayerKind, ...]:
         local_rope, global_rope = self.rotations
-        # Bidirectional layers have half of the window on either side.
-        window = self.sliding_window if self.is_causal else self.sliding_window // 2 + 1
-        return local_kinds(LayerKind(local_rope, window), LayerKind(global_rope), self._local, self.num_layers)
+        window = self.sliding_window
+        if window is not None and not self.is_causal:  # half of the window on either side
+            window = window // 2 + 1
+        local, everywhere = (LayerKind(r, w, self.interleaved) for r, w in ((local_rope, window), (global_rope, None)))
+        return local_kinds(local, everywhere, self._local, self.num_layers)
 
     @property
     def _local(self) -> Sequence[int]:
         if self.local_layers is not None:
             return self.local_layers
         assert self.sliding_window_pattern is not None, "`check` has refused this"
-        return [layer for layer in range(self.num_layers) if (layer + 1) % self.sliding_window_pattern]
+        return local_in_groups(self.num_layers, self.sliding_window_pattern, first_is_global=self.first_is_global)
 
     def layer_keys(self, kept: Sequence[int]) -> dict[str, Any]:
         """The pattern if the layers still follow it, their numbers otherwise."""
         every, local = self.sliding_window_pattern, renumbered(self._local, kept)
         if every is None:
             return {"local_layers": list(local)}
-        if local == tuple(layer for layer in range(len(kept)) if (layer + 1) % every):
+        if local == tuple(local_in_groups(len(kept), every, first_is_global=self.first_is_global)):
             return {}
         return {"sliding_window_pattern": None, "local_layers": list(local)}
 
@@ -116,8 +126,14 @@ class PatternConfig(DecoderConfig):
                 f" {'null' if every is None else every}. Set one of the two, and the other to null"
             )
         check_layer_numbers("model.local_layers", local or (), self.num_layers)
+        if self.sliding_window is None and self._local:
+            raise ConfigError(
+                f"model.sliding_window: null given, but layers {list(self._local)} are local (sliding_window_pattern,"
+                " local_layers). Set a window, or sliding_window_pattern: 1, which makes all layers global"
+            )
         for rope in self.rotations:
-            check_rope(rope, self.num_heads, self.HeadSize.size)
+            if rope is not None:
+                check_rope(rope, self.num_heads, self.HeadSize.size)
 
 
 @dataclass(frozen=True)

@@ -21,6 +21,7 @@ class Olmo3Config(PatternConfig):
     """OLMo 3. The defaults are OLMo 3 7B before its context was extended.
 
     Attributes:
+        attention_bias: add biases to the query, key, value and output projections.
         rope: rotary position embedding of global layers.
         local_rope: rotary position embedding of local layers (those with a sliding window).
     """
@@ -30,6 +31,7 @@ class Olmo3Config(PatternConfig):
     rope: RotaryConfig = field(default_factory=lambda: DefaultRotary(theta=500000.0))
     local_rope: RotaryConfig = field(default_factory=lambda: DefaultRotary(theta=500000.0))
     sliding_window_pattern: PositiveInt | None = 4
+    attention_bias: bool = False
 
     @property
     def rotations(self) -> tuple[RotaryConfig, RotaryConfig]:

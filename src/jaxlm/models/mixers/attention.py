@@ -19,7 +19,7 @@ from jaxlm.models.inference.cached_attention import cached_attention
 from jaxlm.models.linear import Linear
 from jaxlm.models.mixers.base import ForCache, LayerContext, Mixer
 from jaxlm.models.mixers.key_values import KeyValue, KeyValueCache
-from jaxlm.models.norms import RMSNorm, UnweightedRMSNorm
+from jaxlm.models.norms import HeadwiseLayerNorm, RMSNorm, UnweightedRMSNorm
 from jaxlm.models.remat import KEY, QUERY, VALUE, checkpoint_name
 
 
@@ -42,7 +42,8 @@ class SelfAttention(Attention):
         o_proj: {embed, heads, head_size}.
         q_norm, k_norm: norms of queries and keys, over each head or over all heads jointly.
         norms_follow_rotation: these norms come after the rotary embedding instead of before it.
-        clip_qkv: queries, keys and values are clipped to [-clip_qkv, clip_qkv] before their norms; None does not clip.
+        clip_qkv: queries, keys and values are clipped to [-clip_qkv, clip_qkv] before the rotation, and after norms that
+            come before it; None does not clip.
         scale: factor of the scores; None means 1 / sqrt(head_size).
         rule: modifies the scaled scores before the softmax.
         causal: tokens attend to no later tokens.
@@ -54,8 +55,8 @@ class SelfAttention(Attention):
     k_proj: Linear
     v_proj: Linear
     o_proj: Linear
-    q_norm: RMSNorm | UnweightedRMSNorm | None = None
-    k_norm: RMSNorm | UnweightedRMSNorm | None = None
+    q_norm: RMSNorm | UnweightedRMSNorm | HeadwiseLayerNorm | None = None
+    k_norm: RMSNorm | UnweightedRMSNorm | HeadwiseLayerNorm | None = None
     norms_follow_rotation: bool = eqx.field(static=True, default=False)
     clip_qkv: float | None = eqx.field(static=True, default=None)
     scale: float | None = eqx.field(static=True, default=None)
@@ -99,15 +100,17 @@ class SelfAttention(Attention):
             value: added to the values, {batch, position, kv_heads, head_size}.
         """
         q, k, v = self.q_proj(x), self.k_proj(x), self.v_proj(x)
+        if not self.norms_follow_rotation:
+            q, k = self._normalized(q, k)
         if self.clip_qkv is not None:
             q, k, v = (hax.clip(a, -self.clip_qkv, self.clip_qkv) for a in (q, k, v))
         v = v if value is None else v + value.rearrange(v.axes)
-        if not self.norms_follow_rotation:
-            q, k = self._normalized(q, k)
         if context.rotation is not None:
             q, k = context.rotation(q), context.rotation(k)
         if self.norms_follow_rotation:
             q, k = self._normalized(q, k)
+        if context.query_scale is not None:
+            q = (q * context.query_scale.astype(q.dtype)).rearrange(q.axes)
         q, k, v = checkpoint_name(q, QUERY), checkpoint_name(k, KEY), checkpoint_name(v, VALUE)
         new: ForCache = KeyValue(k, v)
         if cache is not None and context.start is not None:

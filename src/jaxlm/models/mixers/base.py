@@ -32,6 +32,7 @@ class LayerContext(eqx.Module):
         order: the tokens' indices in the text (`jaxlm.core.values.permutation`); None for text order.
         start: the slot of the cache from which a layer itself writes its new tokens, before it reads the cache (XLA then
             updates in place). None if the caller writes those of all layers at once, after the last layer.
+        query_scale: factor of the queries, {batch, position}; None for none.
     """
 
     attention_mask: AttentionMask
@@ -40,6 +41,7 @@ class LayerContext(eqx.Module):
     attn_backend: str = eqx.field(static=True, default=AUTO)
     order: NamedArray | None = None
     start: jax.Array | None = None
+    query_scale: NamedArray | None = None
 
 
 class LayerCache(eqx.Module):
@@ -65,11 +67,6 @@ class LayerCache(eqx.Module):
     @abc.abstractmethod
     def unflattened(self, Batch: Axis) -> "LayerCache":
         """The inverse of `flattened`."""
-
-    @property
-    def has_state(self) -> bool:
-        """Tells whether it keeps a state, which cannot be taken back to an earlier token."""
-        return any(not leaf.has_axis(KEY_POSITION) for leaf in self._leaves)
 
     @property
     def bytes_per_token(self) -> int:

@@ -56,6 +56,7 @@ from jaxlm.systems.forecast.sampling import SamplingForecast, forecast_sampling,
 # Fraction of a data sheet's peak that a large bf16 matrix product reaches; measured on one H200: 0.78 to 0.81.
 GEMM_SHARE = 0.8
 _MAX_SIMULATED = 2048  # XLA treats more as devices of another process, which it cannot compile for on CPUs
+LOOP_STEP_SECONDS = 25e-6  # assumed: what a GPU waits in a step of a loop, whose kernels are too short to hide it
 _STATE_TRAFFIC = 2 * 3 + 2  # parameter and two moments, read and written; gradient, written and read
 
 
@@ -94,6 +95,8 @@ class Forecast:
         kernels: number of calls per step of each library kernel.
         counted_once: loops with matrix products whose trip count depends on the data; seconds and executed FLOPs count one
             iteration of each.
+        loop_steps: how often the bodies of loops run in a step, which no estimate of seconds counts; None if the kernels are
+            not known.
         flops_per_token: the model's, as `mfu` counts them.
         executed_flops: FLOPs of matrix products and attention that a chip executes in a step, recomputation included; None if
             the kernels are not known. Products in fp8 count half.
@@ -132,6 +135,7 @@ class Forecast:
     collectives: dict[str, tuple[int, int]]
     kernels: dict[str, int]
     counted_once: list[str]
+    loop_steps: float | None
     flops_per_token: float
     executed_flops: float | None
     sampling: SamplingForecast | None
@@ -251,6 +255,7 @@ def _forecast_phase(
         collectives=estimate.collectives,
         kernels=dict(kernels(hlo)) if cuda else {},
         counted_once=loops_counted_once(hlo) if cuda else [],
+        loop_steps=estimate.loop_steps,
         flops_per_token=flops.causal,
         executed_flops=estimate.flops,
         sampling=sampling,
@@ -347,6 +352,17 @@ def _hidden(transfers: Mapping[str, tuple[float, float]]) -> str:
     return f"{hidden / seconds:.1%} of its transfers beside kernels, as scheduled: {', '.join(sorted(kinds))}"
 
 
+def _loops(result: Forecast) -> str:
+    """Says what the steps of loops would add if each had to wait, and the tokens per second then."""
+    assert result.loop_steps is not None
+    seconds = result.loop_steps * LOOP_STEP_SECONDS
+    whole = seconds + (result.step_seconds_scheduled or result.step_seconds)
+    return (
+        f"{result.loop_steps:,.0f} steps, not counted above; with {1e6 * LOOP_STEP_SECONDS:.0f} us for each (assumed)"
+        f" {exact_duration(seconds)} more and {result.tokens_per_step / whole / result.chips:,.0f} tokens/s per chip"
+    )
+
+
 def _rows(result: Forecast) -> list[tuple[str, str]]:
     memory = "unknown" if result.memory_bytes is None else gib(result.memory_bytes)
     held = "" if result.argument_bytes is None else f", {gib(result.argument_bytes)} of it state, references and batch"
@@ -386,6 +402,7 @@ def _rows(result: Forecast) -> list[tuple[str, str]]:
             f"{result.tokens_per_second:,.0f} ({result.tokens_per_second / result.chips:,.0f} per chip{rate})",
         ),
         ("MFU", f"{result.mfu:.1%} ({mfu}{result.mfu_exposed:.1%} exposed); {full_attention}"),
+        *([("loops", _loops(result))] if result.loop_steps else []),
         ("kernels", ", ".join(f"{name} x {n}" for name, n in result.kernels.items()) or "unknown"),
         *([("counted once", f"loops whose trip count depends on the data: {', '.join(once)}")] if once else []),
         ("memory per chip", f"{memory} of {gib(result.memory_limit)}{held}"),

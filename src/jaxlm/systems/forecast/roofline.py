@@ -107,6 +107,17 @@ def executed_flops(hlo: str, scope: str = "") -> float:
     return roofline(hlo, _ONE_FLOP, scope).total
 
 
+def loop_steps(hlo: str) -> float:
+    """How often the bodies of loops run in one run of a program; a loop inside another runs in each step of that."""
+    program = Program.parse(hlo)
+    return sum(
+        count * program.turns(instruction)
+        for name, count in program.executed()
+        for instruction in program.computations[name].values()
+        if instruction.opcode == "while"
+    )
+
+
 class Overlap(NamedTuple):
     """A collective, its seconds in one run of the program, and for how many of them it runs beside kernels."""
 
@@ -305,6 +316,7 @@ class Estimate:
         host: the copies between the memories of device and host; empty if there are none, or the kernels are not known.
         attention: kind -> (seconds, of them beside kernels in the compiler's schedule) of the collectives within attention,
             which are those of context parallelism; empty if there are none, or the kernels are not known.
+        loop_steps: how often the bodies of loops run; None if the kernels are not known.
     """
 
     kernels: Seconds
@@ -314,6 +326,7 @@ class Estimate:
     collectives: dict[str, tuple[int, int]]
     host: tuple[HostTraffic, ...] = ()
     attention: Mapping[str, tuple[float, float]] = field(default_factory=dict)
+    loop_steps: float | None = None
 
     @property
     def overlapped(self) -> float:
@@ -360,6 +373,7 @@ def estimate_kernels(hlo: str, topology: Topology, mesh: MeshShape, dtype: Any) 
         collectives=collectives_by_kind(hlo),
         host=tuple(host_traffic(hlo, speed, bandwidth)) if (bandwidth := topology.chip.host_bandwidth) else (),
         attention=attention,
+        loop_steps=loop_steps(hlo),
     )
 
 

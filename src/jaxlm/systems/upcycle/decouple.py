@@ -355,16 +355,19 @@ def _problem(model: LanguageModel) -> str | None:
     if len(model.body.stacks) > 1 or not isinstance(_block_of(model).mlp, GatedMlp):
         return "its MLPs are not all of the same kind, with a gate and without experts"
     block, attention, kinds = _block_of(model), _block_of(model).attn, set(model.body.kinds_by_layer)
+    if not isinstance(block, DecoderBlock):
+        return f"its layers are {type(block).__name__}"
     if not isinstance(attention, SelfAttention):
         return f"its attention is {type(attention).__name__}"
     problems = {
         "its layers have different windows or rotary embeddings": len(kinds) > 1,
         "it has no rotary embeddings": any(kind.rope is None for kind in kinds),
+        "its scores grow with the position of the query": any(kind.query_scaling is not None for kind in kinds),
         "its queries and keys have norms, so scores are not products of linear maps": attention.q_norm is not None,
         "its queries, keys and values are clipped": attention.clip_qkv is not None,
         f"its scores have {attention.rule}": not attention.rule.is_identity,
         "its tokens attend to later ones": not attention.causal,
-        "its attention has dropout": attention.dropout > 0,
+        "it has dropout": max(attention.dropout, block.dropout, model.embed_dropout) > 0,
         "its attention and MLP read the same input": block.parallel,
         "the outputs of its layers are scaled": block.residual_scale != 1.0,
         "its embeddings are scaled or have a norm": model.embed_scale is not None or model.embed_norm is not None,

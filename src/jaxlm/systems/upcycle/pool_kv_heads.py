@@ -44,7 +44,7 @@ from jaxlm.models.base import Inputs, LanguageModel, ModelConfig, vocab_axis
 from jaxlm.models.decoder import Decoder, DecoderConfig
 from jaxlm.models.linear import Linear
 from jaxlm.models.mixers.attention import Attention, SelfAttention
-from jaxlm.models.norms import RMSNorm
+from jaxlm.models.norms import HeadwiseLayerNorm, RMSNorm
 from jaxlm.models.stacks import Body
 from jaxlm.reading.choices import choice
 from jaxlm.surgery.base import SurgeryConfig, Wants
@@ -292,7 +292,7 @@ def _problem(config: ModelConfig, model: LanguageModel) -> str | None:
     if other := next((a for a in attentions if not isinstance(a, SelfAttention)), None):
         return f"its attention is {type(other).__name__}. Put pool_kv_heads before the surgery that makes it"
     norms = [attention.k_norm for attention in attentions]  # pyright: ignore[reportAttributeAccessIssue]
-    if any(isinstance(norm, RMSNorm) and norm.weight.has_axis(KV_HEADS) for norm in norms):
+    if any(isinstance(norm, RMSNorm | HeadwiseLayerNorm) and norm.weight.has_axis(KV_HEADS) for norm in norms):
         return "a norm over all key heads together has a weight for each of them. Remove the surgery"
     return None
 
