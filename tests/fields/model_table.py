@@ -59,6 +59,21 @@ DENSE: dict[str, Entry] = {
     ),
 }
 
+STATES: dict[str, Entry] = {
+    "model.rope": SCALED_ROPE,
+    "model.attention_interval": Change(1, Shapes({r"^model.*log_rate": None})),
+    "model.attention_layers": Change(
+        [0, 1],
+        Shapes({r"^model.*log_rate": None}),
+        also={"model": {"attention_interval": None, "attention_layers": [0]}},
+    ),
+    "model.num_state_heads": Change(4, Shapes({r"^model.*q_conv": (1, 4, 8, 4)})),
+    "model.num_value_heads": Change(6, Shapes({r"^model.*log_rate": (1, 2, 3)})),
+    "model.state_key_dim": Change(16, Shapes({r"^model.*k_conv": (1, 2, 16, 4)})),
+    "model.state_value_dim": Change(16, Shapes({r"^model.*v_conv": (1, 2, 2, 16, 4)})),
+    "model.conv_size": Change(3, Shapes({r"^model.*q_conv": (1, 2, 8, 3)})),
+}
+
 GPT2: dict[str, Entry] = {
     **COMMON,
     "model.hidden_dim": Change(64, Shapes({r"^model\.tokens": (64, 64)})),
@@ -533,6 +548,60 @@ TABLE: Table = {
         "model.use_bidirectional_attention": WINDOWED,
         "model.time_embedding": TIMED,
         "model.attention_bias": LLAMA["model.attention_bias"],
+    },
+    "qwen3_5": STATES,
+    "olmo_hybrid": {
+        **STATES,
+        "model.negative_eigenvalues": Change(False, Program(loses=r"stablehlo.constant dense<2.000000e\+00>")),
+    },
+    "olmoe": {
+        "model.sliding_window": WINDOW,
+        "model.rope": SCALED_ROPE,
+        **EXPERTS,
+        "model.num_experts_per_token": Change(4, Program(gains=r"chlo.top_k\(%\w+, k = 4\)")),
+        "model.attention_bias": LLAMA["model.attention_bias"],
+        "model.clip_qkv": Change(0.3, Constant(0.3)),
+        "model.norm_topk_prob": Change(True, Program(gains=r"stablehlo.divide")),
+    },
+    "granitemoe": {
+        "model.sliding_window": WINDOW,
+        "model.rope": SCALED_ROPE,
+        **EXPERTS,
+        "model.num_experts_per_token": Change(4, Program(gains=r"chlo.top_k\(%\w+, k = 4\)")),
+        "model.attention_bias": LLAMA["model.attention_bias"],
+        "model.embedding_multiplier": Change(3.0, Constant(3.0)),
+        "model.attention_multiplier": Change(0.3, Constant(0.3)),
+        "model.residual_multiplier": Change(0.7, Constant(0.7)),
+        "model.logits_scaling": Change(5.0, Constant(1 / 5)),
+    },
+    "minimax_m2": {
+        "model.sliding_window": WINDOW,
+        "model.rope": SCALED_ROPE,
+        **EXPERTS,
+        "model.num_experts_per_token": Change(4, Program(gains=r"chlo.top_k\(%\w+, k = 4\)")),
+        "model.router_bias_step": Change(0.3, Constant(-0.3)),
+    },
+    "glm4_moe": {
+        "model.sliding_window": WINDOW,
+        "model.rope": SCALED_ROPE,
+        **EXPERTS,
+        "model.num_experts": Change(12, Shapes({r"^model.*router\.weight": (1, 12, 32)})),
+        "model.num_experts_per_token": Change(4, Program(gains=r"chlo.top_k\(%\w+, k = 4\)")),
+        "model.decoder_sparse_step": Change(2, _NO_EXPERTS, also={"model": {"mlp_only_layers": [1]}}),
+        "model.mlp_only_layers": Change([1], Shapes({r"^model\.body\.0\..*router\.weight": (1, 6, 32)})),
+        "model.dense_intermediate_dim": Change(56, Shapes({r"^model\.body\.0\..*mlp\.up_proj\.weight": (1, 56, 32)})),
+        "model.shared_expert_intermediate_dim": Change(40, Shapes({r"^model.*shared_expert.*up_proj": (1, 40, 32)})),
+        "model.norm_topk_prob": Change(False, Program(loses=r"stablehlo.divide")),
+        "model.routed_scaling_factor": Change(0.3, Constant(0.3)),
+        "model.num_expert_groups": Change(3, Program(gains=r"dense<0xFF800000>")),
+        "model.num_groups_per_token": Change(
+            2,
+            Program(gains=r"chlo.top_k\(%\w+, k = 2\)"),
+            also={"model": {"num_expert_groups": 3}},
+        ),
+        "model.router_bias_step": Change(0.3, Constant(-0.3)),
+        "model.use_qk_norm": Change(True, Shapes({r"^model.*body\.1\..*q_norm\.weight": (1, 8)})),
+        "model.attention_bias": NO_BIAS,
     },
     "qwen2_moe": {
         "model.sliding_window": WINDOW,

@@ -3,6 +3,8 @@
 import copy
 import dataclasses
 import json
+import tempfile
+from pathlib import Path
 
 import equinox as eqx
 import haliax as hax
@@ -20,7 +22,7 @@ from jaxlm.core.values.batch_types import TokenBatch
 from jaxlm.interop.hf.family import all_families, family_of_config
 from jaxlm.interop.hf.folder import load_model, open_folder
 from jaxlm.interop.hf.load import load_weights
-from jaxlm.interop.hf.safetensors_file import SafetensorsFile, TensorInfo
+from jaxlm.interop.hf.safetensors_file import SafetensorsFile
 from jaxlm.models.inference.generate import generate
 from jaxlm.objectives.next_token import NextToken
 from jaxlm.optim.elementwise import AdamConfig
@@ -37,6 +39,7 @@ from tests.interop.cases import (
     inputs_of,
     logits_of,
     reference,
+    state_of,
     tokens,
 )
 
@@ -77,40 +80,6 @@ DECODED = (
     "qwen2_moe-mixed",
 )
 GENERATED = ("llama-3", "gpt2", "gemma3", "mixtral", "mpt", "smollm3", "qwen2_moe-mixed")
-
-
-class Arrays:
-    """Gradients, or other arrays with a torch module's parameter names, as a source of tensors."""
-
-    def __init__(self, arrays):
-        self._arrays = arrays
-        self.tensors = {name: TensorInfo(a.shape, a.dtype) for name, a in arrays.items()}
-
-    def view(self, name):
-        return self._arrays[name]
-
-    def where(self, name):
-        return name
-
-
-def as_in_files(name, arrays):
-    """Parameters whose names in transformers' modules differ from those in files: GPT-NeoX's head, and experts."""
-    is_mixtral = name.startswith("mixtral")
-    gate, up, down = ("w1", "w3", "w2") if is_mixtral else ("gate_proj", "up_proj", "down_proj")
-    for key, array in arrays.items():
-        key = key.replace(".mlp.", ".block_sparse_moe.") if is_mixtral else key
-        if name.startswith("gpt_neox"):
-            key = key.replace("lm_head.weight", "embed_out.weight")
-        stem, _, last = key.rpartition(".")
-        if last == "gate_up_proj":
-            for expert, both in enumerate(array):
-                yield from zip(
-                    (f"{stem}.{expert}.{part}.weight" for part in (gate, up)), np.split(both, 2), strict=True
-                )
-        elif last == "down_proj":
-            yield from ((f"{stem}.{expert}.{down}.weight", one) for expert, one in enumerate(array))
-        else:
-            yield key, array
 
 
 def imported(path, where=None):
@@ -217,11 +186,19 @@ def test_every_family_has_a_case():
     assert {kind for family in of_transformers for kind in family.model_types[:1]} == set(FIRST)
 
 
-def as_ours(name, opened, arrays):
-    """Torch tensors by parameter name, as a tree with our model's structure."""
-    source = Arrays(dict(as_in_files(name, {key: array.detach().float().numpy() for key, array in arrays.items()})))
-    table = family_of_config(opened.config).tensors(opened.config)
-    return load_weights(abstract_of(opened.config), table, source, one_device(), where="torch")
+def as_ours(theirs, opened, arrays):
+    """Torch tensors by the names of a transformers model's state, as a tree with our model's structure. 0 where it has none.
+
+    transformers writes them to a file, because names and shapes in files may differ from those in memory.
+    """
+    copied = copy.deepcopy(theirs).float()
+    with torch.no_grad(), tempfile.TemporaryDirectory() as folder:
+        for key, place in state_of(copied).items():
+            place.copy_(arrays[key].detach()) if key in arrays else place.zero_()
+        copied.save_pretrained(folder)
+        table = family_of_config(opened.config).tensors(opened.config)
+        source = SafetensorsFile(Path(folder) / "model.safetensors")
+        return load_weights(abstract_of(opened.config), table, source, one_device(), where="torch")
 
 
 @pytest.mark.slow
@@ -235,7 +212,7 @@ def test_gradients_and_a_step_of_adamw(name, tmp_path):
     expected.backward()
     assert float(loss) == pytest.approx(expected.item(), rel=1e-5)
 
-    in_our_tree = lambda arrays: tree.leaves(as_ours(name, opened, arrays))  # noqa: E731
+    in_our_tree = lambda arrays: tree.leaves(as_ours(theirs, opened, arrays))  # noqa: E731
     wanted = in_our_tree({key: p.grad for key, p in theirs.named_parameters()})
     largest = max(float(jnp.abs(leaf.array).max()) for _, leaf in wanted)
     for (path, ours), (_, reference_) in zip(tree.leaves(gradient), wanted, strict=True):
@@ -254,7 +231,7 @@ def test_gradients_and_a_step_of_adamw(name, tmp_path):
         return optax.apply_updates(model, adam.update(gradient, adam.init(model), model)[0])
 
     stepped = tree.leaves(step(model, gradient))
-    for (path, ours), (_, reference_) in zip(stepped, in_our_tree(dict(theirs.named_parameters())), strict=True):
+    for (path, ours), (_, reference_) in zip(stepped, in_our_tree(state_of(theirs)), strict=True):
         np.testing.assert_allclose(ours.array, reference_.array, rtol=0, atol=1e-5, err_msg=path)
 
 
@@ -280,7 +257,7 @@ def test_only_lookups_of_a_pad_token_in_the_text_have_another_gradient(tied, tmp
         theirs.zero_grad()
         labels = torch.tensor(np.where(np.arange(SEQ_LEN) < end, ids, -100))
         theirs(torch.tensor(ids), attention_mask=torch.tensor(mask), labels=labels).loss.backward()
-        return tree.leaves(as_ours("llama", opened, {key: p.grad for key, p in theirs.named_parameters()}))
+        return tree.leaves(as_ours(theirs, opened, {key: p.grad for key, p in theirs.named_parameters()}))
 
     def of_jaxlm(end):
         inputs = inputs_of(np.where(np.arange(SEQ_LEN) < end, ids, 0))
@@ -341,9 +318,9 @@ def test_second_derivatives(name, tmp_path):
 
         return jax.jvp(jax.grad(loss), (model,), (direction,))
 
-    first, found = second(model, as_ours(name, opened, dict(zip(names, u, strict=True))))
+    first, found = second(model, as_ours(theirs, opened, dict(zip(names, u, strict=True))))
     for ours, torchs in ((first, gradient), (found, along)):
-        wanted = tree.leaves(as_ours(name, opened, dict(zip(names, torchs, strict=True))))
+        wanted = tree.leaves(as_ours(theirs, opened, dict(zip(names, torchs, strict=True))))
         largest = max(float(jnp.abs(leaf.array).max()) for _, leaf in wanted)
         for (path, leaf), (_, reference_) in zip(tree.leaves(ours), wanted, strict=True):
             near = 1e-3 * max(float(jnp.abs(reference_.array).max()), 1e-4 * largest)

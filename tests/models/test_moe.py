@@ -18,7 +18,8 @@ from jaxlm.models.base import vocab_axis
 from jaxlm.models.families.mixtral import MixtralConfig
 from jaxlm.models.families.qwen2_moe import Qwen2MoeConfig
 from jaxlm.models.families.qwen3_moe import Qwen3MoeConfig
-from jaxlm.models.moe import Experts, Grouping, RouterStats, num_active
+from jaxlm.models.moe import Experts, Grouping, num_active
+from jaxlm.models.routers import RouterStats
 from jaxlm.optim.elementwise import AdamConfig
 from jaxlm.reading.decode import encode
 from tests.engine.helpers import AXES, TinyRun, arrays, one_device, phase

@@ -1,5 +1,7 @@
 """Linear layers between named axes."""
 
+import dataclasses
+
 from jaxlm.core.imports import haliax as hax
 
 import equinox as eqx
@@ -26,6 +28,7 @@ class Linear(DeclaresParameters):
         weight: {*Out, *In}.
         bias: {*Out}.
         fp8: how products are quantized in training; None for not at all.
+        float32: the weight, and so the product, is float32 whatever the dtypes of the others are (`Parameter.float32`).
     """
 
     weight: Weight
@@ -33,6 +36,7 @@ class Linear(DeclaresParameters):
     In: AxisSpec = eqx.field(static=True)
     Out: AxisSpec = eqx.field(static=True)
     fp8: Fp8 | None = eqx.field(static=True, default=None)
+    float32: bool = eqx.field(static=True, default=False)
 
     @staticmethod
     def init(In: AxisSpec, Out: AxisSpec, *, std: float, key: jax.Array, use_bias: bool = False) -> "Linear":
@@ -49,7 +53,8 @@ class Linear(DeclaresParameters):
         return operand(x, self.weight)
 
     def parameters(self) -> dict[str, Parameter]:
-        return {"weight": matrix(axes_of(self.Out), axes_of(self.In)), "bias": VECTOR}
+        weight = matrix(axes_of(self.Out), axes_of(self.In))
+        return {"weight": dataclasses.replace(weight, float32=self.float32), "bias": VECTOR}
 
 
 class MatrixLinear(eqx.Module):

@@ -1,9 +1,6 @@
 """Dropless mixture of experts (MoE): a router sends each token to a few MLPs, and no token is dropped.
 
-Source: Shazeer et al. 2017 (arXiv:1701.06538), section 2, with the softmax before the top-k choice as in Mixtral (Jiang
-et al. 2024, arXiv:2401.04088, section 2.1). Load-balancing loss: Switch Transformer, Fedus et al. 2021
-(arXiv:2101.03961), equations 4 to 6, over all layers jointly. Router z-loss: ST-MoE, Zoph et al. 2022
-(arXiv:2202.08906), equation 5.
+Source: Shazeer et al. 2017 (arXiv:1701.06538), section 2. `jaxlm.models.routers` has the routers.
 
 On a mesh, each device computes the experts (or slices of experts) that it holds. If a mesh axis shards both experts and
 tokens, tokens are all-gathered over the axis and the results are reduce-scattered back.
@@ -33,77 +30,34 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import Mesh, PartitionSpec
 
 from jaxlm.core import tree
-from jaxlm.core.axes import BATCH, EMBED, EXPERTS, LAYERS, MLP, POSITION, ROUTES, VOCAB, axes_of
+from jaxlm.core.axes import BATCH, EMBED, EXPERTS, MLP, POSITION, VOCAB, axes_of
 from jaxlm.core.products.matmul import arranged, array_specs, einsum, operand
 from jaxlm.core.products.stored_weights import StoredArray, StoredWeight, Weight
 from jaxlm.core.sharding import Layout, current_layout, current_platform
 from jaxlm.core.tracing import CustomVjp
-from jaxlm.core.values.sums import Sum
 from jaxlm.models.activations import gated
-from jaxlm.models.base import AuxLoss
 from jaxlm.models.linear import ExpertLinear, Linear
 from jaxlm.models.remat import EXPERT
+from jaxlm.models.routers import Router, RouterStats
 from jaxlm.models.token_sharding import mesh_axes
 
 
-class RouterStats(eqx.Module):
-    """Statistics of a router, summed over tokens that are not padding. float32, with a leading {layers} once stacked.
-
-    Attributes:
-        chosen: {routes}, number of times that each expert was chosen.
-        probabilities: {routes}, sum of the router probabilities.
-        squares: {}, sum of the squared logsumexp of the router logits.
-        tokens: {}, number of tokens.
-        balance_weight, z_weight: coefficients of the load-balancing loss and the z-loss.
-        num_chosen: experts per token.
-    """
-
-    chosen: NamedArray
-    probabilities: NamedArray
-    squares: NamedArray
-    tokens: NamedArray
-    balance_weight: float = eqx.field(static=True)
-    z_weight: float = eqx.field(static=True)
-    num_chosen: int = eqx.field(static=True)
-
-    def aux_losses(self) -> dict[str, AuxLoss]:
-        """The load-balancing loss (at best `num_chosen`) and the z-loss of all layers, and the largest load of an
-        expert relative to a uniform load."""
-        num_experts, num_layers = self.chosen.axis_size(ROUTES), self.chosen.axis_size(LAYERS)
-        weight = self.tokens.array[0]
-        num_tokens = jnp.maximum(weight, 1.0)
-        chosen_LE = self.chosen.rearrange((LAYERS, ROUTES)).array / num_tokens
-        probabilities_LE = self.probabilities.rearrange((LAYERS, ROUTES)).array / num_tokens
-        balance = num_experts * jnp.sum(chosen_LE.mean(axis=0) * probabilities_LE.mean(axis=0))
-        max_load = jax.lax.stop_gradient(jnp.max(chosen_LE)) * num_experts / self.num_chosen
-        return {
-            "router/balance_loss": AuxLoss(Sum(balance * weight, weight), self.balance_weight),
-            "router/z_loss": AuxLoss(Sum(jnp.sum(self.squares.array) / num_layers, weight), self.z_weight),
-            "router/max_load": AuxLoss(Sum(max_load * weight, weight), 0.0),
-        }
-
-
 class Experts(eqx.Module):
-    """A mixture of gated MLPs: the chosen experts' outputs, weighted by the router's probabilities.
+    """A mixture of gated MLPs: the chosen experts' outputs, weighted by their shares.
 
     Attributes:
-        router: embed to routes, one per expert.
+        router: embed to routes, one per expert: the logits.
+        routing: chooses experts by the logits.
         gate_proj, up_proj: embed to mlp, per expert.
         down_proj: mlp to embed, per expert.
-        num_chosen: experts per token.
-        normalised: normalize the probabilities of the chosen experts to sum to 1.
-        balance_weight, z_weight: coefficients of the load-balancing loss and the z-loss.
     """
 
     router: Linear
     gate_proj: ExpertLinear
     up_proj: ExpertLinear
     down_proj: ExpertLinear
+    routing: Router
     activation: str = eqx.field(static=True)
-    num_chosen: int = eqx.field(static=True)
-    normalised: bool = eqx.field(static=True)
-    balance_weight: float = eqx.field(static=True)
-    z_weight: float = eqx.field(static=True)
 
     def __call__(self, x: NamedArray, segment_ids: NamedArray) -> tuple[NamedArray, RouterStats]:
         """Maps {batch, position, embed} to the same shape; also returns the router's statistics.
@@ -111,28 +65,9 @@ class Experts(eqx.Module):
         Args:
             segment_ids: of the tokens; 0 is padding, which the statistics ignore.
         """
-        logits = self.router(self.router.operand(x)).astype(jnp.float32)
-        Route = logits.resolve_axis(ROUTES)
-        probabilities = hax.nn.softmax(logits, axis=Route)
-        order = (BATCH, POSITION, ROUTES)
-        share_BSK, chosen_BSK = jax.lax.top_k(probabilities.rearrange(order).array, self.num_chosen)
-        if self.normalised:
-            share_BSK = share_BSK / jnp.sum(share_BSK, axis=-1, keepdims=True)
-        out = self._apply_experts(x, chosen_BSK, share_BSK.astype(x.dtype))
-        segment_ids = segment_ids.rearrange((BATCH, POSITION))
-        is_token = NamedArray((segment_ids.array != 0).astype(jnp.float32), segment_ids.axes)
-        hits_BSE = jnp.sum(chosen_BSK[..., None] == jnp.arange(Route.size), axis=2)
-        tokens = (BATCH, POSITION)
-        stats = RouterStats(
-            chosen=hax.sum(hax.named(hits_BSE, (*is_token.axes, Route)) * is_token, tokens),
-            probabilities=hax.sum(probabilities * is_token, tokens),
-            squares=hax.sum(hax.nn.logsumexp(logits, Route) ** 2 * is_token, tokens),
-            tokens=hax.sum(is_token, tokens),
-            balance_weight=self.balance_weight,
-            z_weight=self.z_weight,
-            num_chosen=self.num_chosen,
-        )
-        return out, stats
+        routes = self.routing(self.router(self.router.operand(x)), segment_ids)
+        out = self._apply_experts(x, routes.ids.array, routes.shares.array.astype(x.dtype))
+        return out, routes.stats
 
     def _apply_experts(self, x: NamedArray, chosen_BSK: jax.Array, share_BSK: jax.Array) -> NamedArray:
         """The chosen experts' outputs, weighted and summed."""
@@ -158,10 +93,10 @@ class Experts(eqx.Module):
         """The weighted sum of the outputs of this device's experts, which start at number `first`."""
         num_tokens, width = math.prod(x_BSD.shape[:2]), x_BSD.shape[-1]
         grouping = Grouping.of(chosen_BSK.reshape(-1) - first, gate_EDM.shape[0])
-        x_PD = grouping.sorted(jnp.repeat(x_BSD.reshape(num_tokens, width), self.num_chosen, axis=0))
+        x_PD = grouping.sorted(jnp.repeat(x_BSD.reshape(num_tokens, width), self.routing.num_chosen, axis=0))
         gate_PM, up_PM = (checkpoint_name(grouping.dot(x_PD, w_EDM), EXPERT) for w_EDM in (gate_EDM, up_EDM))
         out_PD = checkpoint_name(grouping.dot(gated(self.activation, gate_PM, up_PM), down_EMD), EXPERT)
-        out_NKD = grouping.unsorted(out_PD).reshape(num_tokens, self.num_chosen, width)
+        out_NKD = grouping.unsorted(out_PD).reshape(num_tokens, self.routing.num_chosen, width)
         return jnp.sum(out_NKD * share_BSK.reshape(num_tokens, -1, 1), axis=1).reshape(x_BSD.shape).astype(x_BSD.dtype)
 
 
@@ -242,7 +177,7 @@ def num_active(model: Any) -> int:
     for experts in tree.modules(model, Experts):
         expert_size = sum(layer.weight.size for layer in (experts.gate_proj, experts.up_proj, experts.down_proj))
         num_experts = experts.gate_proj.weight.axis_size(EXPERTS)
-        inactive += expert_size * (num_experts - experts.num_chosen) // num_experts
+        inactive += expert_size * (num_experts - experts.routing.num_chosen) // num_experts
     return tree.num_parameters(model) - inactive
 
 
@@ -256,7 +191,7 @@ def num_multiplied(part: Any, model: Any) -> int:
     for experts in tree.modules(part, Experts):
         for layer in (experts.gate_proj, experts.up_proj, experts.down_proj):
             if jax.tree.leaves(layer.weight):
-                total += layer.weight.size * experts.num_chosen // layer.weight.axis_size(EXPERTS)
+                total += layer.weight.size * experts.routing.num_chosen // layer.weight.axis_size(EXPERTS)
     layers = tree.modules(model, Linear)
     if layers and not any(VOCAB in [axis.name for axis in axes_of(layer.Out)] for layer in layers):
         tables = (leaf for _, leaf in tree.leaves(part) if tree.is_named(leaf))  # the head is the token embedding

@@ -390,4 +390,5 @@ _NOT_COMPARED = (
     *("num_kv_heads", "head_dim"),
     "seq_len",  # dynamic rotary embeddings need the length from which on they change
     "router_z_loss_coef",  # transformers has no such loss; it does not affect the model's outputs
+    "router_bias_step",  # nor such an update
 )

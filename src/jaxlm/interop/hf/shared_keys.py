@@ -45,7 +45,7 @@ _IN_SECTIONS = "mrope"  # a type of older files: text is rotated without scaling
 _NOT_OF_TEXT = ("attention_scaling",)  # a key of frameworks that no text model uses
 _ORIGINAL = "original_max_position_embeddings"
 _STRETCHED = ("llama3", "yarn", "longrope")  # the types that read it
-_LOCAL, _GLOBAL = "sliding_attention", "full_attention"
+_LOCAL, _GLOBAL, _LINEAR = "sliding_attention", "full_attention", "linear_attention"
 # Fields that transformers takes from the model's own keys.
 _NOT_WRITTEN = {"dynamic": ("original_max_position_embeddings",)}
 
@@ -97,17 +97,19 @@ def kv_heads() -> KeyGroup:
     return KeyGroup(("num_key_value_heads",), to_ours, lambda config: {"num_key_value_heads": config.KVHeads.size})
 
 
-def router(theirs: str, *, num_experts: int, chosen: int) -> tuple[JsonKey | FixedKey, ...]:
+def router(
+    theirs: str, *, num_experts: int, chosen: int, aux_loss_coef: float = 0.001
+) -> tuple[JsonKey | FixedKey, ...]:
     """Experts and routing.
 
     Args:
         theirs: name of the number of experts.
-        num_experts, chosen: defaults for keys that are missing.
+        num_experts, chosen, aux_loss_coef: defaults for keys that are missing.
     """
     return (
         JsonKey(theirs, "num_experts", num_experts),
         JsonKey("num_experts_per_tok", "num_experts_per_token", chosen),
-        JsonKey("router_aux_loss_coef", "router_aux_loss_coef", 0.001),
+        JsonKey("router_aux_loss_coef", "router_aux_loss_coef", aux_loss_coef),
         FixedKey("output_router_logits", False, others=(True,)),  # affects the returned values, not the computation
     )
 
@@ -406,6 +408,68 @@ def expert_layers(*, width: int, dense_width: int) -> KeyGroup:
     return KeyGroup(keys, to_ours, to_theirs)
 
 
+def correction_bias() -> KeyGroup:
+    """The bias of a router stays as it is read: its step is not in the files, and is 0 for a model that has been trained."""
+    return KeyGroup((), lambda theirs: {"router_bias_step": 0.0}, lambda config: {})
+
+
+def balanced_experts(
+    *,
+    width: int,
+    dense_width: int,
+    num_experts: int,
+    chosen: int,
+    num_dense: int,
+    groups: int = 1,
+    groups_chosen: int = 1,
+) -> tuple[JsonKey | FixedKey | KeyGroup, ...]:
+    """The keys of `BalancedMoeConfig`, by the names of DeepSeek-V3.
+
+    Args:
+        width, dense_width, num_experts, chosen, num_dense, groups, groups_chosen: defaults for keys that are missing.
+    """
+
+    def sizes_to_ours(theirs: Mapping[str, Any]) -> Json:
+        first = min(theirs.get("first_k_dense_replace", num_dense), theirs["num_hidden_layers"])
+        expert_width = theirs.get("moe_intermediate_size", width)
+        return {
+            "mlp_only_layers": list(range(first)),
+            "intermediate_dim": expert_width,
+            "shared_expert_intermediate_dim": theirs.get("n_shared_experts", 1) * expert_width,
+            "dense_intermediate_dim": theirs.get("intermediate_size", dense_width) if first else None,
+        }
+
+    def sizes_to_theirs(config: Any) -> Json:
+        return {
+            "first_k_dense_replace": len(config.dense_layers),
+            "moe_intermediate_size": config.intermediate_dim,
+            "n_shared_experts": config.shared_expert_intermediate_dim // config.intermediate_dim,
+            "intermediate_size": config.dense_intermediate_dim or config.intermediate_dim,
+        }
+
+    sizes = (
+        "first_k_dense_replace",
+        "mlp_layer_types",
+        "moe_intermediate_size",
+        "n_shared_experts",
+        "intermediate_size",
+    )
+    return (
+        KeyGroup(sizes, sizes_to_ours, sizes_to_theirs),
+        JsonKey("n_routed_experts", "num_experts", num_experts),
+        JsonKey("num_experts_per_tok", "num_experts_per_token", chosen),
+        JsonKey("norm_topk_prob", "norm_topk_prob", True),
+        JsonKey("routed_scaling_factor", "routed_scaling_factor", 1.0),
+        JsonKey("n_group", "num_expert_groups", groups),
+        JsonKey("topk_group", "num_groups_per_token", groups_chosen),
+        correction_bias(),
+        JsonKey("router_aux_loss_coef", "router_aux_loss_coef", 0.0),
+        FixedKey("scoring_func", "sigmoid"),
+        FixedKey("topk_method", "noaux_tc"),
+        FixedKey("output_router_logits", False, others=(True,)),
+    )
+
+
 def local_layers(theirs: Mapping[str, Any]) -> list[int] | None:
     """The numbers of the layers with a sliding window that `layer_types` lists; None if the file does not have it."""
     kinds, num_layers = theirs.get("layer_types"), theirs["num_hidden_layers"]
@@ -513,3 +577,29 @@ def window_pattern(
         return {"sliding_window": config.sliding_window, "layer_types": layer_types(config)}
 
     return KeyGroup(("sliding_window", *patterns, "layer_types"), to_ours, to_theirs, notes)
+
+
+def hybrid_layers(default: int = 4) -> KeyGroup:
+    """Returns the keys for which layers have attention. Args: default: the interval if there are none."""
+
+    def to_ours(theirs: Mapping[str, Any]) -> Json:
+        num_layers, every = theirs["num_hidden_layers"], theirs.get("full_attention_interval", default)
+        types = theirs.get("layer_types")
+        if types is None:
+            return {"attention_interval": every}
+        if len(types) != num_layers or not {*types} <= {_LINEAR, _GLOBAL}:
+            raise ConfigError(
+                f"layer_types: {types} given; {_LINEAR} or {_GLOBAL} expected for each of {num_layers} layers"
+            )
+        listed = [layer for layer, kind in enumerate(types) if kind == _GLOBAL]
+        first = listed[0] + 1 if listed else num_layers + 1
+        if listed == list(range(first - 1, num_layers, first)):
+            return {"attention_interval": first}
+        return {"attention_interval": None, "attention_layers": listed}
+
+    def to_theirs(config: Any) -> Json:
+        types = [_GLOBAL if layer in config.with_attention else _LINEAR for layer in range(config.num_layers)]
+        every = config.attention_interval
+        return {"layer_types": types} | ({} if every is None else {"full_attention_interval": every})
+
+    return KeyGroup(("layer_types", "full_attention_interval"), to_ours, to_theirs)

@@ -4,15 +4,16 @@ import abc
 import dataclasses
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
+import equinox as eqx
 import haliax as hax
 import jax
 from haliax import Axis, NamedArray
 
 from jaxlm.core.axes import EMBED, EXPERTS, MLP, ROUTES, SHARED_MLP
-from jaxlm.core.errors import ConfigError, check_at_least
-from jaxlm.core.field_types import NonNegativeFloat, NonNegativeInt, PositiveInt
+from jaxlm.core.errors import ConfigError, check_at_least, check_divides
+from jaxlm.core.field_types import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 from jaxlm.core.parameters import SCALE, DeclaresParameters, Parameter
 from jaxlm.core.products.matmul import dot
 from jaxlm.models.decoder import DecoderBlock, gated_mlp, pre_norm_block, renumbered, rms_norm
@@ -26,8 +27,9 @@ from jaxlm.models.growth import StartsAsIdentity, without_output
 from jaxlm.models.layers import GatedMlp
 from jaxlm.models.linear import ExpertLinear, Linear
 from jaxlm.models.mixers.base import ForCache, LayerCache, LayerContext, Mixer
-from jaxlm.models.moe import Experts, RouterStats
-from jaxlm.models.norms import Norm
+from jaxlm.models.moe import Experts
+from jaxlm.models.norms import Norm, RMSNorm
+from jaxlm.models.routers import Router, RouterStats, SigmoidRouter, SoftmaxRouter
 from jaxlm.models.stacks import Block, LayerKind
 
 
@@ -35,13 +37,15 @@ class SharedExpert(DeclaresParameters):
     """An MLP that every token goes through, times sigmoid(gate . x).
 
     Attributes:
-        gate: {embed}.
+        gate: {embed}; None leaves out the factor.
     """
 
     mlp: GatedMlp
-    gate: NamedArray
+    gate: NamedArray | None
 
     def __call__(self, x: NamedArray) -> NamedArray:
+        if self.gate is None:
+            return self.mlp(x)
         share = hax.nn.sigmoid(dot(x, self.gate, EMBED)).astype(x.dtype)
         return self.mlp(x) * share
 
@@ -50,24 +54,29 @@ class SharedExpert(DeclaresParameters):
 
 
 class MoeBlock(StartsAsIdentity):
-    """x + attention(norm(x)), then x + experts(norm(x)), of which one may be shared by all tokens."""
+    """x + attention(norm(x)), then x + experts(norm(x)), of which one may be shared by all tokens.
+
+    Attributes:
+        residual_scale: factor of both outputs before they are added.
+    """
 
     attn_norm: Norm
     attn: Mixer
     mlp_norm: Norm
     mlp: Experts
     shared_expert: SharedExpert | None = None
+    residual_scale: float = eqx.field(static=True, default=1.0)
 
     def __call__(
         self, x: NamedArray, context: LayerContext, layer_cache: LayerCache | None, **_: Any
     ) -> tuple[NamedArray, ForCache, RouterStats]:
         attended, new = self.attn(self.attn_norm(x), context, layer_cache)
-        x = x + attended
+        x = x + self._scaled(attended)
         normed = self.mlp_norm(x)
         out, stats = self.mlp(normed, context.attention_mask.segment_ids)
         if self.shared_expert is not None:
             out = out + self.shared_expert(normed)
-        return x + out, new, stats
+        return x + self._scaled(out), new, stats
 
     def as_identity(self) -> "MoeBlock":
         attn, _ = without_output(self.attn, "o_proj", None)
@@ -77,12 +86,17 @@ class MoeBlock(StartsAsIdentity):
             shared = dataclasses.replace(shared, mlp=without_output(shared.mlp, "down_proj", None)[0])
         return dataclasses.replace(self, attn=attn, mlp=mlp, shared_expert=shared)
 
+    def _scaled(self, out: NamedArray) -> NamedArray:
+        return out if self.residual_scale == 1.0 else out * self.residual_scale
+
 
 class ExpertsConfig(PreNormConfig):
     """What layers with experts may have beside them. Families declare these values as config keys, or keep those here."""
 
     shared_expert_intermediate_dim: PositiveInt = 0
+    shared_expert_has_gate: ClassVar[bool] = True
     dense_intermediate_dim: PositiveInt | None = None
+    residual_multiplier: PositiveFloat = 1.0
 
 
 @dataclass(frozen=True)
@@ -102,10 +116,9 @@ class MoeConfig(ExpertsConfig):
     router_aux_loss_coef: NonNegativeFloat = 0.001
     router_z_loss_coef: NonNegativeFloat = 0.0
 
-    @property
     @abc.abstractmethod
-    def normalizes_shares(self) -> bool:
-        """Tells whether the probabilities of a token's experts are normalized to sum to 1."""
+    def routing(self) -> Router:
+        """Initializes what chooses the experts of a layer."""
 
     @property
     def kinds(self) -> tuple[LayerKind, ...]:
@@ -122,7 +135,8 @@ class MoeConfig(ExpertsConfig):
     def mlp_weights(self) -> int:
         """Of the experts, only those that the token is routed to and the shared one count."""
         width = self.num_experts_per_token * self.Mlp.size + self.shared_expert_intermediate_dim
-        router = self.hidden_dim * (self.num_experts + bool(self.shared_expert_intermediate_dim))
+        has_gate = self.shared_expert_has_gate and self.shared_expert_intermediate_dim > 0
+        router = self.hidden_dim * (self.num_experts + has_gate)
         num_dense, per_width = len(self.dense_layers), self.mlp_matrices * self.hidden_dim
         sparse = (self.num_layers - num_dense) * (per_width * width + router)
         return sparse + num_dense * per_width * (self.dense_intermediate_dim or 0)
@@ -131,11 +145,12 @@ class MoeConfig(ExpertsConfig):
         keys = jax.random.split(key, 8)
         chosen = experts(self, keys[4:])
         shared = self._shared_expert(jax.random.fold_in(key, 1)) if self.shared_expert_intermediate_dim else None
-        return MoeBlock(rms_norm(self), self.attention(keys[:4]), rms_norm(self), chosen, shared)
+        attn, scale = self.attention(keys[:4]), self.residual_multiplier
+        return MoeBlock(rms_norm(self), attn, rms_norm(self), chosen, shared, residual_scale=scale)
 
     def _shared_expert(self, key: jax.Array) -> SharedExpert:
         keys = jax.random.split(key, 4)
-        gate = hax.random.normal(keys[3], self.Embed) * self.initializer_range
+        gate = hax.random.normal(keys[3], self.Embed) * self.initializer_range if self.shared_expert_has_gate else None
         Features = Axis(SHARED_MLP, self.shared_expert_intermediate_dim)
         return SharedExpert(gated_mlp(self, keys[:3], Features=Features), gate)
 
@@ -143,14 +158,45 @@ class MoeConfig(ExpertsConfig):
 def experts(config: MoeConfig, keys: jax.Array) -> Experts:
     """Initializes the router and the experts of a layer. Takes four keys."""
     std, Embed, Mlp, Expert = config.initializer_range, config.Embed, config.Mlp, Axis(EXPERTS, config.num_experts)
+    routing, router = config.routing(), Linear.init(Embed, Axis(ROUTES, config.num_experts), std=std, key=keys[0])
     return Experts(
-        router=Linear.init(Embed, Axis(ROUTES, config.num_experts), std=std, key=keys[0]),
+        router=dataclasses.replace(router, float32=routing.float32_logits),
         gate_proj=ExpertLinear.init(Expert, Embed, Mlp, std=std, key=keys[1]),
         up_proj=ExpertLinear.init(Expert, Embed, Mlp, std=std, key=keys[2]),
         down_proj=ExpertLinear.init(Expert, Mlp, Embed, std=std, key=keys[3]),
+        routing=routing,
         activation=config.activation_function,
+    )
+
+
+def softmax_routing(config: MoeConfig, *, normalised: bool) -> SoftmaxRouter:
+    """A router by probabilities. Args: normalised: those of a token's experts are normalized to sum to 1."""
+    return SoftmaxRouter(
         num_chosen=config.num_experts_per_token,
-        normalised=config.normalizes_shares,
+        normalised=normalised,
+        balance_weight=config.router_aux_loss_coef,
+        z_weight=config.router_z_loss_coef,
+    )
+
+
+def joint_norms(config: MoeConfig) -> dict[str, Any]:
+    """Norms of queries and keys over all heads jointly, by their names in `SelfAttention`."""
+    axes = {"q_norm": config.Heads, "k_norm": config.KVHeads}
+    return {name: RMSNorm.init((heads, config.HeadSize), config.layer_norm_epsilon) for name, heads in axes.items()}
+
+
+def sigmoid_routing(
+    config: Any, *, normalised: bool = True, scale: float = 1.0, groups: int = 1, groups_chosen: int = 1
+) -> SigmoidRouter:
+    """A router by scores and a correction bias, which begins at 0. Args: as the attributes of `SigmoidRouter`."""
+    return SigmoidRouter(
+        correction_bias=hax.zeros(Axis(ROUTES, config.num_experts)),
+        num_chosen=config.num_experts_per_token,
+        num_groups=groups,
+        groups_chosen=groups_chosen,
+        normalised=normalised,
+        scale=scale,
+        bias_step=config.router_bias_step,
         balance_weight=config.router_aux_loss_coef,
         z_weight=config.router_z_loss_coef,
     )
@@ -210,3 +256,47 @@ class MixedMoeConfig(MoeConfig):
                 f"model.dense_intermediate_dim: {'null' if width is None else width} given, but {num_dense or 'no'} layers"
                 f" have one MLP (decoder_sparse_step, mlp_only_layers). {'Set it' if num_dense else 'Remove it'}"
             )
+
+
+@dataclass(frozen=True)
+class BalancedMoeConfig(MixedMoeConfig):
+    """A family whose routers have a correction bias, with an expert that all tokens share (DeepSeek-V3, GLM-4.5).
+
+    Attributes:
+        shared_expert_intermediate_dim: width of the expert that all tokens share.
+        router_aux_loss_coef: coefficient of the load-balancing loss; the bias balances the experts without it.
+        norm_topk_prob: normalize the scores of a token's experts to sum to 1.
+        routed_scaling_factor: the outputs of experts are multiplied by this number, apart from those of the shared one.
+        num_expert_groups: experts form this many groups of equal size. 1 for none.
+        num_groups_per_token: number of groups that each token chooses its experts from.
+        router_bias_step: in each update, the bias of an expert goes down by this number if more than its share of the batch's
+            tokens were sent to it, and up if fewer were. A model that is read from a folder of Hugging Face has 0.
+    """
+
+    mlp_only_layers: list[NonNegativeInt] = field(default_factory=lambda: [0])
+    shared_expert_intermediate_dim: PositiveInt = 1408
+    shared_expert_has_gate: ClassVar[bool] = False
+    router_aux_loss_coef: NonNegativeFloat = 0.0
+    norm_topk_prob: bool = True
+    routed_scaling_factor: PositiveFloat = 1.0
+    num_expert_groups: PositiveInt = 1
+    num_groups_per_token: PositiveInt = 1
+    router_bias_step: NonNegativeFloat = 0.001
+
+    def routing(self) -> SigmoidRouter:
+        return sigmoid_routing(
+            self,
+            normalised=self.norm_topk_prob,
+            scale=self.routed_scaling_factor,
+            groups=self.num_expert_groups,
+            groups_chosen=self.num_groups_per_token,
+        )
+
+    def check(self) -> None:
+        super().check()
+        check_divides("model.num_expert_groups", self.num_expert_groups, "model.num_experts", self.num_experts)
+        check_at_least("model.num_expert_groups", self.num_expert_groups, self.num_groups_per_token)
+        size = self.num_experts // self.num_expert_groups
+        check_at_least("model.num_groups_per_token", self.num_groups_per_token, -(-self.num_experts_per_token // size))
+        if self.num_expert_groups > 1:
+            check_at_least("model.num_experts", self.num_experts, 2 * self.num_expert_groups)

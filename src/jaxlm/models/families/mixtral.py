@@ -4,16 +4,16 @@ Source: Jiang et al. 2024 (arXiv:2401.04088), section 2.
 """
 
 from dataclasses import field
-from typing import ClassVar
 
 import jax
 
 from jaxlm.core.field_types import PositiveInt
 from jaxlm.models.base import ModelConfig
 from jaxlm.models.decoder import projections
-from jaxlm.models.decoders.moe_decoder import MoeConfig, check_moe
+from jaxlm.models.decoders.moe_decoder import MoeConfig, check_moe, softmax_routing
 from jaxlm.models.mixers.attention import SelfAttention
 from jaxlm.models.rope import DefaultRotary, RotaryConfig
+from jaxlm.models.routers import SoftmaxRouter
 from jaxlm.reading.choices import choice
 
 
@@ -25,7 +25,9 @@ class MixtralConfig(MoeConfig):
     intermediate_dim: PositiveInt = 14336
     num_kv_heads: PositiveInt | None = 8
     rope: RotaryConfig = field(default_factory=lambda: DefaultRotary(theta=1e6))
-    normalizes_shares: ClassVar[bool] = True
+
+    def routing(self) -> SoftmaxRouter:
+        return softmax_routing(self, normalised=True)
 
     def check(self) -> None:
         check_moe(self)

@@ -9,10 +9,11 @@ import jax
 
 from jaxlm.core.field_types import NonNegativeFloat, NumLayers, PositiveInt
 from jaxlm.models.base import ModelConfig
-from jaxlm.models.decoders.moe_decoder import MixedMoeConfig
+from jaxlm.models.decoders.moe_decoder import MixedMoeConfig, softmax_routing
 from jaxlm.models.families.qwen3 import normed_attention
 from jaxlm.models.mixers.attention import SelfAttention
 from jaxlm.models.rope import DefaultRotary, RotaryConfig
+from jaxlm.models.routers import SoftmaxRouter
 from jaxlm.reading.choices import choice
 
 
@@ -39,9 +40,8 @@ class Qwen3MoeConfig(MixedMoeConfig):
     attention_bias: bool = False
     norm_topk_prob: bool = True
 
-    @property
-    def normalizes_shares(self) -> bool:
-        return self.norm_topk_prob
+    def routing(self) -> SoftmaxRouter:
+        return softmax_routing(self, normalised=self.norm_topk_prob)
 
     def attention(self, keys: jax.Array) -> SelfAttention:
         return normed_attention(self, keys, use_bias=self.attention_bias)

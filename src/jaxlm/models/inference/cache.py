@@ -81,6 +81,11 @@ def mixer_of(block: Any) -> Mixer:
     return mixer
 
 
+def has_state(cache: DecodingCache | UnstackedCache) -> bool:
+    """Tells whether layers keep a state, which cannot be taken back to an earlier token."""
+    return not all(leaf.has_axis(KEY_POSITION) for leaf in jax.tree.leaves(cache.stacks, is_leaf=is_named))
+
+
 def kv_bytes_per_token(model: LanguageModel, dtype: Any) -> int:
     """Bytes that all layers keep of one token, with the scales of int8 entries; 0 without a `DecodingCache`."""
     cache = jax.eval_shape(lambda model: model.init_cache(Axis(BATCH, 1), 1, dtype), model)

@@ -197,6 +197,8 @@ def stream_tokens(
         return
     distribution = config.sampling.numbers
     keys, stop_ids, state = _begin(generator, prompts, config, distribution, prefix_cache, tools)
+    if prefix_cache is not None:
+        prefix_cache.remember(state.cache, len(prompts[0]))
     rows: list[list[int]] = [[] for _ in prompts]
     num_yielded = 0
     while num_yielded < num_new:
@@ -287,9 +289,10 @@ def _prefill_arguments(
 ) -> _PrefillArguments:
     num_rows = program_rows(len(prompts))
     capacity = padded_length(config.max_new_tokens)
-    cache, num_cached = (
-        (None, 0) if prefix_cache is None else prefix_cache.lookup(generator.model, prompts[0], num_rows, capacity)
-    )
+    dtype = None if config.cache_dtype is None else CACHE_DTYPES[config.cache_dtype]
+    cache, num_cached = None, 0
+    if prefix_cache is not None:
+        cache, num_cached = prefix_cache.lookup(generator.model, prompts[0], num_rows, capacity, dtype)
     return _PrefillArguments(
         left_padded([prompt[num_cached:] for prompt in prompts], num_rows, num_cached),
         cache,
@@ -297,7 +300,7 @@ def _prefill_arguments(
         jnp.asarray(_pad_stop_ids(config.stop_ids), jnp.int32),
         distribution,
         capacity,
-        None if config.cache_dtype is None else CACHE_DTYPES[config.cache_dtype],
+        dtype,
         None if tools is None else jnp.int32(tools.tokens.call_end),
         _seen(prompts, num_rows, generator.model.Vocab.size) if distribution.reads_text else None,
     )

@@ -69,11 +69,6 @@ class LayerCache(eqx.Module):
         """The inverse of `flattened`."""
 
     @property
-    def has_state(self) -> bool:
-        """Tells whether it keeps a state, which cannot be taken back to an earlier token."""
-        return any(not leaf.has_axis(KEY_POSITION) for leaf in self._leaves)
-
-    @property
     def bytes_per_token(self) -> int:
         """Bytes of a slot of a row, of all its layers."""
         return sum(

@@ -1,0 +1,105 @@
+"""GLM-4.5, 4.6 and 4.7: experts with a router by sigmoid scores and a correction bias, and one that all tokens share.
+
+Source: GLM-4.5 Team 2025 (arXiv:2508.06471), section 2.1.
+"""
+
+from collections.abc import Iterator
+from dataclasses import field
+
+import jax
+
+from jaxlm.core.axes import SHARED_MLP
+from jaxlm.core.field_types import NumLayers, PositiveInt
+from jaxlm.interop.hf.family import Family, FixedKey, JsonKey, KeyGroup
+from jaxlm.interop.hf.shared_keys import balanced_experts, rope, usual_keys
+from jaxlm.interop.hf.weights import (
+    Tensor,
+    attention,
+    correction_bias,
+    embeddings_and_head,
+    experts,
+    gated_mlp,
+    pre_norms,
+    qk_norms,
+    rows_by_stack,
+)
+from jaxlm.models.base import ModelConfig
+from jaxlm.models.decoder import projections
+from jaxlm.models.decoders.moe_decoder import BalancedMoeConfig
+from jaxlm.models.mixers.attention import SelfAttention
+from jaxlm.models.norms import RMSNorm
+from jaxlm.models.rope import DefaultRotary, RotaryConfig
+from jaxlm.reading.choices import choice
+
+
+@choice(ModelConfig, "glm4_moe")
+class Glm4MoeConfig(BalancedMoeConfig):
+    """GLM-4.5 to 4.7. The defaults are GLM-4.5 Air.
+
+    Attributes:
+        attention_bias: add biases to the query, key and value projections.
+        use_qk_norm: norms on each head's queries and keys.
+    """
+
+    seq_len: PositiveInt = 4096
+    intermediate_dim: PositiveInt = 1408
+    dense_intermediate_dim: PositiveInt | None = 10944
+    num_layers: NumLayers = 46
+    num_heads: PositiveInt = 96
+    num_kv_heads: PositiveInt | None = 8
+    head_dim: PositiveInt | None = 128
+    rope: RotaryConfig = field(default_factory=lambda: DefaultRotary(theta=1e6, partial_rotary_factor=0.5))
+    num_experts: PositiveInt = 128
+    num_experts_per_token: PositiveInt = 8
+    attention_bias: bool = True
+    use_qk_norm: bool = False
+
+    def attention(self, keys: jax.Array) -> SelfAttention:
+        maps = projections(self, keys, qkv_bias=self.attention_bias, out_bias=False)
+        q_norm, k_norm = (
+            RMSNorm.init(self.HeadSize, self.layer_norm_epsilon) if self.use_qk_norm else None for _ in range(2)
+        )
+        return SelfAttention(**maps, q_norm=q_norm, k_norm=k_norm)
+
+
+def _attention(config: Glm4MoeConfig) -> Iterator[Tensor]:
+    yield from pre_norms()
+    yield from attention(qkv_bias=config.attention_bias)
+    if config.use_qk_norm:
+        yield from qk_norms()
+
+
+def _experts() -> Iterator[Tensor]:
+    yield from experts("mlp", gate="gate_proj", up="up_proj", down="down_proj")
+    yield correction_bias("mlp.gate")
+    yield from gated_mlp(theirs="mlp.shared_experts", ours="shared_expert.mlp", features=SHARED_MLP)
+
+
+FAMILY = Family(
+    model_types=("glm4_moe",),
+    architecture="Glm4MoeForCausalLM",
+    config=Glm4MoeConfig,
+    aliases={"num_local_experts": "n_routed_experts", "num_mtp_layers": "num_nextn_predict_layers"},
+    keys=(
+        *(
+            key
+            for key in usual_keys(length=131072, eps_default=1e-5, rotary=rope(partial=0.5, rotates_part=True))
+            if key.theirs != "intermediate_size"
+        ),
+        *balanced_experts(width=1408, dense_width=10944, num_experts=128, chosen=8, num_dense=1),
+        JsonKey("use_qk_norm", "use_qk_norm", False),
+        JsonKey("attention_bias", "attention_bias", False),
+        FixedKey("attention_dropout", 0.0),
+        # A new model has no layers that predict more tokens; those of a source stay in its exports, and so does this key.
+        KeyGroup(("num_nextn_predict_layers",), lambda theirs: {}, lambda config: {"num_nextn_predict_layers": 0}),
+    ),
+    tensors=lambda config: tuple(
+        rows_by_stack(
+            config,
+            embeddings_and_head(config),
+            experts=(*_attention(config), *_experts()),
+            dense=(*_attention(config), *gated_mlp()),
+        )
+    ),
+    keeps_later_layers=True,
+)

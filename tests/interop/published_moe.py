@@ -1,0 +1,153 @@
+"""Published config.json files of mixtures of experts with their own file in `interop/hf/families`.
+
+The numbers of parameters are those of the layers that transformers computes: GLM's and MiniMax's own have further ones for
+multi-token prediction.
+"""
+
+from typing import Any
+
+Json = dict[str, Any]
+
+
+def _usual(architecture: str, hidden: int, mlp: int, layers: int, heads: int, kv_heads: int, vocab: int) -> Json:
+    return {
+        "architectures": [f"{architecture}ForCausalLM"],
+        "attention_dropout": 0.0,
+        "hidden_act": "silu",
+        "hidden_size": hidden,
+        "initializer_range": 0.02,
+        "intermediate_size": mlp,
+        "num_attention_heads": heads,
+        "num_hidden_layers": layers,
+        "num_key_value_heads": kv_heads,
+        "torch_dtype": "bfloat16",
+        "use_cache": True,
+        "vocab_size": vocab,
+    }
+
+
+def _glm(hidden: int, mlp: int, layers: int, **more: Any) -> Json:
+    return {
+        **_usual("Glm4Moe", hidden, mlp, layers, 96, 8, 151552),
+        "attention_bias": True,
+        "eos_token_id": [151329, 151336, 151338],
+        "head_dim": 128,
+        "max_position_embeddings": 131072,
+        "model_type": "glm4_moe",
+        "n_group": 1,
+        "n_shared_experts": 1,
+        "norm_topk_prob": True,
+        "num_experts_per_tok": 8,
+        "num_nextn_predict_layers": 1,
+        "pad_token_id": 151329,
+        "partial_rotary_factor": 0.5,
+        "rms_norm_eps": 1e-05,
+        "rope_scaling": None,
+        "rope_theta": 1000000,
+        "tie_word_embeddings": False,
+        "topk_group": 1,
+        "transformers_version": "4.54.0",
+        **more,
+    }
+
+
+_AIR = {
+    "first_k_dense_replace": 1,
+    "moe_intermediate_size": 1408,
+    "n_routed_experts": 128,
+    "routed_scaling_factor": 1.0,
+    "use_qk_norm": False,
+}
+_LARGE = {
+    "first_k_dense_replace": 3,
+    "moe_intermediate_size": 1536,
+    "n_routed_experts": 160,
+    "routed_scaling_factor": 2.5,
+    "use_qk_norm": True,
+}
+
+
+def _granite(hidden: int, layers: int, heads: int, experts: int, attention: float, logits: float, **more: Any) -> Json:
+    return {
+        **_usual("GraniteMoe", hidden, 512, layers, heads, 8, 49155),
+        "attention_bias": False,
+        "attention_multiplier": attention,
+        "bos_token_id": 0,
+        "embedding_multiplier": 12.0,
+        "eos_token_id": 0,
+        "logits_scaling": logits,
+        "max_position_embeddings": 4096,
+        "model_type": "granitemoe",
+        "num_experts_per_tok": 8,
+        "num_local_experts": experts,
+        "output_router_logits": False,
+        "pad_token_id": 0,
+        "residual_multiplier": 0.22,
+        "rms_norm_eps": 1e-06,
+        "rope_scaling": None,
+        "rope_theta": 10000.0,
+        "router_aux_loss_coef": 0.0,
+        "tie_word_embeddings": True,
+        "transformers_version": "4.46.0.dev0",
+        **more,
+    }
+
+
+_OLMOE = {
+    **_usual("Olmoe", 2048, 1024, 16, 16, 16, 50304),
+    "attention_bias": False,
+    "clip_qkv": None,
+    "eos_token_id": 50279,
+    "max_position_embeddings": 4096,
+    "model_type": "olmoe",
+    "norm_topk_prob": False,
+    "num_experts": 64,
+    "num_experts_per_tok": 8,
+    "output_router_logits": False,
+    "pad_token_id": 1,
+    "rms_norm_eps": 1e-05,
+    "rope_scaling": None,
+    "rope_theta": 10000.0,
+    "router_aux_loss_coef": 0.01,
+    "tie_word_embeddings": False,
+    "transformers_version": "4.43.0.dev0",
+}
+_MINIMAX = {
+    **_usual("MiniMaxM2", 3072, 1536, 62, 48, 8, 200064),
+    "head_dim": 128,
+    "max_position_embeddings": 196608,
+    "model_type": "minimax_m2",
+    "mtp_transformer_layers": 1,
+    "num_experts_per_tok": 8,
+    "num_local_experts": 256,
+    "num_mtp_modules": 3,
+    "output_router_logits": False,
+    "qk_norm_type": "per_layer",
+    "rms_norm_eps": 1e-06,
+    "rope_theta": 5000000,
+    "rotary_dim": 64,
+    "router_aux_loss_coef": 0.001,
+    "router_jitter_noise": 0.0,
+    "scoring_func": "sigmoid",
+    "shared_intermediate_size": 0,
+    "sliding_window": None,
+    "tie_word_embeddings": False,
+    "transformers_version": "4.46.1",
+    "use_mtp": True,
+    "use_qk_norm": True,
+    "use_routing_bias": True,
+}
+
+# As `OPENED` in tests/interop/published.py.
+MOE: dict[str, tuple[Any, ...]] = {
+    "GLM-4.5-Air": (_glm(4096, 10944, 46, **_AIR), 106_852_251_264),
+    "GLM-4.5": (_glm(5120, 12288, 92, **_LARGE), 352_797_829_024),
+    "GLM-4.6": (
+        _glm(5120, 12288, 92, **_LARGE, max_position_embeddings=202752),
+        352_797_829_024,
+    ),
+    "MiniMax-M2-bf16": (_MINIMAX, 228_689_764_864, "num_mtp_modules", "use_mtp"),
+    "OLMoE-1B-7B-0924": (_OLMOE, 6_919_161_856),
+    "granite-3.0-1b-a400m": (_granite(1024, 24, 16, 32, 0.015625, 6.0), 1_334_628_352),
+    "granite-3.0-3b-a800m": (_granite(1536, 32, 24, 40, 0.015625, 6.0), 3_298_793_472),
+}

@@ -1,0 +1,184 @@
+"""What every mixer has to do, in a model with it: documents, caches, loops, recomputation, devices.
+
+A new mixer is one more entry of `MODELS`.
+"""
+
+import dataclasses
+
+import equinox as eqx
+import haliax as hax
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from haliax import Axis, NamedArray
+
+from jaxlm.core import tree
+from jaxlm.core.axes import BATCH, POSITION
+from jaxlm.engine.state import shardings
+from jaxlm.models.base import Inputs
+from jaxlm.models.families.llama import LlamaConfig
+from jaxlm.models.inference.generate import GenerationConfig, generate_tokens
+from jaxlm.models.inference.unstacked import Generator, stack, unstack
+from tests.engine.helpers import layout
+from tests.models.recurrent import RecurrentConfig
+
+SIZES = {"seq_len": 208, "hidden_dim": 16, "intermediate_dim": 24, "num_layers": 4, "num_heads": 4, "num_kv_heads": 2}
+MODELS = {"attention": LlamaConfig(**SIZES), "recurrent": RecurrentConfig(**SIZES)}
+CASES = pytest.mark.parametrize("name", MODELS)
+LENGTHS = (1, 3, 63, 64, 65)
+PADDING = 6  # in front, and behind
+
+
+def inputs_of(rows, length, before=0):
+    """One row for each list of documents. Args: before: padding in front of them."""
+    columns = np.zeros((3, len(rows), length), np.int32)
+    for row, documents in enumerate(rows):
+        at = before
+        for number, document in enumerate(documents, 1):
+            values = document, np.arange(len(document)), number
+            for column, value in zip(columns, values, strict=True):
+                column[row, at : at + len(document)] = value
+            at += len(document)
+    axes = (Axis(BATCH, len(rows)), Axis(POSITION, length))
+    return Inputs(*(hax.named(jnp.asarray(column), axes) for column in columns))
+
+
+def documents(seed=0):
+    rng = np.random.default_rng(seed)
+    return [rng.integers(0, 40, length) for length in LENGTHS]
+
+
+@eqx.filter_jit
+def final(model, inputs, cache=None):
+    hidden = model.hidden(inputs, cache=cache)
+    return hidden.final.rearrange((BATCH, POSITION, ...)).array, hidden.cache
+
+
+@CASES
+def test_documents_of_a_row_are_as_alone(name, built):
+    model, texts = built(MODELS[name]), documents()
+    packed = np.asarray(final(model, inputs_of([texts], sum(LENGTHS) + 2 * PADDING, PADDING))[0][0])
+    alone = np.asarray(final(model, inputs_of([[text] for text in texts], max(LENGTHS)))[0])
+    starts = PADDING + np.cumsum([0, *LENGTHS])
+    scale = np.abs(packed).max()
+    for row, (start, length) in enumerate(zip(starts, LENGTHS, strict=False)):
+        error = np.abs(packed[start : start + length] - alone[row, :length]).max()
+        assert error <= 1e-6 * scale, f"document {row}: {error / scale}"
+
+
+@CASES
+def test_a_document_changes_no_bit_of_another(name, built):
+    model, texts = built(MODELS[name]), documents()
+    changed = [*texts[:2], (texts[2] + 1) % 40, *texts[3:]]
+    one, other = (
+        np.asarray(final(model, inputs_of([rows], sum(LENGTHS) + 2 * PADDING, PADDING))[0][0])
+        for rows in (texts, changed)
+    )
+    start = PADDING + sum(LENGTHS[:2])
+    own = np.zeros(len(one), bool)
+    own[start : start + LENGTHS[2]] = True
+    real = np.arange(len(one)) - PADDING
+    others = ~own & (real >= 0) & (real < sum(LENGTHS))
+    np.testing.assert_array_equal(one[others], other[others])
+    assert np.abs(one[own] - other[own]).max() > 1e-2
+
+
+@CASES
+def test_a_cache_that_grows_gives_what_the_whole_row_gives(name, built):
+    """Rows of different lengths, with padding in front and between the parts; layers in stacks and separate."""
+    model, texts = built(MODELS[name]), documents()[2:4]
+    whole = np.asarray(final(model, inputs_of([[text] for text in texts], 64))[0])
+    cache = jax.jit(lambda model: model.init_cache(Axis(BATCH, 2), 32, jnp.float32))(model)
+    parts, at, apart = (6, 3, 1, 1), 0, None
+    for size in parts:
+        padded = 8 if size > 1 else 1
+        part = inputs_of([[text[at : at + size]] for text in texts], padded, padded - size)
+        moved = np.where(np.asarray(part.segment_ids.array) != 0, np.asarray(part.positions.array) + at, 0)
+        part = dataclasses.replace(part, positions=NamedArray(jnp.asarray(moved, jnp.int32), part.positions.axes))
+        if size == 1 and apart is None:
+            apart = jax.jit(unstack)((model, cache))
+        out, cache = final(model, part, cache)
+        np.testing.assert_allclose(out[:, -size:], whole[:, at : at + size], atol=2e-6 * np.abs(whole).max())
+        if apart is not None:
+            steps, separate = final(apart[0], part, apart[1])
+            np.testing.assert_allclose(steps, out, atol=2e-6 * np.abs(whole).max())
+            apart = apart[0], separate
+        at += size
+    assert apart is not None
+    for one, other in zip(jax.tree.leaves(jax.jit(stack)(apart[1])), jax.tree.leaves(cache), strict=True):
+        np.testing.assert_allclose(one, other, atol=1e-5)
+
+
+@CASES
+def test_the_rows_of_a_cache_can_be_repeated(name, built):
+    """By the names of their axes alone, whatever a layer keeps."""
+    model, text = built(MODELS[name]), documents()[2]
+    cache = model.init_cache(Axis(BATCH, 1), 32, jnp.float32)
+    _, cache = final(model, inputs_of([[text[:9]]], 9), cache)
+    repeated = jax.tree.map(
+        lambda leaf: hax.concatenate(BATCH, [leaf] * 3) if tree.is_named(leaf) else leaf, cache, is_leaf=tree.is_named
+    )
+    following = inputs_of([[text[9:10]]] * 3, 1)
+    following = dataclasses.replace(following, positions=following.positions + 9)
+    one = jax.tree.map(lambda leaf: leaf[BATCH, 0:1], following, is_leaf=tree.is_named)
+    expected, found = final(model, one, cache)[0], final(model, following, repeated)[0]
+    np.testing.assert_allclose(found, np.repeat(expected, 3, axis=0), atol=1e-6 * np.abs(expected).max())
+
+
+@CASES
+def test_a_text_does_not_depend_on_its_batch(name, built):
+    """Greedy, with prompts of different lengths."""
+    generator, prompts = Generator.of(built(MODELS[name])), [[3, 1, 4, 1, 5, 9], [2, 6], [5]]
+    config = GenerationConfig(12, temperature=0.0)
+    together = generate_tokens(generator, prompts, config)
+    assert together == [generate_tokens(generator, [prompt], config)[0] for prompt in prompts]
+    stacked = Generator(generator.model, generator.model)
+    assert together == generate_tokens(stacked, prompts, config)
+
+
+@pytest.mark.slow
+@CASES
+def test_loops_and_recomputation_change_nothing(name, built):
+    config, read = MODELS[name], inputs_of([documents()], 208, PADDING)
+
+    def loss(model):
+        hidden = model.hidden(read).final
+        return jnp.sum(jnp.sin(jnp.where(read.segment_ids.array[..., None] != 0, hidden.array, 0)))
+
+    def computed(**keys):
+        model = built(dataclasses.replace(config, **keys))
+        return np.asarray(final(model, read)[0]), eqx.filter_jit(eqx.filter_grad(loss))(model)
+
+    hidden, gradients = computed(scan_layers=True, gradient_checkpointing="none")
+    again, recomputed = computed(scan_layers=True, gradient_checkpointing="full")
+    np.testing.assert_array_equal(again, hidden)
+    unrolled, of_unrolled = computed(scan_layers=False, gradient_checkpointing="none")
+    np.testing.assert_allclose(unrolled, hidden, atol=1e-6 * np.abs(hidden).max())
+    for (path, leaf), (_, one), (_, other) in zip(*map(tree.leaves, (gradients, recomputed, of_unrolled)), strict=True):
+        size = float(jnp.abs(leaf.array).max())
+        np.testing.assert_allclose(one.array, leaf.array, atol=1e-6 * size, err_msg=path)
+        np.testing.assert_allclose(other.array, leaf.array, atol=1e-5 * size, err_msg=path)
+
+
+@pytest.mark.slow
+@CASES
+@pytest.mark.parametrize("shards", [{"model": 2}, {}], ids=["tp 2 x fsdp 4", "fsdp 8"])
+def test_eight_devices_compute_what_one_does(name, shards, built):
+    model, rows = built(MODELS[name]), [documents(seed) for seed in range(8)]
+    read = inputs_of(rows, 208, PADDING)
+    real = np.asarray(read.segment_ids.array) != 0
+
+    def total(model, read):
+        hidden = model.hidden(read).final.rearrange((BATCH, POSITION, ...)).array
+        return jnp.sum(jnp.sin(hidden) * real[..., None]), hidden
+
+    compute = eqx.filter_value_and_grad(total, has_aux=True)
+    (_, expected), gradients = eqx.filter_jit(compute)(model, read)
+    meshes = layout(**shards)
+    with meshes.use():
+        sharded = jax.device_put(model, shardings(model, meshes))
+        (_, found), of_shards = eqx.filter_jit(compute)(sharded, read)
+    np.testing.assert_allclose(found[real], expected[real], atol=1e-5 * np.abs(expected).max())
+    for (path, leaf), (_, other) in zip(tree.leaves(gradients), tree.leaves(of_shards), strict=True):
+        np.testing.assert_allclose(other.array, leaf.array, atol=1e-5 * float(jnp.abs(leaf.array).max()), err_msg=path)
