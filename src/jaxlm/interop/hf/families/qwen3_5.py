@@ -10,7 +10,8 @@ import jax
 
 from jaxlm.core.field_types import NonNegativeFloat, NumLayers, PositiveInt
 from jaxlm.interop.hf.family import Family, FixedKey, JsonKey, KeyGroup
-from jaxlm.interop.hf.shared_keys import hybrid_layers, rope, usual_keys
+from jaxlm.interop.hf.hybrid_keys import hybrid_layers
+from jaxlm.interop.hf.shared_keys import rope, usual_keys
 from jaxlm.interop.hf.text_part import TextPart
 from jaxlm.interop.hf.weights import (
     BLOCK,
