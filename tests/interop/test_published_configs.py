@@ -115,6 +115,16 @@ def test_the_documentation_names_every_family():
         assert sorted(re.findall(r"`(\w+)`", table)) == families, page
 
 
+def test_the_line_counts_in_the_documentation_are_right():
+    root = Path(__file__).parents[2]
+    page = (root / "docs/howto/add-a-family.md").read_text()
+    named = dict(re.findall(r"^\| `(\w+)` \| (\d+) \|", page, re.MULTILINE))
+    for name, count in named.items():
+        source = root / f"src/jaxlm/interop/hf/families/{name}.py"
+        assert source.read_text().count("\n") == int(count) <= 60, name
+    assert f"families/arcee.py`, {named['arcee']} lines" in page
+
+
 def test_every_key_of_transformers_is_read():
     """So a key that is only noted is one that transformers does not know either."""
     transformers = pytest.importorskip("transformers")

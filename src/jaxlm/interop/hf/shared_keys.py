@@ -223,11 +223,8 @@ def same_keys(**defaults: Any) -> tuple[JsonKey, ...]:
 
 def use_bias(default: bool) -> KeyGroup:
     """One key for the biases of attention and MLP. Args: default: its value if it is missing."""
-
-    def to_ours(theirs: Mapping[str, Any]) -> Json:
-        return dict.fromkeys(("attention_bias", "mlp_bias"), theirs.get("use_bias", default))
-
-    return KeyGroup(("use_bias",), to_ours, lambda config: {"use_bias": config.attention_bias})
+    both = lambda theirs: dict.fromkeys(("attention_bias", "mlp_bias"), theirs.get("use_bias", default))  # noqa: E731
+    return KeyGroup(("use_bias",), both, lambda config: {"use_bias": config.attention_bias})
 
 
 def causality() -> KeyGroup:
@@ -546,16 +543,13 @@ def window_pattern(
 
     def local_of(theirs: Mapping[str, Any]) -> list[int]:
         local = local_layers(theirs)  # newer files list the layers, and may keep the old key
-        if local is not None:
-            return local
-        if theirs.get("sliding_window", window) is None:
-            return []
+        if local is not None or theirs.get("sliding_window", window) is None:
+            return local or []
         pattern = theirs.get(key or "") or default
         return list(range(theirs["num_hidden_layers"])) if pattern is None else every(theirs, pattern)
 
     def to_ours(theirs: Mapping[str, Any]) -> Json:
-        local = local_of(theirs)
-        listed = theirs.get("layer_types") is not None
+        local, listed = local_of(theirs), theirs.get("layer_types") is not None
         globals_ = [layer for layer in range(theirs["num_hidden_layers"]) if layer not in local]
         pattern = default if listed else theirs.get(key or "") or default
         if globals_:
