@@ -44,7 +44,16 @@ MUON = (
     "{warmup: 20}",
 )
 MUON += ("--optimizer.normuon_beta2", "0.9", "--optimizer.weight_decay_schedule", "cosine")
+HYBRID = {
+    "type": "qwen3_5_moe",
+    **{"head_dim": 8, "num_state_heads": 2, "num_value_heads": 4, "state_key_dim": 8, "state_value_dim": 8},
+    **{"attention_interval": 2, "num_experts": 4, "num_experts_per_token": 2, "shared_expert_intermediate_dim": 24},
+}
 OTHERS = {
+    "hybrid with experts, one device": (
+        1,
+        tuple(part for key, value in HYBRID.items() for part in (f"--model.{key}", str(value))),
+    ),
     "kron, float32 router, one device": (1, (*KRON, *FLOAT32_ROUTER)),
     "kron, float32 router, tp 2 x fsdp 2": (4, (*KRON, *FLOAT32_ROUTER, *TENSOR_PARALLEL)),
     "adam-mini, fsdp 8": (8, ("--optimizer.type", "adam-mini")),
