@@ -7,6 +7,13 @@ Tree = dict[str, Any]
 
 SIZES = {"seq_len": 16, "hidden_dim": 32, "num_layers": 2, "num_heads": 4}
 LLAMA = {**SIZES, "intermediate_dim": 48, "num_kv_heads": 4}
+STATES = {
+    "attention_interval": 2,
+    "num_state_heads": 2,
+    "num_value_heads": 4,
+    "state_key_dim": 8,
+    "state_value_dim": 8,
+}
 MODELS: dict[str, Tree] = {
     "gpt2": {"type": "gpt2", **SIZES},
     "llama": {"type": "llama", **LLAMA},
@@ -42,6 +49,8 @@ MODELS: dict[str, Tree] = {
         "num_experts_per_token": 2,
         "shared_expert_intermediate_dim": 24,
     },
+    "qwen3_5": {"type": "qwen3_5", **LLAMA, "head_dim": 8, **STATES},
+    "olmo_hybrid": {"type": "olmo_hybrid", **LLAMA, **STATES},
     "olmoe": {"type": "olmoe", **LLAMA, "num_experts": 4, "num_experts_per_token": 2},
     "granitemoe": {"type": "granitemoe", **LLAMA, "num_experts": 4, "num_experts_per_token": 2},
     "minimax_m2": {"type": "minimax_m2", **LLAMA, "head_dim": 8, "num_experts": 4, "num_experts_per_token": 2},

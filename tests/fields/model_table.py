@@ -59,6 +59,21 @@ DENSE: dict[str, Entry] = {
     ),
 }
 
+STATES: dict[str, Entry] = {
+    "model.rope": SCALED_ROPE,
+    "model.attention_interval": Change(1, Shapes({r"^model.*log_rate": None})),
+    "model.attention_layers": Change(
+        [0, 1],
+        Shapes({r"^model.*log_rate": None}),
+        also={"model": {"attention_interval": None, "attention_layers": [0]}},
+    ),
+    "model.num_state_heads": Change(4, Shapes({r"^model.*q_conv": (1, 4, 8, 4)})),
+    "model.num_value_heads": Change(6, Shapes({r"^model.*log_rate": (1, 2, 3)})),
+    "model.state_key_dim": Change(16, Shapes({r"^model.*k_conv": (1, 2, 16, 4)})),
+    "model.state_value_dim": Change(16, Shapes({r"^model.*v_conv": (1, 2, 2, 16, 4)})),
+    "model.conv_size": Change(3, Shapes({r"^model.*q_conv": (1, 2, 8, 3)})),
+}
+
 GPT2: dict[str, Entry] = {
     **COMMON,
     "model.hidden_dim": Change(64, Shapes({r"^model\.tokens": (64, 64)})),
@@ -533,6 +548,11 @@ TABLE: Table = {
         "model.use_bidirectional_attention": WINDOWED,
         "model.time_embedding": TIMED,
         "model.attention_bias": LLAMA["model.attention_bias"],
+    },
+    "qwen3_5": STATES,
+    "olmo_hybrid": {
+        **STATES,
+        "model.negative_eigenvalues": Change(False, Program(loses=r"stablehlo.constant dense<2.000000e\+00>")),
     },
     "olmoe": {
         "model.sliding_window": WINDOW,

@@ -2,6 +2,7 @@
 
 import copy
 import functools
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +46,7 @@ GROWS = LONGROPE | {"original_max_position_embeddings": SEQ_LEN, "long_factor": 
 GEMMA = {"head_dim": 16, "sliding_window": 5, "query_pre_attn_scalar": 12}
 ALTERNATING = ["sliding_attention", "full_attention", "sliding_attention", "full_attention", "sliding_attention"]
 _LOCAL, _GLOBAL = "sliding_attention", "full_attention"
+_LINEAR, _FULL = "linear_attention", "full_attention"
 LISTED = {"num_hidden_layers": 6, "layer_types": [_GLOBAL, _LOCAL, _LOCAL, _GLOBAL, _LOCAL, _GLOBAL]}
 TWO_ROPES = {
     "full_attention": {"rope_type": "linear", "factor": 4.0, "rope_theta": 1000.0},
@@ -71,6 +73,16 @@ BALANCED = {
     "num_mtp_layers": 0,
 }
 MIXED = {**EXPERTS, "intermediate_size": 28, "initializer_range": 0.2}
+HYBRID = {
+    **LLAMA,
+    "num_hidden_layers": 4,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 24,
+}
+QWEN_HYBRID = {**HYBRID, "head_dim": 32, "rms_norm_eps": 1e-5}
+NO_ROTATION = {"rope_type": "default", "rope_theta": None}
 NEOX = {key: value for key, value in LLAMA.items() if key != "num_key_value_heads"}
 MPT = {"vocab_size": VOCAB, "max_seq_len": SEQ_LEN, "d_model": 32, "n_layers": 2, "n_heads": 4}
 
@@ -116,6 +128,20 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "qwen3-listed": ("qwen3", {"use_sliding_window": True, "sliding_window": 5, "head_dim": 8, **LISTED}),
     "qwen3-biases": ("qwen3", {"head_dim": 8, "attention_bias": True}),
+    "qwen3_5": ("qwen3_5_text", QWEN_HYBRID),
+    "qwen3_5-listed": (
+        "qwen3_5_text",
+        QWEN_HYBRID
+        | {
+            "num_hidden_layers": 5,
+            "layer_types": [_FULL, _LINEAR, _LINEAR, _FULL, _LINEAR],
+            "linear_conv_kernel_dim": 3,
+            "linear_num_value_heads": 2,
+            "tie_word_embeddings": True,
+        },
+    ),
+    "olmo_hybrid": ("olmo_hybrid", {**HYBRID, "rope_parameters": NO_ROTATION, "num_key_value_heads": 4}),
+    "olmo_hybrid-rotated": ("olmo_hybrid", {**HYBRID, "num_hidden_layers": 4, "linear_allow_neg_eigval": False}),
     "mixtral": ("mixtral", {"num_local_experts": 4, "sliding_window": 7, "head_dim": 12}),
     "mixtral-tied": ("mixtral", {"num_local_experts": 3, "tie_word_embeddings": True, "head_dim": 8}),
     "qwen3_moe": ("qwen3_moe", {**EXPERTS, "norm_topk_prob": True, "head_dim": 16}),
@@ -381,7 +407,34 @@ def reference(name: str) -> Any:
     with torch.no_grad():
         for parameter in state_of(model).values():
             parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.2)
+    # transformers cuts the filters of its files into equal parts, which it joins again.
+    if CASES[name][0] == "olmo_hybrid":
+        model.save_pretrained = functools.partial(_save_as_published, model, model.save_pretrained)
     return model.eval()
+
+
+def _save_as_published(model: Any, save: Callable[[Path], Any], folder: Path) -> None:
+    from safetensors.numpy import save_file
+
+    save(folder)
+    arrays = {name: array.numpy() for name, array in model.state_dict().items()}
+    save_file(dict(olmo_hybrid_files(arrays)), folder / "model.safetensors", {"format": "pt"})
+
+
+def olmo_hybrid_files(arrays: Mapping[str, np.ndarray]) -> Iterator[tuple[str, np.ndarray]]:
+    """Names and arrays of a model's parameters in OLMo Hybrid's files, given those of transformers."""
+    norms = {"input_layernorm": "attention_layer_norm", "post_attention_layernorm": "feedforward_layer_norm"}
+    for name, array in arrays.items():
+        layer, module = name.rpartition(".layers.")[0], name.split(".")[3:4]
+        prefix = ".".join(name.split(".")[:3])
+        if name.endswith("conv1d.weight"):
+            keys = HYBRID["linear_num_key_heads"] * HYBRID["linear_key_head_dim"]
+            for part, filters in zip("qkv", np.split(array, [keys, 2 * keys]), strict=True):
+                yield name.replace("conv1d", f"{part}_conv1d"), np.ascontiguousarray(filters)
+        elif layer and f"{prefix}.linear_attn.A_log" in arrays and module[0] in norms:
+            yield name.replace(module[0], norms[module[0]]), array
+        else:
+            yield name, array
 
 
 def state_of(model: Any) -> dict[str, Any]:

@@ -5,6 +5,8 @@ import functools
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from jaxlm.core.safe_io import read_json_object
 from jaxlm.interop.hf.folder import open_folder
 from jaxlm.interop.hf.source_folder import SourceFolder
@@ -96,6 +98,20 @@ CASES: dict[str, dict[str, Any]] = {
         "vision_config": _QWEN3_VISION,
         **_QWEN_IDS,
     },
+    "qwen3_5": {
+        "text_config": {
+            **_TEXT,
+            "layer_types": ["linear_attention", "full_attention"],
+            "head_dim": 16,
+            "linear_num_key_heads": 2,
+            "linear_num_value_heads": 4,
+            "linear_key_head_dim": 16,
+            "linear_value_head_dim": 24,
+            "rope_parameters": {**_INTERLEAVED, "mrope_section": [1, 1, 0], "partial_rotary_factor": 0.25},
+        },
+        "vision_config": {**_QWEN_VISION, "num_position_embeddings": 16},
+        **_QWEN_IDS,
+    },
     "mistral3": {
         "text_config": {**_TEXT, "model_type": "mistral", "head_dim": 8, "sliding_window": None},
         "vision_config": {**_PATCHES, "model_type": "pixtral", "head_dim": 8},
@@ -131,8 +147,20 @@ def reference(kind: str) -> Any:
 def saved(kind: str, folder: Path) -> Path:
     """The folder of the model, as transformers saves it, with the file of a processor."""
     reference(kind).save_pretrained(folder)
+    if kind == "qwen3_5":
+        _add_mtp(folder / "model.safetensors")
     (folder / "preprocessor_config.json").write_text('{"image_processor_type": "x"}')
     return folder
+
+
+def _add_mtp(file: Path) -> None:
+    """Adds tensors that published folders have, and transformers neither reads nor writes."""
+    from safetensors.numpy import load_file, save_file
+
+    arrays, rng = load_file(file), np.random.default_rng(0)
+    added = {"mtp.fc.weight": (32, 64), "mtp.norm.weight": (32,), "mtp.layers.0.mlp.up_proj.weight": (40, 32)}
+    arrays |= {name: rng.standard_normal(shape).astype(np.float16) for name, shape in added.items()}
+    save_file(arrays, file, {"format": "pt"})
 
 
 def source_of(folder: Path) -> SourceFolder:

@@ -220,6 +220,81 @@ def _gemma3(hidden: int, mlp: int, layers: int, heads: int, **more: Any) -> Json
     }
 
 
+def _qwen3_5(hidden: int, mlp: int, layers: int, heads: int, kv_heads: int, value_heads: int, **more: Any) -> Json:
+    """The text part of Qwen3.5's folders, as they describe it."""
+    return {
+        "attention_bias": False,
+        "attention_dropout": 0.0,
+        "attn_output_gate": True,
+        "dtype": "bfloat16",
+        "eos_token_id": 248044,
+        "full_attention_interval": 4,
+        "head_dim": 256,
+        "hidden_act": "silu",
+        "hidden_size": hidden,
+        "initializer_range": 0.02,
+        "intermediate_size": mlp,
+        "layer_types": [*["linear_attention"] * 3, "full_attention"] * (layers // 4),
+        "linear_conv_kernel_dim": 4,
+        "linear_key_head_dim": 128,
+        "linear_num_key_heads": 16,
+        "linear_num_value_heads": value_heads,
+        "linear_value_head_dim": 128,
+        "mamba_ssm_dtype": "float32",
+        "max_position_embeddings": 262144,
+        "model_type": "qwen3_5_text",
+        "mtp_num_hidden_layers": 1,
+        "mtp_use_dedicated_embeddings": False,
+        "num_attention_heads": heads,
+        "num_hidden_layers": layers,
+        "num_key_value_heads": kv_heads,
+        "rms_norm_eps": 1e-06,
+        "rope_parameters": {
+            "mrope_interleaved": True,
+            "mrope_section": [11, 11, 10],
+            "partial_rotary_factor": 0.25,
+            "rope_theta": 10000000,
+            "rope_type": "default",
+        },
+        "tie_word_embeddings": True,
+        "use_cache": True,
+        "vocab_size": 248320,
+        **more,
+    }
+
+
+_OLMO_HYBRID = {
+    "architectures": ["OlmoHybridForCausalLM"],
+    "attention_bias": False,
+    "attention_dropout": 0.0,
+    "bos_token_id": None,
+    "dtype": "float32",
+    "eos_token_id": 100257,
+    "hidden_act": "silu",
+    "hidden_size": 3840,
+    "initializer_range": 0.02,
+    "intermediate_size": 11008,
+    "layer_types": [*["linear_attention"] * 3, "full_attention"] * 8,
+    "linear_allow_neg_eigval": True,
+    "linear_conv_kernel_dim": 4,
+    "linear_key_head_dim": 96,
+    "linear_num_key_heads": 30,
+    "linear_num_value_heads": 30,
+    "linear_value_head_dim": 192,
+    "max_position_embeddings": 65536,
+    "model_type": "olmo_hybrid",
+    "num_attention_heads": 30,
+    "num_hidden_layers": 32,
+    "num_key_value_heads": 30,
+    "pad_token_id": 100277,
+    "rms_norm_eps": 1e-06,
+    "rope_parameters": {"rope_theta": None, "rope_type": "default"},
+    "tie_word_embeddings": False,
+    "use_cache": True,
+    "vocab_size": 100352,
+}
+
+
 def _olmo2(hidden: int, mlp: int, layers: int, heads: int, kv_heads: int, **more: Any) -> Json:
     return {
         **_usual("Olmo2", "4.47.0", hidden, mlp, layers, heads, kv_heads, 4096, 100352),
@@ -718,6 +793,21 @@ OPENED: dict[str, tuple[Any, ...]] = {
     "OLMo-3-7B": (_olmo2(4096, 11008, 32, 32, 32, **_OLMO3), 7_298_011_136),
     "granite-3.0-8b": (_granite(4096, 12800, 0.0078125, 16.0), 8_170_848_256),
     "granite-3.0-2b": (_granite(2048, 8192, 0.015625, 8.0), 2_533_531_648),
+    # The numbers of parameters are those of transformers' text models with these configurations.
+    "Qwen3.5-0.8B": (_qwen3_5(1024, 3584, 24, 8, 2, 16), 752_393_024, "mrope_interleaved", "mrope_section"),
+    "Qwen3.5-27B": (
+        _qwen3_5(5120, 17408, 64, 24, 4, 48, tie_word_embeddings=False),
+        26_895_998_464,
+        "mrope_interleaved",
+        "mrope_section",
+    ),
+    "Qwen3.8-27B": (
+        _qwen3_5(5120, 17408, 64, 24, 4, 48, tie_word_embeddings=False, output_gate_type="swish"),
+        26_895_998_464,
+        "mrope_interleaved",
+        "mrope_section",
+    ),
+    "Olmo-Hybrid-7B": (_OLMO_HYBRID, 7_430_870_688),
     "SmolLM3-3B": (_smollm3(), 3_075_098_624, "max_window_layers"),
     "Qwen1.5-MoE-A2.7B": (_qwen2_moe(), 14_315_784_192),
     "Qwen2-57B-A14B": (_qwen2_moe(**_QWEN2_57B), 57_408_658_944),

@@ -42,6 +42,10 @@ def _scale_heads(small: Json) -> None:
         small["num_key_value_heads"] = small_kv
     if "head_dim" in small:
         small["head_dim"] = HEAD_SIZE
+    if "linear_num_key_heads" in small:
+        group = small["linear_num_value_heads"] // small["linear_num_key_heads"]
+        small |= {"linear_num_key_heads": 2, "linear_num_value_heads": 2 * group}
+        small |= dict.fromkeys(("linear_key_head_dim", "linear_value_head_dim"), HEAD_SIZE)
     small[hidden] = HEAD_SIZE * small[heads] if fills else 40
 
 
@@ -51,7 +55,7 @@ def _scale_layers(small: Json) -> None:
     patterns = [small.get(name) for name in ("sliding_window_pattern", "no_rope_layer_interval")]
     patterns = [len(pattern) if isinstance(pattern, str) else pattern for pattern in patterns]  # "LLLG"
     kinds = small.get("layer_types") or []
-    first_full = kinds.index("full_attention") + 1 if "sliding_attention" in kinds else 0
+    first_full = kinds.index("full_attention") + 1 if len({*kinds}) > 1 else 0
     first_sparse = small.get("first_k_dense_replace", 0)
     small[key] = max(1, first_full, first_sparse, *(pattern or 0 for pattern in patterns)) + 1
     for name in ("layer_types", "no_rope_layers"):

@@ -84,8 +84,9 @@ def test_logits_gradients_and_a_bit_equal_export(kind, tmp_path):
     reference.cache_clear()
     found, wanted = open_tensors(gradients), open_tensors(tmp_path / "theirs")
     for name in found.tensors.keys() - source_of(folder).kept.keys():
-        scale = np.abs(wanted.view(name)).max()
-        np.testing.assert_allclose(found.view(name), wanted.view(name), atol=1e-5 * scale, rtol=0, err_msg=name)
+        # The gradients of decay rates are sums over all tokens, of terms that cancel.
+        near = (1e-4 if name.endswith(("A_log", "dt_bias")) else 1e-5) * np.abs(wanted.view(name)).max()
+        np.testing.assert_allclose(found.view(name), wanted.view(name), atol=near, rtol=0, err_msg=name)
 
 
 @pytest.mark.parametrize("kind", CASES)

@@ -89,7 +89,13 @@ def _with_gradients(rule, tokens: Tokens, dtype):
     return out, state, gradients
 
 
-@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+SLOW = ("3 tokens", "64 tokens")  # each length is a program of its own
+
+
+@pytest.mark.parametrize(
+    "case",
+    [pytest.param(case, id=name, marks=pytest.mark.slow if name in SLOW else ()) for name, case in CASES.items()],
+)
 def test_chunks_compute_the_definition(case):
     tokens = _tokens(**case)
     out, state, gradients = _with_gradients(delta_rule, tokens, jnp.float32)
@@ -113,7 +119,10 @@ def test_a_document_depends_on_no_other():
         np.testing.assert_allclose(out[:, start:stop], alone, atol=1e-6)
 
 
-@pytest.mark.parametrize("cuts", [(100,), (64, 128), (1, 2, 3, 70), (40, 45, 52, 118)])
+@pytest.mark.parametrize(
+    "cuts",
+    [(1, 2, 70), *(pytest.param(cuts, marks=pytest.mark.slow) for cuts in ((100,), (64, 128), (40, 45, 52, 118)))],
+)
 def test_a_text_goes_on_from_its_state(cuts):
     """In parts of any length, of one token too; documents and padding cross the cuts."""
     tokens = _tokens(200, segments=_PADDED, decay=-0.01)
@@ -156,6 +165,7 @@ def test_many_chunks_run_in_groups(monkeypatch):
         np.testing.assert_allclose(one, other, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_second_derivatives():
     tokens = _tokens(70)
     loss = lambda rule, v: jnp.sum(rule(tokens._replace(v=v, k=tokens.k * (1 + 0.1 * v[..., 0, :1])))[0] ** 2)  # noqa: E731

@@ -11,12 +11,14 @@ from haliax import Axis
 
 from jaxlm.core import tree
 from jaxlm.core.guards import GRADIENT_NORM, SKIPPED
+from jaxlm.core.mesh import AxisMappings, make_layout, mesh_shape
 from jaxlm.interop.hf.families.glm4_moe import Glm4MoeConfig
+from jaxlm.models.base import Inputs, vocab_axis
 from jaxlm.models.linear import Linear
 from jaxlm.models.routers import Router, Routes, SigmoidRouter, SoftmaxRouter
 from jaxlm.optim.elementwise import AdamConfig
 from jaxlm.optim.muon import MuonConfig
-from tests.engine.helpers import TinyRun, arrays, layout, one_device, phase
+from tests.engine.helpers import AXES, VOCAB, TinyRun, arrays, batch, layout, one_device, phase
 
 BATCH, POSITION, EMBED = Axis("batch", 3), Axis("position", 40), Axis("embed", 16)
 
@@ -188,9 +190,6 @@ def columns(step: int) -> dict[str, np.ndarray]:
 
 def loads(run: TinyRun, made: dict[str, np.ndarray]) -> np.ndarray:
     """How often each expert was chosen, [layer, expert], counted one token at a time."""
-    from jaxlm.models.base import Inputs
-    from tests.engine.helpers import batch
-
     inputs_ = Inputs.of(jax.tree.map(lambda c: c["microbatch", 0], batch(made, one_device()), is_leaf=tree.is_named))
     seen: list[np.ndarray] = []
     kept = SigmoidRouter.__call__
@@ -296,3 +295,46 @@ def test_the_statistics_of_the_sigmoid_router():
     np.testing.assert_array_equal(stats.chosen.array, np.bincount(chosen.ravel(), minlength=6))
     expected = (scores / scores.sum(axis=-1, keepdims=True)).sum(axis=0)
     np.testing.assert_allclose(stats.probabilities.array, expected, rtol=1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("shards", ["data", "model"])
+def test_experts_on_eight_devices_train_as_on_one(shards):
+    model = dataclasses.replace(MODEL, num_experts=8, num_expert_groups=4)
+    axes = {**AXES, "experts": 8, "mlp": 40}
+    mappings = {
+        "data": (mesh_shape(8), AxisMappings("batch", ("embed",), (), {"experts": "data"}, {})),
+        "model": (mesh_shape(8, model=4), AxisMappings("batch", ("embed",), ("experts", "heads"), {}, {})),
+    }
+    eight, one = (
+        TinyRun(where, phase(optimizer=ADAM), model=model)
+        for where in (make_layout(*mappings[shards], axes), one_device())
+    )
+    for step in range(3):
+        found, expected = eight.step(columns(step)), one.step(columns(step))
+        for key in ("train/loss", "train/router/balance_loss", "train/router/max_load"):
+            assert found[key] == pytest.approx(expected[key], rel=1e-5), key
+        np.testing.assert_array_equal(biases(eight), biases(one))
+    for (path, ours), (_, wanted) in zip(tree.leaves(eight.state.model), tree.leaves(one.state.model), strict=True):
+        np.testing.assert_allclose(ours.array, wanted.array, rtol=0, atol=1e-5, err_msg=path)
+
+
+def test_a_packed_row_is_its_documents():
+    lengths = (1, 7, 3, 5)  # of 18 tokens, two are padding
+    config = dataclasses.replace(MODEL, seq_len=18)
+    model = config.build(vocab_axis(VOCAB), key=jax.random.key(0))
+    ids = np.random.default_rng(0).integers(0, VOCAB, 18)
+    starts = np.cumsum((0, *lengths))
+
+    def logits(tokens, segments, positions):
+        axes = (Axis("batch", 1), Axis("position", len(tokens)))
+        columns = (hax.named(jnp.asarray(c, jnp.int32)[None], axes) for c in (tokens, positions, segments))
+        return np.asarray(model.logits(model.hidden(Inputs(*columns)).final).array)[0]
+
+    segments, positions = np.zeros(18), np.zeros(18)
+    for number, (start, length) in enumerate(zip(starts, lengths, strict=False)):
+        segments[start : start + length], positions[start : start + length] = number + 1, np.arange(length)
+    packed = logits(ids, segments, positions)
+    for start, length in zip(starts, lengths, strict=False):
+        alone = logits(ids[start : start + length], np.ones(length), np.arange(length))
+        np.testing.assert_allclose(packed[start : start + length], alone, rtol=0, atol=1e-6 * np.abs(alone).max())

@@ -104,6 +104,7 @@ BALANCED = {
     "both ways, packed": (rows(work=AttentionWork(causal=False), is_packed=True), 8, "blocks", ""),
     "no blocks": (rows(8 * 136, is_packed=True), 8, "zigzag", "not blocks: model.seq_len (1088)"),
     "no chunks": (rows(8 * 135), 8, "none", "not zigzag: model.seq_len (1080)"),
+    "recurrent layers": (rows(is_packed=True, consecutive="of states"), 8, "zigzag", "not blocks: of states"),
     "a fixed order": (rows(fixed_order="of my own"), 8, "none", "of my own"),
 }
 
@@ -192,6 +193,18 @@ def test_the_mesh_and_what_moves_along_its_axes(case):
     assert text.startswith(plan.context.method)
     assert f"order of tokens {sharding.balance}" in text
     assert f"{64 // plan.context.size} tokens of a row on a device" in text
+
+
+HYBRID = {"type": "qwen3_5", "num_layers": 4, "head_dim": 8, "state_key_dim": 8, "state_value_dim": 8}
+
+
+@pytest.mark.parametrize(("heads", "balance"), [(2, "zigzag"), (8, "blocks")])
+def test_recurrent_layers_need_consecutive_tokens_or_as_many_heads(heads, balance):
+    model = {**HYBRID, "num_state_heads": heads, "num_value_heads": heads}
+    assert plan_of(model, context={"size": 8}).layout.context.balance == balance
+    beside_tensor = plan_of(model, context={"size": 4}, **TENSOR)
+    assert beside_tensor.layout.compute["state_heads"] == "model"
+    assert beside_tensor.layout.context.balance == balance
 
 
 def test_one_device_for_a_row_changes_nothing():

@@ -26,6 +26,7 @@ from jaxlm.core.axes import (
     POSITION,
     REPLICA,
     REPLICA_DCN,
+    STATE_HEADS,
     VALUE_EMBED,
     VOCAB,
     axis_names,
@@ -226,9 +227,9 @@ def make_layout(
     """Builds the mesh from all devices of all processes (or `devices`), and both axis mappings.
 
     Later entries override earlier ones: `shared`, tensor parallelism, the batch axis; then `compute` for the compute
-    mapping, and `parameter` and FSDP for the parameter mapping. Tensor parallelism over `heads` includes `kv_heads` if the
-    model axis divides them, and FSDP over `embed` includes `value_embed` if its mesh axes divide it. FSDP shards over the
-    data axis and those of `context`.
+    mapping, and `parameter` and FSDP for the parameter mapping. Tensor parallelism over `heads` includes `kv_heads` and
+    `state_heads` if the model axis divides them, and FSDP over `embed` includes `value_embed` if its mesh axes divide it.
+    FSDP shards over the data axis and those of `context`.
 
     Args:
         logical_axes: sizes of the model's parameter axes, to detect unknown names and sizes that do not divide.
@@ -239,6 +240,12 @@ def make_layout(
     both.update(dict.fromkeys(mappings.tensor_parallel, MODEL))
     if HEADS in mappings.tensor_parallel and logical_axes.get(KV_HEADS, 1) % shape.model == 0:
         both.setdefault(KV_HEADS, MODEL)
+    if (
+        HEADS in mappings.tensor_parallel
+        and STATE_HEADS in logical_axes
+        and logical_axes[STATE_HEADS] % shape.model == 0
+    ):
+        both.setdefault(STATE_HEADS, MODEL)
     if mappings.batch is not None:
         both[mappings.batch] = tuple(name for name in (REPLICA_DCN, REPLICA, DATA) if name in sizes)
     compute, context = {**both, **mappings.compute}, context or UNDIVIDED

@@ -295,11 +295,22 @@ def rows_by_stack(
         others: rows outside the layers.
         experts, dense: rows of the layers with experts, and of the dense ones, as if the model had one stack of them.
     """
+    experts, dense = tuple(experts), tuple(dense)
+    return in_stacks(config, others, lambda layer: dense if layer in config.dense_layers else experts)
+
+
+def in_stacks(config: Any, others: Iterable[Tensor], rows_of: Callable[[int], Iterable[Tensor]]) -> Iterator[Tensor]:
+    """The table of a family whose layers may differ in their parameters.
+
+    Args:
+        others: rows outside the layers.
+        rows_of: the number of a layer -> the rows of layers like it, as if the model had one stack of them.
+    """
     stacks = numbers_by_stack(config.stack_of_layer)
     for tensor in others:
         yield _in_stack(tensor, len(stacks) - 1, None) if len(stacks) > 1 else tensor
     for number, layers in enumerate(stacks):
-        for tensor in dense if layers[0] in config.dense_layers else experts:
+        for tensor in rows_of(layers[0]):
             yield _in_stack(tensor, number, layers) if len(stacks) > 1 else tensor
 
 

@@ -41,6 +41,8 @@ class SelfAttention(Attention):
         k_proj, v_proj: {kv_heads, head_size, embed}.
         o_proj: {embed, heads, head_size}.
         q_norm, k_norm: norms of queries and keys, over each head or over all heads jointly.
+        gate_proj: {heads, head_size, embed}. The sigmoid of its output is a factor of what each head has attended to (Qiu et
+            al. 2025, arXiv:2505.06708); None for none.
         norms_follow_rotation: these norms come after the rotary embedding instead of before it.
         clip_qkv: queries, keys and values are clipped to [-clip_qkv, clip_qkv] before the rotation, and after norms that
             come before it; None does not clip.
@@ -57,6 +59,7 @@ class SelfAttention(Attention):
     o_proj: Linear
     q_norm: RMSNorm | UnweightedRMSNorm | HeadwiseLayerNorm | None = None
     k_norm: RMSNorm | UnweightedRMSNorm | HeadwiseLayerNorm | None = None
+    gate_proj: Linear | None = None
     norms_follow_rotation: bool = eqx.field(static=True, default=False)
     clip_qkv: float | None = eqx.field(static=True, default=None)
     scale: float | None = eqx.field(static=True, default=None)
@@ -131,7 +134,10 @@ class SelfAttention(Attention):
             out = attention(q, as_keys(k), as_keys(v), spec, key=key)
         else:
             out = cached_attention(q, k, v, cache.keys, cache.values, spec)
-        return self.o_proj(hax.auto_sharded(out.astype(x.dtype))), new
+        out = out.astype(x.dtype)
+        if self.gate_proj is not None:
+            out = (out * hax.nn.sigmoid(self.gate_proj(x))).rearrange(out.axes)
+        return self.o_proj(hax.auto_sharded(out)), new
 
     def init_cache(self, Batch: Axis, capacity: int, dtype: Any) -> KeyValueCache:
         return KeyValueCache.empty(Batch, capacity, self.k_proj.Out, self.v_proj.Out, dtype)

@@ -18,7 +18,7 @@ from typing import Any, Literal
 import numpy as np
 
 from jaxlm.core import tree
-from jaxlm.core.axes import HEADS, KV_HEADS, axes_of
+from jaxlm.core.axes import HEADS, KV_HEADS, STATE_HEADS, axes_of
 from jaxlm.core.devices import memory_limit
 from jaxlm.core.errors import divisors
 from jaxlm.core.sharding import AttentionWork, Layout
@@ -89,6 +89,8 @@ class Rows:
         work: the attention of all layers.
         is_packed: whether a row may have several documents.
         fixed_order: why tokens have to be in the order of the text; None if they need not.
+        state_heads: the greatest number that divides the key heads of all recurrent layers; 0 if there are none.
+        consecutive: why each device needs consecutive tokens; None if it does not.
     """
 
     seq_lens: tuple[int, ...]
@@ -98,6 +100,8 @@ class Rows:
     work: AttentionWork = field(default_factory=AttentionWork)
     is_packed: bool = False
     fixed_order: str | None = None
+    state_heads: int = 0
+    consecutive: str | None = None
 
     @staticmethod
     def of(state_builder: StateBuilder, data: Sequence[DataConfig]) -> "Rows":
@@ -113,6 +117,7 @@ class Rows:
             for section, seq_len in zip(data, seq_lens, strict=True)
             if not section.batch_spec(seq_len).takes_order
         ]
+        axes = {axis for model in models for _, leaf in tree.leaves(model) if tree.is_named(leaf) for axis in leaf.axes}
         opaque = [
             f"a model of type {type(model).__name__} computes attention by the index of each token in its row"
             for model in models
@@ -126,17 +131,21 @@ class Rows:
             work=AttentionWork(tuple(windows.items()) or ((None, 1),), all(model.is_causal for model in models)),
             is_packed=any(section.corpus.packs_documents for section in data),
             fixed_order=next(iter([*opaque, *unordered]), None),
+            state_heads=math.gcd(*(axis.size for axis in axes if axis.name == STATE_HEADS)),
         )
 
     def on_device(self, layout: Layout) -> "Rows":
         """The rows with the heads that tensor parallelism leaves on a device. Where it divides only the query heads, each of
         them gets a copy of its key and value."""
+        on_device = replace(self, state_heads=self.state_heads // layout.num_shards(STATE_HEADS))
         if not self.heads:
-            return self
+            return on_device
         num_shards = layout.num_shards(HEADS)
         heads = self.heads // num_shards
         kv_heads = self.kv_heads // num_shards if layout.num_shards(KV_HEADS) == num_shards else heads
-        return replace(self, heads=heads, kv_heads=kv_heads, kv_features=self.kv_features * kv_heads / self.kv_heads)
+        return replace(
+            on_device, heads=heads, kv_heads=kv_heads, kv_features=self.kv_features * kv_heads / self.kv_heads
+        )
 
 
 @dataclass(frozen=True)
@@ -289,6 +298,8 @@ def balance_problem(balance: Balance, rows: Rows, num_shards: int) -> str | None
         return "with method: ulysses each device computes whole rows"
     if rows.fixed_order is not None:
         return rows.fixed_order
+    if balance == "blocks" and rows.consecutive is not None:
+        return rows.consecutive
     if balance == "zigzag" and not rows.work.causal:
         return "tokens attend to later ones, so that equal shards of a document have equal work"
     for seq_len in rows.seq_lens:

@@ -78,6 +78,9 @@ def plan_context(
                 f" model.seq_len to a multiple of {size}, or let another number of devices share a row"
             )
     method, heads_size, reason = _method(config, rows, shared, layout.mesh.shape[axes[-1]] if is_free else None)
+    if rows.state_heads % size:
+        why = f"the {rows.state_heads} key heads of recurrent layers do not divide over {size} devices"
+        rows = replace(rows, consecutive=f"{why}, so that each needs consecutive tokens")
     balance, balance_reason = _balance(config, rows, size // heads_size, method, shared)
     is_ring = method in ("ring", "usp")
     choice = ContextChoice(

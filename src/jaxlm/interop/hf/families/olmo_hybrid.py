@@ -1,0 +1,154 @@
+"""OLMo Hybrid: Gated DeltaNet in three of four layers, with norms before it, and OLMo 2's layers without rotation.
+
+Source: Ai2 2026, "OLMo Hybrid"; negative eigenvalues: Grazzi et al. 2024 (arXiv:2411.12537).
+"""
+
+import dataclasses
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import haliax as hax
+import jax
+import jax.numpy as jnp
+
+from jaxlm.core.field_types import NonNegativeFloat, NumLayers, PositiveInt
+from jaxlm.interop.hf.families.qwen3_5 import state_tensors
+from jaxlm.interop.hf.family import Family, FixedKey, Json, JsonKey, KeyGroup
+from jaxlm.interop.hf.shared_keys import activation, hybrid_layers, kv_heads, rope, size_keys
+from jaxlm.interop.hf.weights import (
+    BLOCK,
+    Tensor,
+    attention,
+    block_norms,
+    embeddings_and_head,
+    gated_mlp,
+    in_stacks,
+    qk_norms,
+    single,
+)
+from jaxlm.models.base import ModelConfig
+from jaxlm.models.decoder import DecoderBlock, pre_norm_block
+from jaxlm.models.decoder import gated_mlp as initial_mlp
+from jaxlm.models.decoders.hybrid import HybridConfig, gated_delta_net
+from jaxlm.models.families.olmo2 import post_norm_block
+from jaxlm.reading.choices import choice
+
+
+@choice(ModelConfig, "olmo_hybrid")
+class OlmoHybridConfig(HybridConfig):
+    """OLMo Hybrid. The defaults are OLMo Hybrid 7B.
+
+    Attributes:
+        negative_eigenvalues: a token may move what a state has for its key past its value, to the other side.
+    """
+
+    seq_len: PositiveInt = 65536
+    hidden_dim: PositiveInt = 3840
+    num_layers: NumLayers = 32
+    num_heads: PositiveInt = 30
+    layer_norm_epsilon: NonNegativeFloat = 1e-6
+    num_state_heads: PositiveInt = 30
+    num_value_heads: PositiveInt = 30
+    state_key_dim: PositiveInt = 96
+    state_value_dim: PositiveInt = 192
+    negative_eigenvalues: bool = True
+
+    def block(self, *, key: jax.Array) -> DecoderBlock:
+        return post_norm_block(self, use_bias=False, key=key)
+
+    def recurrent_block(self, *, key: jax.Array) -> DecoderBlock:
+        keys = jax.random.split(key, 5)
+        # softplus(time_bias) is log-uniform between these.
+        times = jnp.exp(jax.random.uniform(keys[4], (self.num_value_heads,), minval=jnp.log(1e-3), maxval=jnp.log(0.1)))
+        mixer = gated_delta_net(self, keys[0], norm_eps=1e-5, max_beta=2.0 if self.negative_eigenvalues else 1.0)
+        bias = (times + jnp.log(-jnp.expm1(-times))).reshape(mixer.time_bias.array.shape)
+        mixer = dataclasses.replace(mixer, time_bias=hax.named(bias, mixer.time_bias.axes))
+        return pre_norm_block(self, mixer, initial_mlp(self, keys[1:4]))
+
+
+_STATE, _HEADS = "model.layers.{layer}.linear_attn.", "state_heads state_group"
+_KEYS, _VALUES = "state_heads state_key", "state_heads state_group head_size"
+# theirs -> ours and the outputs.
+_PROJECTIONS = {"q": ("q", _KEYS), "k": ("k", _KEYS), "v": ("v", _VALUES), "g": ("gate", _VALUES)}
+_PROJECTIONS |= {"a": ("decay", _HEADS), "b": ("beta", _HEADS)}
+
+
+def _attention_tensors(norm: str) -> Iterator[Tensor]:
+    yield from block_norms(attn_post_norm=norm, mlp_post_norm="post_feedforward_layernorm")
+    yield from attention()
+    yield from qk_norms("heads head_size", "kv_heads head_size")
+
+
+def _recurrent_tensors() -> Iterator[Tensor]:
+    yield from block_norms(attn_norm="attention_layer_norm", mlp_norm="feedforward_layer_norm")
+    for theirs, (ours, outputs) in _PROJECTIONS.items():
+        yield single(f"{_STATE}{theirs}_proj.weight", f"{BLOCK}attn.{ours}_proj.weight", f"{outputs} | embed")
+    for name, outputs in (("q", _KEYS), ("k", _KEYS), ("v", _VALUES)):
+        yield single(f"{_STATE}{name}_conv1d.weight", f"{BLOCK}attn.{name}_conv", f"{outputs} | | conv_taps")
+    yield from state_tensors("o_norm", "o_proj")
+
+
+def _tensors(config: OlmoHybridConfig, norm: str = "post_attention_layernorm") -> tuple[Tensor, ...]:
+    """Args: norm: name of the norm after attention."""
+
+    def rows(layer: int) -> tuple[Tensor, ...]:
+        attends = layer in config.with_attention
+        return (*(_attention_tensors(norm) if attends else _recurrent_tensors()), *gated_mlp())
+
+    return tuple(in_stacks(config, embeddings_and_head(config), rows))
+
+
+def _state_sizes(theirs: Mapping[str, Any]) -> Json:
+    heads = theirs["num_attention_heads"]
+    keys, values = (theirs.get(f"linear_num_{name}_heads") or heads for name in ("key", "value"))
+    size = theirs.get("linear_key_head_dim") or int(0.75 * theirs["hidden_size"] / keys)
+    sizes = {"state_key_dim": size, "state_value_dim": theirs.get("linear_value_head_dim") or 2 * size}
+    return {"num_state_heads": keys, "num_value_heads": values, **sizes}
+
+
+def _rotation() -> KeyGroup:
+    """A rotary embedding, or none if theta is null. If it is missing, transformers rotates."""
+    usual = rope()
+
+    def to_ours(theirs: Mapping[str, Any]) -> Json:
+        given = theirs.get("rope_scaling") or theirs.get("rope_parameters") or {}
+        theta = given.get("rope_theta", theirs.get("rope_theta", 10000.0))
+        return {"rope": None} if theta is None else usual.to_ours(theirs)
+
+    def to_theirs(config: OlmoHybridConfig) -> Json:
+        none = {"rope_parameters": {"rope_type": "default", "rope_theta": None}}
+        return none if config.rope is None else usual.to_theirs(config)
+
+    notes = lambda theirs: usual.notes(theirs) if to_ours(theirs)["rope"] else ()  # noqa: E731
+    return KeyGroup(usual.theirs, to_ours, to_theirs, notes)
+
+
+_SIZES = ("num_state_heads", "num_value_heads", "state_key_dim", "state_value_dim")
+_IN_FILES = tuple(f"linear_{name}" for name in ("num_key_heads", "num_value_heads", "key_head_dim", "value_head_dim"))
+_INITIAL = tuple(f"linear_{name}" for name in ("a_log_min", "a_log_max", "dt_min", "dt_max", "dt_init_floor"))
+
+FAMILY = Family(
+    model_types=("olmo_hybrid",),
+    architecture="OlmoHybridForCausalLM",
+    config=OlmoHybridConfig,
+    keys=(
+        *size_keys(length=65536),
+        kv_heads(),
+        _rotation(),
+        activation("hidden_act", "silu"),
+        hybrid_layers(),
+        KeyGroup(
+            _IN_FILES,
+            _state_sizes,
+            lambda config: dict(zip(_IN_FILES, (getattr(config, name) for name in _SIZES), strict=True)),
+        ),
+        JsonKey("linear_conv_kernel_dim", "conv_size", 4),
+        JsonKey("linear_allow_neg_eigval", "negative_eigenvalues", True),
+        KeyGroup(_INITIAL, lambda _: {}, lambda _: {}),  # of new models
+        FixedKey("attention_bias", False),
+        FixedKey("attention_dropout", 0.0),
+    ),
+    tensors=_tensors,
+    # As transformers 5.23 saves them. It also cuts the filters into equal parts, which are refused if they should not be.
+    layouts=(lambda config: _tensors(config, "feedforward_layer_norm"),),
+)
