@@ -304,6 +304,8 @@ def _alignment_problem(model: LanguageModel) -> str | None:
     attention: Any = tree.modules(model, Attention)[0]
     if attention.clip_qkv is not None:
         return "its queries, keys and values are clipped, which turned ones would not be alike. Remove align"
+    if attention.gate_proj is not None:
+        return "its heads have a gate for each feature, which turned values would not fit. Remove align"
     forms = {
         (kind.rope.num_rotated(attention.q_proj.weight.axis_size(HEAD_SIZE)), kind.interleaved)
         for kind in next(iter(tree.modules(model, Body))).kinds_by_layer
