@@ -313,9 +313,9 @@ class ModelConfig(Registry, draccus.ChoiceRegistry, abc.ABC):
         gradient_checkpointing: what the backward pass recomputes instead of reading it from memory. `none` (or false)
             recomputes nothing; `cheap` norms and activations, but no matrix products; `attention` everything except each
             layer's input and attention itself; `full` (or true) everything except each layer's input. A list names the
-            activations to save (query, key, value, attention, mlp, expert); everything else is recomputed. `{modules: mlp}`
-            recomputes only some modules of each layer, and `{save: [attention], offload: [residual]}` saves some
-            activations in the host's memory. `auto` recomputes as little as fits into device memory.
+            activations to save (query, key, value, attention, mlp, expert, state); everything else is recomputed.
+            `{modules: mlp}` recomputes only some modules of each layer, and `{save: [attention], offload: [residual]}` saves
+            some activations in the host's memory. `auto` recomputes as little as fits into device memory.
         scan_layers: true compiles one layer and runs it in a loop; false compiles every layer separately; `auto`
             decides. Parameters and checkpoints have the same layout either way.
         attn_backend: implementation of attention. `auto` selects the best one for the model and device, and logs which

@@ -5,7 +5,8 @@
              scales of fp8; recomputes norms, activations, rotary embeddings and inputs in fp8
     attention  saves each layer's input, and attention's output and logsumexp, so that attention itself runs once
     full     saves only each layer's input (Chen et al. 2016, arXiv:1604.06174)
-    [names]  saves the layer's input and the named activations: query, key, value, attention, mlp, expert
+    [names]  saves the layer's input and the named activations: query, key, value, attention, mlp, expert,
+             state (what recurrent layers have at the start of every 64 tokens)
     offload  saves some of them in the host's memory, and the layer's input too if its name is there: residual
     modules  saves nothing inside of the modules of each layer whose names match a regular expression, except their inputs,
              and everything in the others
@@ -33,6 +34,7 @@ from jaxlm.core.sharding import for_compute
 from jaxlm.core.tracing import trace_options
 from jaxlm.core.tree import compile_pattern
 from jaxlm.models.attention.backends.blockwise import ATTENTION
+from jaxlm.models.mixers.delta_rule import STATE
 from jaxlm.models.norms import NORM
 
 T = TypeVar("T")
@@ -46,7 +48,7 @@ class RematConfig:
         modules: regular expression searched for in the names of a layer's modules, such as attn, mlp and mlp_norm. The
             backward pass recomputes what happens inside of those that match, and reads the rest from memory.
         save: activations that are saved in device memory, beside each layer's input: query, key, value, attention, mlp,
-            expert. Everything else is recomputed.
+            expert, state. Everything else is recomputed.
         offload: activations that are saved in the host's memory, from which the backward pass copies them back: those of
             `save`, or `residual`, each layer's input.
     """
@@ -94,7 +96,7 @@ RematPolicy = str | tuple[str, ...] | RematModules | RematOffload
 
 AUTO, NONE, CHEAP, FULL = "auto", "none", "cheap", "full"  # and ATTENTION, which is also the name of an activation
 QUERY, KEY, VALUE, MLP, EXPERT, RESIDUAL = "query", "key", "value", "mlp", "expert", "residual"
-NAMES = (QUERY, KEY, VALUE, ATTENTION, MLP, EXPERT)
+NAMES = (QUERY, KEY, VALUE, ATTENTION, MLP, EXPERT, STATE)
 ADAPTED = "adapted"
 """The output of a layer with an adapter. Without it, `cheap` would save the products of layer and adapter, not their sum."""
 _POLICIES = (AUTO, NONE, CHEAP, ATTENTION, FULL)
@@ -264,7 +266,7 @@ def _policy(remat_policy: RematPolicy) -> Callable[..., bool] | None:
         return _all_but_parameters
     if remat_policy == CHEAP:
         return policies.save_from_both_policies(
-            policies.dots_saveable, policies.save_only_these_names(ATTENTION, EXPERT, NORM, FP8_SCALE, ADAPTED)
+            policies.dots_saveable, policies.save_only_these_names(ATTENTION, STATE, EXPERT, NORM, FP8_SCALE, ADAPTED)
         )
     if isinstance(remat_policy, RematOffload):
         return policies.save_and_offload_only_these_names(
