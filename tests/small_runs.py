@@ -50,6 +50,18 @@ MODELS: dict[str, Tree] = {
         "shared_expert_intermediate_dim": 24,
     },
     "qwen3_5": {"type": "qwen3_5", **LLAMA, "head_dim": 8, **STATES},
+    **{
+        kind: {
+            "type": kind,
+            **LLAMA,
+            **STATES,
+            "head_dim": 8,
+            "num_experts": 4,
+            "num_experts_per_token": 2,
+            "shared_expert_intermediate_dim": 24,
+        }
+        for kind in ("qwen3_5_moe", "qwen3_next")
+    },
     "olmo_hybrid": {"type": "olmo_hybrid", **LLAMA, **STATES},
     "olmoe": {"type": "olmoe", **LLAMA, "num_experts": 4, "num_experts_per_token": 2},
     "granitemoe": {"type": "granitemoe", **LLAMA, "num_experts": 4, "num_experts_per_token": 2},

@@ -435,6 +435,14 @@ RELATIVES: Table = {
     },
 }
 
+HYBRID_EXPERTS: dict[str, Entry] = {
+    **STATES,
+    **EXPERTS,
+    "model.num_experts": Change(8, Shapes({r"^model.*router": (1, 8, 32)})),
+    "model.num_experts_per_token": Change(4, Program(gains=r"chlo.top_k\(%\w+, k = 4\)")),
+    "model.shared_expert_intermediate_dim": Change(40, Shapes({r"^model.*shared_expert.*up_proj": (1, 40, 32)})),
+}
+
 TABLE: Table = {
     "remat": {"model.gradient_checkpointing.modules": Change("attn|mlp", Program(gains=r"stablehlo\.dot_general"))},
     "offload": {  # the program for CPUs has one memory: what is saved is no longer recomputed
@@ -550,6 +558,8 @@ TABLE: Table = {
         "model.attention_bias": LLAMA["model.attention_bias"],
     },
     "qwen3_5": STATES,
+    "qwen3_5_moe": HYBRID_EXPERTS,
+    "qwen3_next": {**HYBRID_EXPERTS, "model.norm_topk_prob": Change(False, Program(loses=r"stablehlo.divide"))},
     "olmo_hybrid": {
         **STATES,
         "model.negative_eigenvalues": Change(False, Program(loses=r"stablehlo.constant dense<2.000000e\+00>")),

@@ -76,7 +76,7 @@ TOP_LEVEL: dict[str, Entry] = {
     "use_hf_model_config": ShownIn(HUGGING_FACE + "test_the_model_section_overrides_the_folders_config"),
     "hf_save_path": ShownIn(HUGGING_FACE + "test_import_and_export_round_trip"),
     "hf_save_steps": ShownIn(HUGGING_FACE + "test_import_and_export_round_trip"),
-    "hf_save_parts": ShownIn("tests/interop/test_multimodal.py::test_transformers_loads_a_trained_export"),
+    "hf_save_parts": ShownIn("tests/session/test_multimodal_run.py::test_a_run_exports_all_parts_or_the_text"),
     "hf_save_dtype": ShownIn(HUGGING_FACE + "test_import_and_export_round_trip"),
     "hf_upload": ShownIn("tests/interop/test_model_card.py::test_exports_are_pushed_and_a_failed_push_ends_nothing"),
     "data_seed": ShownIn("tests/session/test_num_steps.py::test_the_seed_of_the_data_order_alone"),

@@ -129,6 +129,20 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3-listed": ("qwen3", {"use_sliding_window": True, "sliding_window": 5, "head_dim": 8, **LISTED}),
     "qwen3-biases": ("qwen3", {"head_dim": 8, "attention_bias": True}),
     "qwen3_5": ("qwen3_5_text", QWEN_HYBRID),
+    "qwen3_5_moe": (
+        "qwen3_5_moe_text",
+        {
+            **QWEN_HYBRID,
+            **EXPERTS,
+            "num_experts": 4,
+            "num_experts_per_tok": 2,
+            "shared_expert_intermediate_size": 24,
+        },
+    ),
+    "qwen3_next": (
+        "qwen3_next",
+        {**QWEN_HYBRID, **EXPERTS, "shared_expert_intermediate_size": 24, "norm_topk_prob": False},
+    ),
     "qwen3_5-listed": (
         "qwen3_5_text",
         QWEN_HYBRID
@@ -410,6 +424,9 @@ def reference(name: str) -> Any:
     # transformers cuts the filters of its files into equal parts, which it joins again.
     if CASES[name][0] == "olmo_hybrid":
         model.save_pretrained = functools.partial(_save_as_published, model, model.save_pretrained)
+    # Its published folders have the experts as transformers has them in memory.
+    if CASES[name][0] == "qwen3_5_moe_text":
+        model.save_pretrained = functools.partial(model.save_pretrained, save_original_format=False)
     return model.eval()
 
 

@@ -138,6 +138,72 @@ _MINIMAX = {
     "use_routing_bias": True,
 }
 
+
+def _qwen_hybrid(hidden: int, layers: int, heads: int, value_heads: int, width: int, **more: Any) -> Json:
+    return {
+        "attention_bias": False,
+        "attention_dropout": 0.0,
+        "full_attention_interval": 4,
+        "head_dim": 256,
+        "hidden_act": "silu",
+        "hidden_size": hidden,
+        "initializer_range": 0.02,
+        "linear_conv_kernel_dim": 4,
+        "linear_key_head_dim": 128,
+        "linear_num_key_heads": 16,
+        "linear_num_value_heads": value_heads,
+        "linear_value_head_dim": 128,
+        "max_position_embeddings": 262144,
+        "moe_intermediate_size": width,
+        "num_attention_heads": heads,
+        "num_hidden_layers": layers,
+        "num_key_value_heads": 2,
+        "output_router_logits": False,
+        "rms_norm_eps": 1e-06,
+        "router_aux_loss_coef": 0.001,
+        "shared_expert_intermediate_size": width,
+        "tie_word_embeddings": False,
+        "use_cache": True,
+        **more,
+    }
+
+
+_QWEN_3_5 = {
+    "attn_output_gate": True,
+    "dtype": "bfloat16",
+    "mamba_ssm_dtype": "float32",
+    "model_type": "qwen3_5_moe_text",
+    "mtp_num_hidden_layers": 1,
+    "mtp_use_dedicated_embeddings": False,
+    "rope_parameters": {
+        "mrope_interleaved": True,
+        "mrope_section": [11, 11, 10],
+        "partial_rotary_factor": 0.25,
+        "rope_theta": 10000000,
+        "rope_type": "default",
+    },
+    "vocab_size": 248320,
+}
+_NEXT = {
+    "architectures": ["Qwen3NextForCausalLM"],
+    "bos_token_id": 151643,
+    "decoder_sparse_step": 1,
+    "eos_token_id": 151645,
+    "intermediate_size": 5120,
+    "mlp_only_layers": [],
+    "model_type": "qwen3_next",
+    "norm_topk_prob": True,
+    "num_experts": 512,
+    "num_experts_per_tok": 10,
+    "partial_rotary_factor": 0.25,
+    "rope_scaling": None,
+    "rope_theta": 10000000,
+    "torch_dtype": "bfloat16",
+    "transformers_version": "4.57.0.dev0",
+    "vocab_size": 151936,
+}
+_M_ROPE = ("mrope_interleaved", "mrope_section")
+
 # As `OPENED` in tests/interop/published.py.
 MOE: dict[str, tuple[Any, ...]] = {
     "GLM-4.5-Air": (_glm(4096, 10944, 46, **_AIR), 106_852_251_264),
@@ -150,4 +216,16 @@ MOE: dict[str, tuple[Any, ...]] = {
     "OLMoE-1B-7B-0924": (_OLMOE, 6_919_161_856),
     "granite-3.0-1b-a400m": (_granite(1024, 24, 16, 32, 0.015625, 6.0), 1_334_628_352),
     "granite-3.0-3b-a800m": (_granite(1536, 32, 24, 40, 0.015625, 6.0), 3_298_793_472),
+    "Qwen3-Next-80B-A3B": (_qwen_hybrid(2048, 48, 16, 32, 512, **_NEXT), 79_674_391_296),
+    # The text parts of their folders.
+    "Qwen3.5-35B-A3B": (
+        _qwen_hybrid(2048, 40, 16, 32, 512, **_QWEN_3_5, num_experts=256, num_experts_per_tok=8),
+        34_660_610_688,
+        *_M_ROPE,
+    ),
+    "Qwen3.5-397B-A17B": (
+        _qwen_hybrid(4096, 60, 32, 64, 1024, **_QWEN_3_5, num_experts=512, num_experts_per_tok=10),
+        396_346_350_336,
+        *_M_ROPE,
+    ),
 }

@@ -52,7 +52,9 @@ def _scale_heads(small: Json) -> None:
 def _scale_layers(small: Json) -> None:
     """Keeps at least one layer of every kind."""
     key = next(key for key in ("num_hidden_layers", "n_layer", "n_layers") if key in small)
-    patterns = [small.get(name) for name in ("sliding_window_pattern", "no_rope_layer_interval")]
+    patterns = [
+        small.get(name) for name in ("sliding_window_pattern", "no_rope_layer_interval", "full_attention_interval")
+    ]
     patterns = [len(pattern) if isinstance(pattern, str) else pattern for pattern in patterns]  # "LLLG"
     kinds = small.get("layer_types") or []
     first_full = kinds.index("full_attention") + 1 if len({*kinds}) > 1 else 0

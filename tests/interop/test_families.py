@@ -17,6 +17,7 @@ from haliax import Axis
 
 from jaxlm.core import tree
 from jaxlm.core.errors import ConfigError
+from jaxlm.core.precision import parse_precision
 from jaxlm.core.tracing import tracing
 from jaxlm.core.values.batch_types import TokenBatch
 from jaxlm.interop.hf.family import all_families, family_of_config
@@ -352,6 +353,22 @@ def test_import_and_export_are_bit_for_bit_equal(name, tmp_path):
             assert value.items() <= written.items(), key
         assert key in free or isinstance(value, dict) or value == written or same.get(str(value)) == written, key
     assert open_folder(tmp_path / "ours").config == opened.config
+
+
+@pytest.mark.parametrize("name", ["glm4_moe", pytest.param("minimax_m2", marks=slow)])
+def test_the_bias_of_a_router_is_float32_in_a_bfloat16_model_and_its_files(name, tmp_path):
+    reference(name).save_pretrained(tmp_path / "theirs")
+    opened = open_folder(tmp_path / "theirs")
+    shapes = jax.eval_shape(parse_precision("bf16").cast_to_params, abstract_of(opened.config))
+    model = load_model(tmp_path / "theirs", shapes, opened.config, one_device())
+    exported(tmp_path / "ours", model, opened.config, dtype=jnp.bfloat16)
+    before, after = (SafetensorsFile(tmp_path / side / "model.safetensors") for side in ("theirs", "ours"))
+    biases = [tensor for tensor in after.tensors if tensor.endswith("correction_bias")]
+    assert biases
+    assert after.tensors["model.embed_tokens.weight"].dtype == jnp.bfloat16
+    for tensor in biases:
+        assert after.tensors[tensor].dtype == np.float32
+        np.testing.assert_array_equal(after.view(tensor), before.view(tensor))
 
 
 @pytest.mark.slow

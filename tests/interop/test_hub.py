@@ -12,7 +12,10 @@ from jaxlm.session.load_model import open_model
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 REPOSITORIES = {
-    "owner/both": ["config.json", "model.safetensors", "pytorch_model.bin", "tf_model.h5"],
+    "owner/both": [
+        *("config.json", "model.safetensors", "pytorch_model.bin", "tf_model.h5"),
+        *("consolidated.safetensors", "original/model.safetensors"),
+    ],
     "owner/torch": ["config.json", "pytorch_model.bin"],
 }
 

@@ -19,7 +19,9 @@ SIZES = {"hidden_size": 64, "num_hidden_layers": 8, "max_position_embeddings": 2
 SUMS = ("log_rate", "time_bias")  # over all tokens, of terms that cancel
 
 
-@pytest.fixture(scope="module", params=["qwen3_5", "olmo_hybrid"])
+@pytest.fixture(
+    scope="module", params=["qwen3_5", "olmo_hybrid", "qwen3_5_moe", pytest.param("qwen3_next", marks=pytest.mark.slow)]
+)
 def pair(request, tmp_path_factory):
     """transformers' model with weights of moderate size, and ours."""
     kind, options = CASES[request.param]

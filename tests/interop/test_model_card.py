@@ -17,6 +17,7 @@ from jaxlm.data.tokenizer.tokenizer import load_tokenizer
 from jaxlm.engine.entry import enter_phase
 from jaxlm.interop.hf.folder import save_folder
 from jaxlm.interop.hf.model_card import ModelCard
+from jaxlm.interop.hf.source_folder import NO_SOURCE
 from jaxlm.models.base import vocab_axis
 from jaxlm.models.families.llama import LlamaConfig
 from jaxlm.plan.load_config import decode_run
@@ -198,7 +199,7 @@ def test_exports_are_pushed_and_a_failed_push_ends_nothing(tmp_path, hub):
     assert upload_repository(plan.config) == "mine"
     (phase,) = plan.phases
     hook = ExportHook(
-        *(tmp_path / "out", 1, phase, Exporter(plan, tokenizer, {}, np.float32), lines.append),
+        *(tmp_path / "out", 1, phase, Exporter(plan, tokenizer, NO_SOURCE, np.float32), lines.append),
         latest=lambda: {"eval/loss": 2.5},
         upload="mine",
     )

@@ -1,20 +1,31 @@
 """The text part of multimodal folders: read beside transformers, and exported with the other parts byte for byte."""
 
+import dataclasses
 import json
+import shutil
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxlm.core.errors import ConfigError
+from jaxlm.core.publish import PublishError
+from jaxlm.interop.hf import family, form
+from jaxlm.interop.hf.families import qwen3
+from jaxlm.interop.hf.family import family_of_config
 from jaxlm.interop.hf.folder import load_model, open_folder
+from jaxlm.interop.hf.form import edited_json
 from jaxlm.interop.hf.safetensors_file import SafetensorsFile, TensorInfo, write_safetensors
 from jaxlm.interop.hf.tensor_files import open_tensors
 from jaxlm.interop.hf.weights import fused
+from jaxlm.models.rope import YarnRotary
 from tests.engine.helpers import one_device
 from tests.interop.cases import abstract_of, exported, inputs_of, logits_of
-from tests.interop.multimodal import CASES, reference, saved, source_of
+from tests.interop.multimodal import CASES, VOCAB, reference, saved, source_of
 
+DEFAULT = ("gemma3", "qwen3_vl_moe")
+KINDS = [pytest.param(kind, marks=() if kind in DEFAULT else pytest.mark.slow) for kind in CASES]
 IDS = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
 
 
@@ -58,7 +69,7 @@ def assert_same_tensors(first, second):
         assert ours.view(name).tobytes() == theirs.view(name).tobytes(), name
 
 
-@pytest.mark.parametrize("kind", CASES)
+@pytest.mark.parametrize("kind", KINDS)
 def test_logits_gradients_and_a_bit_equal_export(kind, tmp_path):
     torch = pytest.importorskip("torch")
     pytest.importorskip("transformers")
@@ -89,7 +100,7 @@ def test_logits_gradients_and_a_bit_equal_export(kind, tmp_path):
         np.testing.assert_allclose(found.view(name), wanted.view(name), atol=near, rtol=0, err_msg=name)
 
 
-@pytest.mark.parametrize("kind", CASES)
+@pytest.mark.parametrize("kind", KINDS)
 def test_transformers_loads_a_trained_export(kind, tmp_path):
     torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")
     folder = saved(kind, tmp_path / "hf")
@@ -158,3 +169,157 @@ def test_parts_follow_one_another_or_take_turns(along, interleaved):
     assert table.shape(sizes) == whole.shape
     for number, part in enumerate((gate, up)):
         np.testing.assert_array_equal(table.read(whole, number, sizes, axes), part)
+
+
+def test_a_folder_whose_parts_are_missing_or_changed_is_not_exported(tmp_path):
+    pytest.importorskip("transformers")
+    folder = saved("qwen3_vl", tmp_path / "hf")
+    (model, config), source = load(folder), source_of(folder)
+    name = "model.visual.merger.norm.bias"
+    original = (folder / "model.safetensors").read_bytes()
+
+    def refused(change, message):
+        rewritten(folder, change)
+        with pytest.raises(PublishError, match=message):
+            export(tmp_path / "out", source, model, config)
+        assert not (tmp_path / "out").exists()
+        (folder / "model.safetensors").write_bytes(original)
+
+    refused(lambda n, a: (n, a + (n == name)), rf"cannot copy {name} .*has changed since .*hf_save_parts: text")
+    refused(lambda n, a: (n.replace("visual.merger", "visual.merged"), a), "model.visual.merger.* is missing")
+    refused(lambda n, a: (n, a[:1] if n == name else a), rf"{name} is \[1\] float32, \[16\] float32 expected")
+    (folder / "preprocessor_config.json").write_text("{}")
+    with pytest.raises(PublishError, match=r"cannot copy preprocessor_config.json .*has changed"):
+        export(tmp_path / "out", source, model, config)
+    shutil.rmtree(folder)
+    with pytest.raises(PublishError, match=r"cannot copy model.visual.\* \(27 tensors\) from .*--parts text"):
+        export(tmp_path / "out", source, model, config)
+    alone = export(tmp_path / "alone", source, model, config, parts="text")
+    assert content_of(alone)["model_type"] == "qwen3"
+    assert open_folder(alone).config == config
+
+
+@pytest.mark.parametrize(
+    ("change", "rows", "message"),
+    [
+        ({"num_layers": 3}, VOCAB, r"layers.2.* was absent and is \(32,\)"),
+        ({"intermediate_dim": 44}, VOCAB, r"layers.0.mlp.* was \(.*40.*\) and is \(.*44.*\)"),
+        ({}, 92, r"config.json has vision_end_token_id: 93, and the vocabulary has 92 rows"),
+    ],
+)
+def test_a_model_of_another_structure_cannot_keep_the_parts(change, rows, message, tmp_path):
+    pytest.importorskip("transformers")
+    folder = saved("qwen3_vl", tmp_path / "hf")
+    config = dataclasses.replace(open_folder(folder).config, **change)
+    with pytest.raises(
+        ConfigError, match=rf"cannot keep model.visual.\* \(27 tensors\) .*{message}.*\(jaxlm convert: --parts text\)"
+    ):
+        source_of(folder).check_fits(config, rows)
+    source_of(folder).check_fits(open_folder(folder).config, 94)  # fewer rows than the source
+
+
+def test_changed_keys_are_changed_in_the_text_level_alone(tmp_path):
+    pytest.importorskip("transformers")
+    folder = saved("qwen3_vl", tmp_path / "hf")
+    content = content_of(edited(folder, unknown={"a": [1]}))
+    config = open_folder(folder).config
+    rope = YarnRotary(theta=1e4, factor=2.0, original_max_position_embeddings=48)
+    family = family_of_config(config)
+    longer = edited_json(family, dataclasses.replace(config, seq_len=96, rope=rope), content)
+    text = longer["text_config"]
+    assert text["max_position_embeddings"] == 96
+    assert (text["rope_scaling"]["rope_type"], text["rope_scaling"]["mrope_section"]) == ("yarn", [2, 1, 1])
+    assert {**longer, "text_config": 0} == {**content, "text_config": 0}
+    (folder / "config.json").write_text(json.dumps(longer))
+    assert open_folder(folder).config == dataclasses.replace(config, seq_len=96, rope=rope)
+
+
+def test_the_names_decide_where_the_text_model_is(tmp_path):
+    """Folders that claim to have text alone may have the names of multimodal ones, and the other way round."""
+    pytest.importorskip("transformers")
+    folder = saved("gemma3", tmp_path / "hf")
+    expected, config = load(folder)
+    text = content_of(folder)["text_config"]
+    for start in ("language_model.model.", "model.language_model.", "model."):
+        claims = tmp_path / start
+        shutil.copytree(folder, claims)
+        rewritten(claims, lambda name, array, start=start: (name.replace("language_model.model.", start), array))
+        for content in (content_of(folder), text | {"architectures": ["Gemma3ForCausalLM"]}):
+            (claims / "config.json").write_text(json.dumps(content))
+            model, found = load(claims)
+            assert found == config
+            for one, two in zip(jax.tree.leaves(model), jax.tree.leaves(expected), strict=True):
+                np.testing.assert_array_equal(one, two)
+            out = export(tmp_path / f"out-{start}-{len(content)}", source_of(claims), model, config)
+            assert_same_tensors(out, claims)
+            assert content_of(out) == content
+
+
+def test_other_unknown_tensors_are_still_an_error(tmp_path):
+    pytest.importorskip("transformers")
+    folder = saved("gemma3", tmp_path / "hf")
+    rewritten(folder, lambda name, array: (name.replace("multi_modal_projector", "other_projector"), array))
+    with pytest.raises(ConfigError, match=r"other_projector.* in the file, but not used by the model"):
+        load(folder)
+
+
+def test_older_files_have_the_text_keys_beside_those_of_images(tmp_path):
+    pytest.importorskip("transformers")
+    folder = saved("qwen2_5_vl", tmp_path / "hf")
+    expected, config = load(folder)
+    content = content_of(folder)
+    text = content.pop("text_config")
+    del text["rope_parameters"], text["model_type"]
+    older = text | content | {"rope_theta": 1e4, "rope_scaling": {"type": "mrope", "mrope_section": [1, 1, 2]}}
+    (folder / "config.json").write_text(json.dumps(older))
+    model, found = load(folder)
+    assert found == config
+    np.testing.assert_array_equal(model.tokens.weight.array, expected.tokens.weight.array)
+    out = export(tmp_path / "out", source_of(folder), model, config)
+    assert content_of(out) == older
+    assert open_folder(export(tmp_path / "text", source_of(folder), model, config, parts="text")).config == config
+    narrower = edited_json(family_of_config(config), dataclasses.replace(config, layer_norm_epsilon=1e-3), older)
+    assert narrower == older | {"rms_norm_eps": 1e-3}
+
+
+def test_each_tensor_keeps_its_dtype(tmp_path):
+    """Most are bfloat16; a norm of the text model and one of the tower are not."""
+    pytest.importorskip("transformers")
+    folder = saved("mistral3", tmp_path / "hf")
+    exact = ("model.norm.weight", "vision_tower.ln_pre.weight")
+    rewritten(folder, lambda n, a: (n, a if n.endswith(exact) else a.astype(jnp.bfloat16)))
+    edited(folder, dtype="bfloat16")
+    model, config = load(folder)
+    assert_same_tensors(out := export(tmp_path / "out", source_of(folder), model, config, dtype=None), folder)
+    assert content_of(out) == content_of(folder)
+    out = export(tmp_path / "f16", source_of(folder), model, config, dtype=np.float16)
+    assert content_of(out) == content_of(folder) | {"dtype": "float16"}
+    infos = open_tensors(out).tensors
+    assert {str(info.dtype) for name, info in infos.items() if "language_model" in name} == {"float16"}
+    assert infos["vision_tower.ln_pre.weight"].dtype == np.float32
+
+
+def test_layers_that_predict_further_tokens_are_kept_or_declared_absent(tmp_path, monkeypatch):
+    """A family with names of its own for them, and with layers beyond the last."""
+    pytest.importorskip("transformers")
+    of_family = dataclasses.replace(qwen3.FAMILY, kept=(r"mtp\.",), keeps_later_layers=True)
+    others = tuple(f for f in family.all_families() if f is not qwen3.FAMILY)
+    for module in (family, form):
+        monkeypatch.setattr(module, "all_families", lambda: (of_family, *others))
+    folder = saved("qwen3_vl", tmp_path / "hf")
+    model, config = load(folder)
+    alone = export(tmp_path / "alone", source_of(folder), model, config, parts="text")
+    edited(alone, num_nextn_predict_layers=1)
+    more = {"model.layers.2.eh_proj.weight": np.ones((2, 4), jnp.bfloat16), "mtp.fc.weight": np.ones(3, np.float32)}
+    file = SafetensorsFile(alone / "model.safetensors")
+    arrays = {name: np.array(file.view(name)) for name in file.tensors} | more
+    infos = {name: TensorInfo(array.shape, array.dtype) for name, array in arrays.items()}
+    write_safetensors(alone / "model.safetensors", infos, arrays.values())
+    model, config = load(alone)
+    source = source_of(alone)
+    assert source.kept.keys() == more.keys()
+    assert_same_tensors(out := export(tmp_path / "out", source, model, config), alone)
+    assert content_of(out) == content_of(alone)
+    out = export(tmp_path / "without", source, model, config, parts="text")
+    assert content_of(out) == content_of(alone) | {"num_nextn_predict_layers": 0}
+    assert not open_tensors(out).tensors.keys() & more.keys()

@@ -18,7 +18,7 @@ from jaxlm.interop.hf.family import (
     family_of_config,
 )
 from jaxlm.interop.hf.folder import load_model, open_folder
-from jaxlm.interop.hf.form import edited_json, form_of_json
+from jaxlm.interop.hf.form import edited_json, form_of_json, keys_of
 from jaxlm.models.base import ModelConfig
 from jaxlm.models.families.llama import LlamaConfig
 from jaxlm.models.rope import DynamicRotary
@@ -115,16 +115,26 @@ def test_the_documentation_names_every_family():
         assert sorted(re.findall(r"`(\w+)`", table)) == families, page
 
 
+def test_the_line_counts_in_the_documentation_are_right():
+    root = Path(__file__).parents[2]
+    page = (root / "docs/howto/add-a-family.md").read_text()
+    named = dict(re.findall(r"^\| `(\w+)` \| (\d+) \|", page, re.MULTILINE))
+    for name, count in named.items():
+        source = root / f"src/jaxlm/interop/hf/families/{name}.py"
+        assert source.read_text().count("\n") == int(count) <= 60, name
+    assert f"families/arcee.py`, {named['arcee']} lines" in page
+
+
 def test_every_key_of_transformers_is_read():
     """So a key that is only noted is one that transformers does not know either."""
     transformers = pytest.importorskip("transformers")
     for family in OF_TRANSFORMERS:
-        read = {name for key in family.keys for name in ((key.theirs,) if isinstance(key.theirs, str) else key.theirs)}
+        read = keys_of(family)
         own = type(transformers.AutoConfig.for_model(family.model_types[0])).__annotations__
         assert set(own) - read - SILENT <= NOT_READ.get(family.model_types[0], set()), family.model_types
 
 
-def test_transformers_ignores_the_keys_of_the_notes(tmp_path):
+def test_transformers_ignores_thekeys_of_the_notes(tmp_path):
     """A key in a note is no field of the family's class in transformers, so it cannot have an effect there."""
     transformers = pytest.importorskip("transformers")
     for content, _, *noted in OPENED.values():

@@ -7,6 +7,7 @@ import pytest
 from jaxlm.core import tree
 from jaxlm.core.safe_io import read_json_object
 from jaxlm.data.tokenizer.tokenizer import open_tokenizer
+from jaxlm.interop.hf.source_folder import SourceFolder
 from jaxlm.models.base import vocab_axis
 from jaxlm.models.families.llama import LlamaConfig
 from jaxlm.plan.load_config import decode_run
@@ -74,7 +75,7 @@ def test_transformers_resizes_to_the_same_model_and_reads_the_export(tmp_path, t
     plan, model, _ = started(folder, num_tokens)
     grown = open_tokenizer(str(folder), NEW, None)
     assert grown.vocab_size == len(tokenizer)
-    exporter = Exporter(plan, grown, read_json_object(folder / "config.json"), np.float32)
+    exporter = Exporter(plan, grown, SourceFolder(read_json_object(folder / "config.json")), np.float32)
     exporter.write(tmp_path / "export", model, plan.model, model_card(plan, plan.model, None, {}))
     ours = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "export")
     assert ours.config.vocab_size == len(tokenizer)

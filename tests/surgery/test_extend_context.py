@@ -12,6 +12,7 @@ from jaxlm.core import tree
 from jaxlm.core.errors import ConfigError
 from jaxlm.data.tokenizer.tokenizer import load_tokenizer
 from jaxlm.engine.entry import enter_phase
+from jaxlm.interop.hf.source_folder import NO_SOURCE
 from jaxlm.plan.load_config import decode_run
 from jaxlm.plan.plan import make_plan, plan_phases
 from jaxlm.reading.decode import encode
@@ -138,7 +139,9 @@ def test_transformers_reads_exports_with_the_same_logits(name, tmp_path):
     with plan.layout.use():
         states = [enter_phase(plan.state_builder, one, plan.layout, None)() for one in (plan.phases[0], phase)]
         tokenizer = load_tokenizer(str(tmp_path / "tokenizer"))
-        ExportHook(tmp_path / "out", 1, phase, Exporter(plan, tokenizer, {}, np.float32), print).run(3, states[1])
+        ExportHook(tmp_path / "out", 1, phase, Exporter(plan, tokenizer, NO_SOURCE, np.float32), print).run(
+            3, states[1]
+        )
     folder = tmp_path / "out" / "step-3"
     config = json.loads((folder / "config.json").read_text())
     assert config["max_position_embeddings"] == 128

@@ -17,6 +17,7 @@ from jaxlm.core.errors import ConfigError
 from jaxlm.data.tokenizer.tokenizer import load_tokenizer
 from jaxlm.engine.entry import enter_phase
 from jaxlm.interop.hf.safetensors_file import SafetensorsFile
+from jaxlm.interop.hf.source_folder import NO_SOURCE
 from jaxlm.models.linear import Linear
 from jaxlm.plan.load_config import decode_run
 from jaxlm.plan.plan import make_plan
@@ -117,7 +118,7 @@ def test_a_surgery_brings_leaves_and_merges_itself_into_exports(tmp_path, gains)
         assert not state.model.body.layers.stacked.mlp.down_proj.gain.array.sharding.is_fully_replicated
         # A later phase without a surgery has the same tree.
         tokenizer = load_tokenizer(str(tmp_path / "tokenizer"))
-        ExportHook(tmp_path / "out", 1, second, Exporter(plan, tokenizer, {}, np.float32), print).run(2, state)
+        ExportHook(tmp_path / "out", 1, second, Exporter(plan, tokenizer, NO_SOURCE, np.float32), print).run(2, state)
     written = SafetensorsFile(tmp_path / "out" / "step-2" / "model.safetensors")
     for layer, (gain, weight) in enumerate(zip(gains, leaves[f"{DOWN}.base.weight"].array, strict=True)):
         expected = weight.astype(np.float64) * gain[:, None]

@@ -583,6 +583,17 @@ FUSED = {
     "gpt2": ({"hidden_dim": 32, "num_layers": 2, "num_heads": 4, "seq_len": 64}, "q_proj|v_proj|o_proj"),
     "gpt_neox": ({**SIZES, "num_kv_heads": 4}, "q_proj|k_proj|v_proj|up_proj"),
     "phi3": (SIZES, "k_proj|gate_proj|up_proj|o_proj"),
+    "qwen3_5": (
+        {
+            **SIZES,
+            "attention_interval": 2,
+            "num_state_heads": 2,
+            "num_value_heads": 4,
+            "state_key_dim": 8,
+            "state_value_dim": 12,
+        },
+        "q_proj|v_proj|gate_proj|decay_proj|o_proj",
+    ),
     "mpt": (
         {"hidden_dim": 32, "intermediate_dim": 128, "num_layers": 2, "num_heads": 4, "seq_len": 64},
         "q_proj|v_proj|down_proj",
@@ -631,7 +642,7 @@ def with_adapters(torch, base, folder: Path):
 
 @pytest.mark.slow
 # MPT lays its matrices out as Phi-3 does.
-@pytest.mark.parametrize("family", [*list(FUSED)[:3], pytest.param("mpt", marks=pytest.mark.soak)])
+@pytest.mark.parametrize("family", [*list(FUSED)[:4], pytest.param("mpt", marks=pytest.mark.soak)])
 def test_adapters_of_parts_of_a_matrix_are_those_of_the_whole_in_peft(tmp_path, family):
     """The logits of transformers with them, merged by hand and, if it is installed, in peft; and they are read again."""
     torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")

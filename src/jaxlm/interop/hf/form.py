@@ -88,7 +88,7 @@ def _unknown(content: Mapping[str, Any]) -> str:
     if level is not content:
         given = f"{given} in a folder with model_type '{content.get('model_type')}'"
     known = ", ".join(sorted({kind for f in all_families() for kind in (*f.model_types, *_folder_types(f))}))
-    read = {key for family in all_families() for key in _keys_of(family)}
+    read = {key for family in all_families() for key in keys_of(family)}
     parts = [
         f"{part} ({', '.join(found)})"
         for pattern, part in _PARTS
@@ -120,7 +120,7 @@ def _near(level: Mapping[str, Any]) -> str:
 
 def _distance(family: Family, level: Mapping[str, Any]) -> tuple[int, list[str]] | None:
     """The number of keys that only a family or only a config.json has, and the latter; None if it cannot read the others."""
-    names = _keys_of(family)
+    names = keys_of(family)
     if "hidden_size" not in level or key_problems(family, level) or sort_unread(level, set(level) - names)[0]:
         return None
     unread = sorted(set(level) - names - SILENT)
@@ -197,10 +197,11 @@ def edited_json(family: Family, config: ModelConfig, source: Mapping[str, Any], 
     # The source says it in several ways, of which only some were changed. The family's keys become those that it writes.
     kinds = () if form.part is None else ("architectures", "model_type", "auto_map")
     written = {key: value for key, value in after.items() if key not in kinds}
-    return edited(written, _keys_of(family) - set(written)) or after
+    return edited(written, keys_of(family) - set(written)) or after
 
 
-def _keys_of(family: Family) -> set[str]:
+def keys_of(family: Family) -> set[str]:
+    """The keys of config.json that a family reads, by all of their names."""
     names = (key.theirs if isinstance(key, KeyGroup) else (key.theirs,) for key in family.keys)
     return {*family.aliases, *(name for one in names for name in one)}
 

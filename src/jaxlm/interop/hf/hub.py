@@ -12,6 +12,8 @@ from jaxlm.interop.torch.torch_file import TORCH_SUFFIXES
 _SMALL_FILES = ["*.json", "*.jinja", "tokenizer.model", "*.txt"]
 _REPOSITORY = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?(@[^\s@]+)?")
 _SAFETENSORS, _TORCH = "*.safetensors", "pytorch_model*.bin"
+# Copies of the weights in other forms, which may be as large as the others.
+_COPIES = ["*/*.safetensors", "*/*.bin", "consolidated*"]
 
 
 def may_be_repository(name: str) -> bool:
@@ -117,7 +119,9 @@ def _download(name: str, *, weights: bool) -> Path:
 
     def copy(*patterns: str) -> Path:
         allowed = [*_SMALL_FILES, *patterns]
-        return Path(snapshot_download(repository, revision=revision or None, allow_patterns=allowed))
+        return Path(
+            snapshot_download(repository, revision=revision or None, allow_patterns=allowed, ignore_patterns=_COPIES)
+        )
 
     if not weights:
         return copy()

@@ -7,7 +7,7 @@ from typing import Any
 
 from jaxlm.core.errors import ConfigError
 from jaxlm.interop.hf.family import REQUIRED, FixedKey, Json, JsonKey, KeyGroup, unfollowed
-from jaxlm.interop.hf.text_part import SECTIONS
+from jaxlm.interop.hf.text_part import IN_SECTIONS, SECTIONS
 from jaxlm.models.activations import ACTIVATIONS
 from jaxlm.models.decoders.pre_norm import local_in_groups
 from jaxlm.models.rope import (
@@ -41,11 +41,10 @@ _REQUIRED = {
 }
 
 _MSCALES = ("mscale", "mscale_all_dim")
-_IN_SECTIONS = "mrope"  # a type of older files: text is rotated without scaling
 _NOT_OF_TEXT = ("attention_scaling",)  # a key of frameworks that no text model uses
 _ORIGINAL = "original_max_position_embeddings"
 _STRETCHED = ("llama3", "yarn", "longrope")  # the types that read it
-_LOCAL, _GLOBAL, _LINEAR = "sliding_attention", "full_attention", "linear_attention"
+_LOCAL, _GLOBAL = "sliding_attention", "full_attention"
 # Fields that transformers takes from the model's own keys.
 _NOT_WRITTEN = {"dynamic": ("original_max_position_embeddings",)}
 
@@ -224,11 +223,8 @@ def same_keys(**defaults: Any) -> tuple[JsonKey, ...]:
 
 def use_bias(default: bool) -> KeyGroup:
     """One key for the biases of attention and MLP. Args: default: its value if it is missing."""
-
-    def to_ours(theirs: Mapping[str, Any]) -> Json:
-        return dict.fromkeys(("attention_bias", "mlp_bias"), theirs.get("use_bias", default))
-
-    return KeyGroup(("use_bias",), to_ours, lambda config: {"use_bias": config.attention_bias})
+    both = lambda theirs: dict.fromkeys(("attention_bias", "mlp_bias"), theirs.get("use_bias", default))  # noqa: E731
+    return KeyGroup(("use_bias",), both, lambda config: {"use_bias": config.attention_bias})
 
 
 def causality() -> KeyGroup:
@@ -308,7 +304,7 @@ def _followed(
         unread = dict.fromkeys(sorted(set(settings) - read), f"the type '{kind}' has no such key")
         if not rotates_part and settings["partial_rotary_factor"] != 1.0:
             unread["partial_rotary_factor"] = "transformers rotates all features of this family's heads"
-    if settings.get("type") not in (None, kind, _IN_SECTIONS):
+    if settings.get("type") not in (None, kind, IN_SECTIONS):
         unread["type"] = f"transformers follows rope_type, which is {kind}"
     if outer is not None and kind == "yarn":
         followed["truncate"] = outer.get("truncate", True)
@@ -326,7 +322,7 @@ def _followed(
 
 def _rope_type(settings: Mapping[str, Any]) -> str:
     kind = settings.get("rope_type") or settings.get("type") or "default"
-    return "default" if kind == _IN_SECTIONS else kind
+    return "default" if kind == IN_SECTIONS else kind
 
 
 def rope_from_json(settings: Mapping[str, Any], config: Mapping[str, Any]) -> RotaryConfig:
@@ -547,16 +543,13 @@ def window_pattern(
 
     def local_of(theirs: Mapping[str, Any]) -> list[int]:
         local = local_layers(theirs)  # newer files list the layers, and may keep the old key
-        if local is not None:
-            return local
-        if theirs.get("sliding_window", window) is None:
-            return []
+        if local is not None or theirs.get("sliding_window", window) is None:
+            return local or []
         pattern = theirs.get(key or "") or default
         return list(range(theirs["num_hidden_layers"])) if pattern is None else every(theirs, pattern)
 
     def to_ours(theirs: Mapping[str, Any]) -> Json:
-        local = local_of(theirs)
-        listed = theirs.get("layer_types") is not None
+        local, listed = local_of(theirs), theirs.get("layer_types") is not None
         globals_ = [layer for layer in range(theirs["num_hidden_layers"]) if layer not in local]
         pattern = default if listed else theirs.get(key or "") or default
         if globals_:
@@ -577,29 +570,3 @@ def window_pattern(
         return {"sliding_window": config.sliding_window, "layer_types": layer_types(config)}
 
     return KeyGroup(("sliding_window", *patterns, "layer_types"), to_ours, to_theirs, notes)
-
-
-def hybrid_layers(default: int = 4) -> KeyGroup:
-    """Returns the keys for which layers have attention. Args: default: the interval if there are none."""
-
-    def to_ours(theirs: Mapping[str, Any]) -> Json:
-        num_layers, every = theirs["num_hidden_layers"], theirs.get("full_attention_interval", default)
-        types = theirs.get("layer_types")
-        if types is None:
-            return {"attention_interval": every}
-        if len(types) != num_layers or not {*types} <= {_LINEAR, _GLOBAL}:
-            raise ConfigError(
-                f"layer_types: {types} given; {_LINEAR} or {_GLOBAL} expected for each of {num_layers} layers"
-            )
-        listed = [layer for layer, kind in enumerate(types) if kind == _GLOBAL]
-        first = listed[0] + 1 if listed else num_layers + 1
-        if listed == list(range(first - 1, num_layers, first)):
-            return {"attention_interval": first}
-        return {"attention_interval": None, "attention_layers": listed}
-
-    def to_theirs(config: Any) -> Json:
-        types = [_GLOBAL if layer in config.with_attention else _LINEAR for layer in range(config.num_layers)]
-        every = config.attention_interval
-        return {"layer_types": types} | ({} if every is None else {"full_attention_interval": every})
-
-    return KeyGroup(("layer_types", "full_attention_interval"), to_ours, to_theirs)

@@ -24,7 +24,7 @@ from jaxlm.interop.hf.hub import local_folder, repository_of
 from jaxlm.interop.hf.load import differing_head
 from jaxlm.interop.hf.safetensors_file import TensorInfo
 from jaxlm.interop.hf.tensor_files import NamedTensors, TensorSource, most_common_dtype, open_tensors
-from jaxlm.interop.hf.text_part import AS_IN_TABLE, IN_TRANSFORMERS, Modules, Names
+from jaxlm.interop.hf.text_part import AS_IN_TABLE, IN_TRANSFORMERS, Modules, Names, without_sections
 from jaxlm.interop.hf.weights import expanded
 from jaxlm.models.base import LanguageModel, ModelConfig, as_family, vocab_axis
 
@@ -220,12 +220,15 @@ class SourceFolder:
         if not self.config or (form := self.form) is None:
             return self
         dtypes = {self.names.in_table(name): dtype for name, dtype in self.dtypes.items()}
-        config = {} if form.part else {**self.config, **{key: 0 for key in _MTP if self.config.get(key)}}
-        layout = 0 if form.part else self.layout
+        config, layout = form.level(self.config), self.layout
+        if form.part:
+            kind = {"model_type": form.family.model_types[0], "architectures": [form.family.architecture]}
+            config, layout = {**without_sections(config), **kind}, 0
+        config |= {key: 0 for key in _MTP if config.get(key)}
         return SourceFolder(config, self.location, Names(), layout, self.untied, self.dtype, dtypes)
 
-    def dtype_of(self, dtype: Any) -> Callable[[str], np.dtype]:
-        """Tensor name -> its dtype in an export.
+    def dtype_of(self, dtype: Any) -> Callable[[str, bool], np.dtype]:
+        """(Name of a tensor, whether its parameters are float32 in each precision) -> its dtype in an export.
 
         Args:
             dtype: of all tensors; None for the source's.
@@ -234,13 +237,13 @@ class SourceFolder:
             ConfigError: the source's dtypes are not known.
         """
         if dtype is not None:
-            return lambda _: np.dtype(dtype)
+            return lambda _, is_float32: np.dtype(np.float32 if is_float32 else dtype)
         if not self.dtype:
             raise ConfigError(
                 "hf_save_dtype (--dtype): source given, but the model was not made from a folder in Hugging Face format, or"
                 " by a version of jaxlm that did not save its dtypes. Give float32, bfloat16 or float16"
             )
-        return lambda name: np.dtype(jnp.dtype(self.dtypes.get(name, self.dtype)))
+        return lambda name, _: np.dtype(jnp.dtype(self.dtypes.get(name, self.dtype)))
 
 
 @dataclass(frozen=True)

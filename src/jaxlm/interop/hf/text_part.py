@@ -26,7 +26,9 @@ transformers, which ties the embeddings of the whole model."""
 _OF_OTHERS = re.compile("vision|image|video|audio")  # keys of the other parts, in files without a text level
 SECTIONS = {"mrope_section", "mrope_interleaved"}
 """Keys of rotary embeddings that say which features have which of an image's positions."""
-_ROTATIONS = ("rope_parameters", "rope_scaling")
+IN_SECTIONS = "mrope"
+"""A type of rotary embeddings in older files. Text is rotated without scaling."""
+_ROTATIONS = {"rope_parameters", "rope_scaling"}
 
 
 @dataclass(frozen=True)
@@ -65,6 +67,15 @@ class TextPart:
             level = {**either, **inner, **tied}
         in_rotation = {name for key in _ROTATIONS for name in level.get(key) or {}}
         return {**{key: value for key, value in self.defaults.items() if key not in in_rotation}, **level}
+
+
+def without_sections(level: Mapping[str, Any]) -> Json:
+    """The keys of a text model without those about the positions of images."""
+    kept = {key: value for key, value in level.items() if key not in _ROTATIONS}
+    for key in _ROTATIONS & level.keys():
+        rotation = {k: v for k, v in (level[key] or {}).items() if k not in SECTIONS and v != IN_SECTIONS}
+        kept[key] = rotation or None
+    return kept
 
 
 def pixtral_part(*text_types: str | None, **defaults: Any) -> TextPart:

@@ -12,8 +12,10 @@ import jax.numpy as jnp
 import numpy as np
 from haliax import Axis
 
+from jaxlm.core import tree
 from jaxlm.core.axes import BATCH, POSITION
 from jaxlm.core.errors import ConfigError
+from jaxlm.core.parameters import declared
 from jaxlm.core.safe_io import read_json_object
 from jaxlm.core.sharding import Layout
 from jaxlm.interop.hf.classifier import is_reward_model, read_score
@@ -59,9 +61,14 @@ def verify_folder(folder: Path, model: LanguageModel, config: ModelConfig, layou
 
 
 def _rounded(model: LanguageModel, dtype: Any) -> LanguageModel:
-    """In float32, with the precision of `dtype`. Integers stay as they are."""
-    is_float = lambda x: jnp.issubdtype(x.dtype, jnp.floating)  # noqa: E731
-    return jax.tree.map(lambda x: x.astype(dtype).astype(jnp.float32) if is_float(x) else x, model)
+    """In float32, with the precision of `dtype`. Integers stay as they are, and so do parameters that are always float32."""
+    exact = {path for path, parameter in declared(model).items() if parameter.float32}
+
+    def rounded(path: str, x: Any) -> Any:
+        is_float = jnp.issubdtype(x.dtype, jnp.floating) and path not in exact
+        return x.astype(dtype).astype(jnp.float32) if is_float else x
+
+    return tree.map_leaves(rounded, model)
 
 
 def _verify_scores(folder: Path, model: LanguageModel, seq_len: int, layout: Layout) -> str:
@@ -151,7 +158,8 @@ def _transformers(folder: Path) -> tuple[str, Callable[..., Any], Callable[..., 
     import torch  # pyright: ignore[reportMissingImports] - extras
     import transformers  # pyright: ignore[reportMissingImports]
 
-    classes: Any = transformers.AutoModelForCausalLM  # code in the folder is ours
+    (name,) = read_json_object(folder / "config.json")["architectures"]
+    classes: Any = getattr(transformers, name, transformers.AutoModelForCausalLM)  # code in the folder is ours
     model = classes.from_pretrained(folder, dtype=torch.float32, trust_remote_code=True).eval()
 
     def logits(ids: np.ndarray) -> np.ndarray:

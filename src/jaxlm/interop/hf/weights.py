@@ -19,6 +19,7 @@ import numpy as np
 
 from jaxlm.core import tree
 from jaxlm.core.axes import EXPERTS, LAYERS, VALUE_LAYERS
+from jaxlm.core.parameters import declared
 from jaxlm.core.sharding import Layout
 from jaxlm.interop.hf.safetensors_file import TensorInfo, in_shards, shard_names, write_safetensors
 from jaxlm.interop.hf.tensor_files import TensorSource
@@ -361,20 +362,22 @@ class TensorWriter:
         model: LanguageModel,
         tensors: Any,
         layout: Layout,
-        dtype: Callable[[str], np.dtype],
+        dtype: Callable[[str, bool], np.dtype],
         left_out: Collection[str] = (),
     ):
-        """Args: dtype: tensor name -> dtype in the files. left_out: paths of parameters that no tensor has."""
+        """Args: dtype: (name of a tensor, whether its parameters are float32 in each precision) -> dtype in the files.
+        left_out: paths of parameters that no tensor has."""
         leaves = [(path, leaf) for path, leaf in tree.leaves(model) if path not in left_out]
         self._leaves = dict(leaves)
         self._layout = layout
+        self._float32 = {path for path, parameter in declared(model).items() if parameter.float32}
         self._places: dict[str, tuple[Tensor, tuple[int, ...]]] = {
             name: (tensor, indices) for name, tensor, indices in expanded(tensors, self._sizes)
         }
         written = {part.path for tensor in tensors for part in tensor.parts}
         assert written == set(self._leaves), f"not in the table of weights: {sorted(written ^ set(self._leaves))}"
         self.infos = {
-            name: TensorInfo(tensor.shape(self._sizes(tensor)), self._stored(tensor, dtype(name)))
+            name: TensorInfo(tensor.shape(self._sizes(tensor)), self._stored(name, tensor, dtype))
             for name, (tensor, _) in self._places.items()
         }
         self._left = dict.fromkeys(self.infos)  # tensors that have not been converted
@@ -420,10 +423,11 @@ class TensorWriter:
     def _sizes(self, tensor: Tensor) -> Sizes:
         return tensor.sizes(self._leaves)
 
-    def _stored(self, tensor: Tensor, dtype: np.dtype) -> np.dtype:
+    def _stored(self, name: str, tensor: Tensor, dtype: Callable[[str, bool], np.dtype]) -> np.dtype:
         """The dtype in the files: integers keep theirs."""
         leaf = self._leaves[tensor.parts[0].path]
-        return dtype if tree.is_inexact(leaf) else np.dtype(leaf.dtype)
+        is_float32 = any(part.path in self._float32 for part in tensor.parts)
+        return dtype(name, is_float32) if tree.is_inexact(leaf) else np.dtype(leaf.dtype)
 
     def _on_host(self, leaf: hax.NamedArray, stacked: Sequence[str], numbers: tuple[int, ...]) -> np.ndarray:
         names = [axis.name for axis in leaf.axes]

@@ -144,19 +144,24 @@ class MoeConfig(ExpertsConfig):
     def block(self, *, key: jax.Array) -> MoeBlock:
         keys = jax.random.split(key, 8)
         chosen = experts(self, keys[4:])
-        shared = self._shared_expert(jax.random.fold_in(key, 1)) if self.shared_expert_intermediate_dim else None
+        has_shared = self.shared_expert_intermediate_dim > 0
+        shared = (
+            shared_expert(self, jax.random.fold_in(key, 1), gate=self.shared_expert_has_gate) if has_shared else None
+        )
         attn, scale = self.attention(keys[:4]), self.residual_multiplier
         return MoeBlock(rms_norm(self), attn, rms_norm(self), chosen, shared, residual_scale=scale)
 
-    def _shared_expert(self, key: jax.Array) -> SharedExpert:
-        keys = jax.random.split(key, 4)
-        gate = hax.random.normal(keys[3], self.Embed) * self.initializer_range if self.shared_expert_has_gate else None
-        Features = Axis(SHARED_MLP, self.shared_expert_intermediate_dim)
-        return SharedExpert(gated_mlp(self, keys[:3], Features=Features), gate)
+
+def shared_expert(config: Any, key: jax.Array, *, gate: bool) -> SharedExpert:
+    """Initializes the expert that all tokens share. Args: gate: whether it has one."""
+    keys = jax.random.split(key, 4)
+    vector = hax.random.normal(keys[3], config.Embed) * config.initializer_range if gate else None
+    Features = Axis(SHARED_MLP, config.shared_expert_intermediate_dim)
+    return SharedExpert(gated_mlp(config, keys[:3], Features=Features), vector)
 
 
-def experts(config: MoeConfig, keys: jax.Array) -> Experts:
-    """Initializes the router and the experts of a layer. Takes four keys."""
+def experts(config: Any, keys: jax.Array) -> Experts:
+    """Initializes the router and the experts of a layer of a config with the keys of `MoeConfig`. Takes four keys."""
     std, Embed, Mlp, Expert = config.initializer_range, config.Embed, config.Mlp, Axis(EXPERTS, config.num_experts)
     routing, router = config.routing(), Linear.init(Embed, Axis(ROUTES, config.num_experts), std=std, key=keys[0])
     return Experts(
@@ -169,7 +174,7 @@ def experts(config: MoeConfig, keys: jax.Array) -> Experts:
     )
 
 
-def softmax_routing(config: MoeConfig, *, normalised: bool) -> SoftmaxRouter:
+def softmax_routing(config: Any, *, normalised: bool) -> SoftmaxRouter:
     """A router by probabilities. Args: normalised: those of a token's experts are normalized to sum to 1."""
     return SoftmaxRouter(
         num_chosen=config.num_experts_per_token,

@@ -245,7 +245,7 @@ def save_nanochat(folder: Path, model: LanguageModel, config: ModelConfig, layou
         ) from error
     name, meta = f"model_{step:06d}.pt", f"meta_{step:06d}.json"
     check_unused(folder, meta)
-    writer = TensorWriter(model, weight_table(config), layout, lambda _: np.dtype(np.float32))
+    writer = TensorWriter(model, weight_table(config), layout, lambda *_: np.dtype(np.float32))
     if not is_main_process():
         return writer.join_others()
     rows = padded_vocab_size(dataclasses.replace(config, pad_vocab_to_multiple_of=_VOCAB_MULTIPLE), model.Vocab.size)

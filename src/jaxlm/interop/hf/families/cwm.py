@@ -15,7 +15,8 @@ from jaxlm.models.decoders.pre_norm import PatternConfig
 from jaxlm.models.rope import Llama3Rotary, RotaryConfig
 from jaxlm.reading.choices import choice
 
-_ROPE = {"factor": 16.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+_SCALED = {"factor": 16.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+_ROPE = {"rope_type": "llama3", **_SCALED}
 
 
 @choice(ModelConfig, "cwm")
@@ -24,8 +25,7 @@ class CwmConfig(PatternConfig, LlamaBlocks):
 
     Attributes:
         rope: rotary position embedding of queries and keys.
-        sliding_window_pattern: layers are grouped by this number; the first of each group is global (full attention), the
-            others are local (sliding window). Null if `local_layers` is set.
+        sliding_window_pattern: layers are grouped by this number; the first of each group is global, the others are local.
     """
 
     seq_len: PositiveInt = 8192
@@ -34,7 +34,7 @@ class CwmConfig(PatternConfig, LlamaBlocks):
     num_layers: NumLayers = 64
     num_heads: PositiveInt = 48
     num_kv_heads: PositiveInt | None = 8
-    rope: RotaryConfig = field(default_factory=lambda: Llama3Rotary(theta=1e6, **_ROPE))
+    rope: RotaryConfig = field(default_factory=lambda: Llama3Rotary(theta=1e6, **_SCALED))
     sliding_window: PositiveInt | None = 8192
     sliding_window_pattern: PositiveInt | None = 4
     mlp_bias: bool = False
@@ -50,9 +50,7 @@ FAMILY = Family(
     architecture="CwmForCausalLM",
     config=CwmConfig,
     keys=(
-        *usual_keys(
-            length=131072, eps_default=1e-5, head=128, rotary=rope(1e6, unset={"rope_type": "llama3", **_ROPE})
-        ),
+        *usual_keys(length=131072, eps_default=1e-5, head=128, rotary=rope(1e6, unset=_ROPE)),
         window_pattern(4, window=8192, first_is_global=True),
         *same_keys(mlp_bias=False),
         FixedKey("attention_dropout", 0.0),

@@ -22,8 +22,7 @@ class MinistralConfig(PatternConfig, LlamaBlocks):
 
     Attributes:
         rope: rotary position embedding of queries and keys.
-        sliding_window_pattern: layers are grouped by this number; the first of each group is global (full attention), the
-            others are local (sliding window). Null if `local_layers` is set.
+        sliding_window_pattern: layers are grouped by this number; the first of each group is global, the others are local.
     """
 
     seq_len: PositiveInt = 32768

@@ -14,7 +14,8 @@ import jax.numpy as jnp
 from jaxlm.core.field_types import NonNegativeFloat, NumLayers, PositiveInt
 from jaxlm.interop.hf.families.qwen3_5 import state_tensors
 from jaxlm.interop.hf.family import Family, FixedKey, Json, JsonKey, KeyGroup
-from jaxlm.interop.hf.shared_keys import activation, hybrid_layers, kv_heads, rope, size_keys
+from jaxlm.interop.hf.hybrid_keys import hybrid_layers
+from jaxlm.interop.hf.shared_keys import activation, kv_heads, rope, size_keys
 from jaxlm.interop.hf.weights import (
     BLOCK,
     Tensor,

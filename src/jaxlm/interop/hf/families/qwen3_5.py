@@ -3,6 +3,7 @@
 Source: Qwen team 2025, "Qwen3-Next" and "Qwen3.5"; gates after attention: Qiu et al. 2025 (arXiv:2505.06708).
 """
 
+import abc
 from collections.abc import Iterator
 from dataclasses import field
 
@@ -10,7 +11,8 @@ import jax
 
 from jaxlm.core.field_types import NonNegativeFloat, NumLayers, PositiveInt
 from jaxlm.interop.hf.family import Family, FixedKey, JsonKey, KeyGroup
-from jaxlm.interop.hf.shared_keys import hybrid_layers, rope, usual_keys
+from jaxlm.interop.hf.hybrid_keys import hybrid_layers
+from jaxlm.interop.hf.shared_keys import rope, usual_keys
 from jaxlm.interop.hf.text_part import TextPart
 from jaxlm.interop.hf.weights import (
     BLOCK,
@@ -29,13 +31,45 @@ from jaxlm.models.decoder import gated_mlp as initial_mlp
 from jaxlm.models.decoders.hybrid import HybridConfig, gated_delta_net
 from jaxlm.models.linear import Linear
 from jaxlm.models.mixers.attention import SelfAttention
+from jaxlm.models.mixers.base import Mixer
 from jaxlm.models.norms import RMSNorm
 from jaxlm.models.rope import DefaultRotary, RotaryConfig
+from jaxlm.models.stacks import Block
 from jaxlm.reading.choices import choice
 
 
+class QwenHybridConfig(HybridConfig):
+    """What Qwen's hybrid families share: norms that start as 1 + 0, gates after attention, and recurrent layers."""
+
+    @abc.abstractmethod
+    def layer(self, mixer: Mixer, *, key: jax.Array) -> Block:
+        """Initializes a layer with this mixer."""
+
+    def norm(self) -> RMSNorm:
+        return RMSNorm.init(self.Embed, self.layer_norm_epsilon, offset=1.0)
+
+    def attention(self, keys: jax.Array) -> SelfAttention:
+        """Initializes the attention of one layer, with norms over each head and a gate for each feature. Takes five keys."""
+        q_norm, k_norm = (RMSNorm.init(self.HeadSize, self.layer_norm_epsilon, offset=1.0) for _ in range(2))
+        gate = Linear.init(self.Embed, (self.Heads, self.HeadSize), std=self.initializer_range, key=keys[4])
+        maps = projections(self, keys[:4], qkv_bias=False, out_bias=False)
+        return SelfAttention(**maps, q_norm=q_norm, k_norm=k_norm, gate_proj=gate)
+
+    def block(self, *, key: jax.Array) -> Block:
+        keys = jax.random.split(key, 6)
+        return self.layer(self.attention(keys[:5]), key=keys[5])
+
+    def recurrent_block(self, *, key: jax.Array) -> Block:
+        keys = jax.random.split(key, 2)
+        return self.layer(gated_delta_net(self, keys[0], norm_eps=self.layer_norm_epsilon), key=keys[1])
+
+    @property
+    def gate_weights(self) -> int:
+        return self.hidden_dim * self.num_heads * self.HeadSize.size
+
+
 @choice(ModelConfig, "qwen3_5")
-class Qwen35Config(HybridConfig):
+class Qwen35Config(QwenHybridConfig):
     """Qwen3.5, dense. The defaults are Qwen3.5 0.8B with a shorter context length."""
 
     seq_len: PositiveInt = 32768
@@ -49,32 +83,13 @@ class Qwen35Config(HybridConfig):
     tie_word_embeddings: bool = True
     rope: RotaryConfig = field(default_factory=lambda: DefaultRotary(theta=1e7, partial_rotary_factor=0.25))
 
-    def norm(self) -> RMSNorm:
-        return RMSNorm.init(self.Embed, self.layer_norm_epsilon, offset=1.0)
-
-    def attention(self, keys: jax.Array) -> SelfAttention:
-        """Initializes the attention of one layer, with norms over each head and a gate for each feature. Takes five keys."""
-        q_norm, k_norm = (RMSNorm.init(self.HeadSize, self.layer_norm_epsilon, offset=1.0) for _ in range(2))
-        gate = Linear.init(self.Embed, (self.Heads, self.HeadSize), std=self.initializer_range, key=keys[4])
-        maps = projections(self, keys[:4], qkv_bias=False, out_bias=False)
-        return SelfAttention(**maps, q_norm=q_norm, k_norm=k_norm, gate_proj=gate)
-
-    def block(self, *, key: jax.Array) -> DecoderBlock:
-        keys = jax.random.split(key, 8)
-        return DecoderBlock(self.norm(), self.attention(keys[:5]), self.norm(), initial_mlp(self, keys[5:]))
-
-    def recurrent_block(self, *, key: jax.Array) -> DecoderBlock:
-        keys = jax.random.split(key, 4)
-        mixer = gated_delta_net(self, keys[0], norm_eps=self.layer_norm_epsilon)
-        return DecoderBlock(self.norm(), mixer, self.norm(), initial_mlp(self, keys[1:]))
-
-    @property
-    def gate_weights(self) -> int:
-        return self.hidden_dim * self.num_heads * self.HeadSize.size
+    def layer(self, mixer: Mixer, *, key: jax.Array) -> DecoderBlock:
+        return DecoderBlock(self.norm(), mixer, self.norm(), initial_mlp(self, jax.random.split(key, 3)))
 
 
 _SELF, _STATE = "model.layers.{layer}.self_attn.", "model.layers.{layer}.linear_attn."
 _KEYS, _VALUES = "state_heads state_key", "state_heads state_group head_size"
+_PARTS = {"q": _KEYS, "k": _KEYS, "v": _VALUES}
 
 
 def attention_tensors() -> Iterator[Tensor]:
@@ -89,15 +104,21 @@ def attention_tensors() -> Iterator[Tensor]:
 
 def recurrent_tensors() -> Iterator[Tensor]:
     """Queries, keys and values as one matrix and as one filter."""
-    parts = {"q": _KEYS, "k": _KEYS, "v": _VALUES}
     yield fused(
-        f"{_STATE}in_proj_qkv.weight", {f"{BLOCK}attn.{n}_proj.weight": f"{out} | embed" for n, out in parts.items()}
+        f"{_STATE}in_proj_qkv.weight", {f"{BLOCK}attn.{n}_proj.weight": f"{out} | embed" for n, out in _PARTS.items()}
     )
-    yield fused(f"{_STATE}conv1d.weight", {f"{BLOCK}attn.{n}_conv": f"{out} | | conv_taps" for n, out in parts.items()})
+    yield conv_tensor()
     yield single(f"{_STATE}in_proj_z.weight", f"{BLOCK}attn.gate_proj.weight", f"{_VALUES} | embed")
     yield single(f"{_STATE}in_proj_b.weight", f"{BLOCK}attn.beta_proj.weight", "state_heads state_group | embed")
     yield single(f"{_STATE}in_proj_a.weight", f"{BLOCK}attn.decay_proj.weight", "state_heads state_group | embed")
     yield from state_tensors("norm", "out_proj")
+
+
+def conv_tensor() -> Tensor:
+    """The filters of queries, keys and values, one after the other."""
+    return fused(
+        f"{_STATE}conv1d.weight", {f"{BLOCK}attn.{n}_conv": f"{out} | | conv_taps" for n, out in _PARTS.items()}
+    )
 
 
 def state_tensors(norm: str, out: str) -> Iterator[Tensor]:
@@ -122,6 +143,18 @@ def qwen_hybrid_keys(*, state_heads: int = 16, value_heads: int = 32) -> tuple[J
     )
 
 
+def qwen3_5_keys() -> tuple[FixedKey | KeyGroup, ...]:
+    """The keys of Qwen3.5 that others do not have."""
+    return (
+        FixedKey("attn_output_gate", True),
+        # Of the norm's gate in recurrent layers, in 3.6 and 3.8. That of attention is a sigmoid all the same.
+        FixedKey("output_gate_type", "swish", others=("silu",)),
+        FixedKey("mamba_ssm_dtype", "float32"),
+        # Its layers are kept, but not computed.
+        KeyGroup(("mtp_num_hidden_layers", "mtp_use_dedicated_embeddings"), lambda _: {}, lambda _: {}),
+    )
+
+
 FAMILY = Family(
     model_types=("qwen3_5_text",),
     architecture="Qwen3_5ForCausalLM",
@@ -129,12 +162,7 @@ FAMILY = Family(
     keys=(
         *usual_keys(length=32768, head=256, rotary=rope(partial=0.25, rotates_part=True)),
         *qwen_hybrid_keys(),
-        FixedKey("attn_output_gate", True),
-        # Of the norm's gate in recurrent layers, in 3.6 and 3.8. That of attention is a sigmoid all the same.
-        FixedKey("output_gate_type", "swish", others=("silu",)),
-        FixedKey("mamba_ssm_dtype", "float32"),
-        # Its layers are kept, but not computed.
-        KeyGroup(("mtp_num_hidden_layers", "mtp_use_dedicated_embeddings"), lambda _: {}, lambda _: {}),
+        *qwen3_5_keys(),
     ),
     tensors=lambda config: tuple(
         in_stacks(
