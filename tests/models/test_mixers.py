@@ -25,17 +25,29 @@ from tests.engine.helpers import layout
 from tests.models.recurrent import RecurrentConfig
 
 SIZES = {"seq_len": 208, "hidden_dim": 16, "intermediate_dim": 24, "num_layers": 4, "num_heads": 4, "num_kv_heads": 2}
-# Keys of unit length: with fewer features, or more layers, random weights make more of a rounding error than the tests allow.
-STATES = {"num_state_heads": 2, "num_value_heads": 4, "state_key_dim": 16, "state_value_dim": 8}
-TWO_LAYERS = SIZES | {"num_layers": 2, "attention_interval": 2}
+STATES = {"num_state_heads": 2, "num_value_heads": 4, "state_key_dim": 8, "state_value_dim": 8, "attention_interval": 2}
 MODELS = {
     "attention": LlamaConfig(**SIZES),
     "recurrent": RecurrentConfig(**SIZES),
-    "gated delta net": Qwen35Config(**TWO_LAYERS, **STATES, head_dim=8),
+    "gated delta net": Qwen35Config(**SIZES, head_dim=8, **STATES),
 }
+SLOW_DECAY = {"log_rate": np.log(0.05)}  # with a fast one, nothing is left to leak into another document
 CASES = pytest.mark.parametrize("name", MODELS)
 LENGTHS = (1, 3, 63, 64, 65)
 PADDING = 6  # in front, and behind
+
+RECOMPUTED = {"gated delta net": 1e-5}  # gradients of decays are sums that cancel: 1.2e-6 measured
+
+
+@pytest.fixture
+def initial(built):
+    """The model of a config, with random parameters."""
+
+    def slowed(path, leaf):
+        value = SLOW_DECAY.get(path.rpartition(".")[2])
+        return leaf if value is None else hax.full_like(leaf, value)
+
+    return lambda config: tree.map_leaves(slowed, built(config))
 
 
 def inputs_of(rows, length, before=0):
@@ -64,8 +76,8 @@ def final(model, inputs, cache=None):
 
 
 @CASES
-def test_documents_of_a_row_are_as_alone(name, built):
-    model, texts = built(MODELS[name]), documents()
+def test_documents_of_a_row_are_as_alone(name, initial):
+    model, texts = initial(MODELS[name]), documents()
     packed = np.asarray(final(model, inputs_of([texts], sum(LENGTHS) + 2 * PADDING, PADDING))[0][0])
     alone = np.asarray(final(model, inputs_of([[text] for text in texts], max(LENGTHS)))[0])
     starts = PADDING + np.cumsum([0, *LENGTHS])
@@ -76,8 +88,8 @@ def test_documents_of_a_row_are_as_alone(name, built):
 
 
 @CASES
-def test_a_document_changes_no_bit_of_another(name, built):
-    model, texts = built(MODELS[name]), documents()
+def test_a_document_changes_no_bit_of_another(name, initial):
+    model, texts = initial(MODELS[name]), documents()
     changed = [*texts[:2], (texts[2] + 1) % 40, *texts[3:]]
     one, other = (
         np.asarray(final(model, inputs_of([rows], sum(LENGTHS) + 2 * PADDING, PADDING))[0][0])
@@ -93,9 +105,9 @@ def test_a_document_changes_no_bit_of_another(name, built):
 
 
 @CASES
-def test_a_cache_that_grows_gives_what_the_whole_row_gives(name, built):
+def test_a_cache_that_grows_gives_what_the_whole_row_gives(name, initial):
     """Rows of different lengths, with padding in front and between the parts; layers in stacks and separate."""
-    model, texts = built(MODELS[name]), documents()[2:4]
+    model, texts = initial(MODELS[name]), documents()[2:4]
     whole = np.asarray(final(model, inputs_of([[text] for text in texts], 64))[0])
     cache = jax.jit(lambda model: model.init_cache(Axis(BATCH, 2), 32, jnp.float32))(model)
     parts, at, apart = (6, 3, 1, 1), 0, None
@@ -119,9 +131,9 @@ def test_a_cache_that_grows_gives_what_the_whole_row_gives(name, built):
 
 
 @CASES
-def test_the_rows_of_a_cache_can_be_repeated(name, built):
+def test_the_rows_of_a_cache_can_be_repeated(name, initial):
     """By the names of their axes alone, whatever a layer keeps."""
-    model, text = built(MODELS[name]), documents()[2]
+    model, text = initial(MODELS[name]), documents()[2]
     cache = model.init_cache(Axis(BATCH, 1), 32, jnp.float32)
     _, cache = final(model, inputs_of([[text[:9]]], 9), cache)
     repeated = jax.tree.map(
@@ -135,9 +147,9 @@ def test_the_rows_of_a_cache_can_be_repeated(name, built):
 
 
 @CASES
-def test_a_text_does_not_depend_on_its_batch(name, built):
+def test_a_text_does_not_depend_on_its_batch(name, initial):
     """Greedy, with prompts of different lengths."""
-    generator, prompts = Generator.of(built(MODELS[name])), [[3, 1, 4, 1, 5, 9], [2, 6], [5]]
+    generator, prompts = Generator.of(initial(MODELS[name])), [[3, 1, 4, 1, 5, 9], [2, 6], [5]]
     config = GenerationConfig(12, temperature=0.0)
     together = generate_tokens(generator, prompts, config)
     assert together == [generate_tokens(generator, [prompt], config)[0] for prompt in prompts]
@@ -145,11 +157,9 @@ def test_a_text_does_not_depend_on_its_batch(name, built):
     assert together == generate_tokens(stacked, prompts, config)
 
 
-# Of Gated DeltaNet, the gradient of one norm differs by 2e-6 of its largest entry: the backward pass of the loop over layers
-# adds in another order.
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [name for name in MODELS if name != "gated delta net"])
-def test_loops_and_recomputation_change_nothing(name, built):
+@CASES
+def test_loops_and_recomputation_change_nothing(name, initial):
     config, read = MODELS[name], inputs_of([documents()], 208, PADDING)
 
     def loss(model):
@@ -157,7 +167,7 @@ def test_loops_and_recomputation_change_nothing(name, built):
         return jnp.sum(jnp.sin(jnp.where(read.segment_ids.array[..., None] != 0, hidden.array, 0)))
 
     def computed(**keys):
-        model = built(dataclasses.replace(config, **keys))
+        model = initial(dataclasses.replace(config, **keys))
         return np.asarray(final(model, read)[0]), eqx.filter_jit(eqx.filter_grad(loss))(model)
 
     hidden, gradients = computed(scan_layers=True, gradient_checkpointing="none")
@@ -167,15 +177,15 @@ def test_loops_and_recomputation_change_nothing(name, built):
     np.testing.assert_allclose(unrolled, hidden, atol=1e-6 * np.abs(hidden).max())
     for (path, leaf), (_, one), (_, other) in zip(*map(tree.leaves, (gradients, recomputed, of_unrolled)), strict=True):
         size = float(jnp.abs(leaf.array).max())
-        np.testing.assert_allclose(one.array, leaf.array, atol=1e-6 * size, err_msg=path)
+        np.testing.assert_allclose(one.array, leaf.array, atol=RECOMPUTED.get(name, 1e-6) * size, err_msg=path)
         np.testing.assert_allclose(other.array, leaf.array, atol=1e-5 * size, err_msg=path)
 
 
 @pytest.mark.slow
 @CASES
 @pytest.mark.parametrize("shards", [{"model": 2}, {}], ids=["tp 2 x fsdp 4", "fsdp 8"])
-def test_eight_devices_compute_what_one_does(name, shards, built):
-    model, rows = built(MODELS[name]), [documents(seed) for seed in range(8)]
+def test_eight_devices_compute_what_one_does(name, shards, initial):
+    model, rows = initial(MODELS[name]), [documents(seed) for seed in range(8)]
     read = inputs_of(rows, 208, PADDING)
     real = np.asarray(read.segment_ids.array) != 0
 

@@ -1,7 +1,9 @@
 """A prefix cache of a model with recurrent layers: what it reuses is what it would compute again."""
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
+from haliax import Axis
 
 from jaxlm.models.inference import prefix_cache as prefix_cache_module
 from jaxlm.models.inference.generate import GenerationConfig, generate_tokens, stream_tokens
@@ -62,3 +64,10 @@ def test_the_oldest_snapshots_are_dropped(built, monkeypatch):
     prompt = [*prompt[:290], *text(1, 20)]
     list(stream_tokens(writer, [prompt], decoding, every=NEW, prefix_cache=prefix_cache))
     assert list(prefix_cache._snapshots) == [192, 256, 310]
+
+
+def test_a_state_has_as_many_bytes_whatever_the_text(built):
+    model = built(RecurrentConfig(**SIZES))
+    short, long = (model.init_cache(Axis("batch", 3), capacity, jnp.bfloat16) for capacity in (8, 64))
+    assert short.bytes_per_row == long.bytes_per_row == 4 * 16 + 4
+    assert short.bytes_per_token == long.bytes_per_token == 2 * 2 * 2 * 4  # keys and values of one layer

@@ -32,7 +32,7 @@ from jaxlm.models.base import (
     with_traits,
 )
 from jaxlm.models.diffusion import Denoiser, TimeEmbedding, TimeEmbeddingConfig, needed, routed, runs_whole
-from jaxlm.models.flops import FlopsPerToken
+from jaxlm.models.flops import FlopsPerToken, MixerWork
 from jaxlm.models.growth import StartsAsIdentity, grown_body, without_output
 from jaxlm.models.inference.cache import DecodingCache, empty_cache
 from jaxlm.models.layers import Embedding, GatedMlp, Mlp, check_tiles, dropout, token_embeddings
@@ -224,12 +224,16 @@ class TransformerConfig(SizedConfig):
         """Initializes all blocks."""
         return initial_body(self, self.layer_block, self.rotated_kinds, final_norm, key=key)
 
+    def mixer_work(self, layer: int) -> MixerWork:
+        """What the mixer of a layer computes."""
+        attention_dim = self.num_heads * (self.KeySize.size + self.HeadSize.size) // 2
+        return MixerWork(self.attention_weights, attention_dim, self.kinds[layer].window)
+
     def flops_per_token(self, vocab_size: int) -> FlopsPerToken:
         return FlopsPerToken.of(
-            weights=self.num_layers * self.attention_weights + self.mlp_weights + vocab_size * self.hidden_dim,
-            attention_dim=self.num_heads * (self.KeySize.size + self.HeadSize.size) // 2,
+            weights=self.mlp_weights + vocab_size * self.hidden_dim,
+            mixers=[self.mixer_work(layer) for layer in range(self.num_layers)],
             seq_len=self.seq_len,
-            windows=[kind.window for kind in self.kinds],
             causal=self.is_causal,
         )
 

@@ -12,6 +12,24 @@ from typing import Any
 
 
 @dataclass(frozen=True)
+class MixerWork:
+    """What the mixer of one layer computes of a token.
+
+    Attributes:
+        weights: number of weights in its matrix products.
+        attention_dim: heads times head size, the mean of that of keys and of values, by which it attends to each token; 0 if
+            its work does not depend on the length of the text.
+        window: number of tokens that a token attends to; None for all.
+        others: other FLOPs of a token, forward and backward.
+    """
+
+    weights: int = 0
+    attention_dim: int = 0
+    window: int | None = None
+    others: int = 0
+
+
+@dataclass(frozen=True)
 class FlopsPerToken:
     """FLOPs per training token, forward and backward.
 
@@ -24,20 +42,18 @@ class FlopsPerToken:
     palm: float
 
     @staticmethod
-    def of(
-        *, weights: int, attention_dim: int, seq_len: int, windows: Sequence[int | None], causal: bool = True
-    ) -> "FlopsPerToken":
+    def of(*, weights: int, mixers: Sequence[MixerWork], seq_len: int, causal: bool = True) -> "FlopsPerToken":
         """Computes both counts.
 
         Args:
-            weights: number of weights in matrix products.
-            attention_dim: number of heads times head size.
-            windows: sliding window of each layer; None for full attention.
+            weights: number of weights in all other matrix products.
+            mixers: of each layer.
             causal: whether tokens attend to no later tokens. Otherwise there are as many of these on average.
         """
-        flops_per_key = 12 * attention_dim
-        unmasked = sum(flops_per_key * _mean_keys(seq_len, window) for window in windows) * (1 if causal else 2)
-        return FlopsPerToken(6 * weights + unmasked, 6 * weights + len(windows) * flops_per_key * seq_len)
+        fixed = 6 * (weights + sum(mixer.weights for mixer in mixers)) + sum(mixer.others for mixer in mixers)
+        unmasked = sum(12 * mixer.attention_dim * _mean_keys(seq_len, mixer.window) for mixer in mixers)
+        whole = sum(12 * mixer.attention_dim * seq_len for mixer in mixers)
+        return FlopsPerToken(fixed + unmasked * (1 if causal else 2), fixed + whole)
 
     def plus(self, flops: float) -> "FlopsPerToken":
         """With other FLOPs, which do not depend on how attention is counted."""

@@ -19,7 +19,6 @@ from jaxlm.models.attention.backends.splash import splash_attention
 from jaxlm.models.attention.choose import AttentionTask, choose_attention
 from jaxlm.models.base import Inputs, vocab_axis
 from jaxlm.models.decoder import Decoder
-from jaxlm.models.inference.cache import kv_bytes_per_token
 from jaxlm.models.inference.generate import GenerationConfig, generate, generate_tokens
 from jaxlm.models.inference.unstacked import Generator, stack, unstack
 from jaxlm.models.rope import DefaultRotary
@@ -203,9 +202,10 @@ def test_a_shared_key_is_the_same_as_a_copy_of_it_for_each_value(name):
     assert sum(leaf.axes != leaves[path].axes for path, leaf in tree.leaves(other)) >= 3
     np.testing.assert_allclose(logits(model, inputs()), logits(other, inputs()), atol=1e-5)
     of_keys, of_values = keys.size * config.KeySize.size, values.size * config.HeadSize.size
-    assert kv_bytes_per_token(model, jnp.bfloat16) == 2 * config.num_layers * (of_keys + of_values)
+    cache_of = lambda dtype: jax.eval_shape(lambda: model.init_cache(hax.Axis("batch", 3), 7, dtype))  # noqa: E731
+    assert cache_of(jnp.bfloat16).bytes_per_token == 2 * config.num_layers * (of_keys + of_values)
     scales = 4 * (keys.size + values.size)
-    assert kv_bytes_per_token(model, jnp.int8) == config.num_layers * (of_keys + of_values + scales)
+    assert cache_of(jnp.int8).bytes_per_token == config.num_layers * (of_keys + of_values + scales)
 
 
 @pytest.mark.slow

@@ -345,9 +345,9 @@ TABLES: dict[str, tuple[TableConfig, list[Row]]] = {
     "memory": (
         MemoryTableConfig(),
         [dict(zip([c.name for c in MemoryTableConfig.columns], v, strict=True)) for v in (
-            ("run_1 & co", "float32", "int8", 1, 64, 100, 6400, 6400, 516, 12345, "compiler"),
-            ("run_1 & co", "float32", "bfloat16", 1, 64, 200, 12800, 12800, 516, None, None),
-            ("teacher", "bfloat16", "int8", 1, 64, 100, 6400, 6400, 516, 12345, "device"),
+            ("run_1 & co", "float32", "int8", 1, 64, 100, 0, 6400, 6400, 516, 12345, "compiler"),
+            ("run_1 & co", "float32", "bfloat16", 1, 64, 200, 0, 12800, 12800, 516, None, None),
+            ("teacher", "bfloat16", "int8", 1, 64, 100, 0, 6400, 6400, 516, 12345, "device"),
         )],
     ),
 }  # fmt: skip

@@ -15,7 +15,7 @@ from jaxlm.core.errors import ConfigError, check_divides
 from jaxlm.core.field_types import NonNegativeInt, PositiveInt
 from jaxlm.models.decoder import DecoderConfig, check_sizes, renumbered
 from jaxlm.models.decoders.pre_norm import check_layer_numbers
-from jaxlm.models.flops import FlopsPerToken
+from jaxlm.models.flops import MixerWork
 from jaxlm.models.linear import Linear
 from jaxlm.models.mixers.gated_delta_net import GatedDeltaNet
 from jaxlm.models.norms import RMSNorm
@@ -91,23 +91,15 @@ class HybridConfig(DecoderConfig):
         if self.rope is not None:
             check_rope(self.rope, self.num_heads, self.HeadSize.size)
 
-    def flops_per_token(self, vocab_size: int) -> FlopsPerToken:
+    def mixer_work(self, layer: int) -> MixerWork:
         """Of the delta rule, 24 FLOPs for each entry of a state, as Megatron-LM counts; of the convolution, those of its
         weights."""
-        num_attention = len(self.with_attention)
-        num_recurrent, keys = self.num_layers - num_attention, self.num_state_heads * self.state_key_dim
-        values = self.num_value_heads * self.state_value_dim
-        per_recurrent = self.hidden_dim * (2 * keys + 3 * values + 2 * self.num_value_heads)
-        per_attention = self.attention_weights + self.gate_weights
-        weights = num_attention * per_attention + num_recurrent * per_recurrent + self.mlp_weights
-        counted = FlopsPerToken.of(
-            weights=weights + vocab_size * self.hidden_dim,
-            attention_dim=self.num_heads * self.HeadSize.size,
-            seq_len=self.seq_len,
-            windows=[None] * num_attention,
-        )
-        conv = 6 * self.conv_size * (2 * keys + values)
-        return counted.plus(num_recurrent * (24 * values * self.state_key_dim + conv))
+        if layer in self.with_attention:
+            weights = self.attention_weights + self.gate_weights
+            return MixerWork(weights, self.num_heads * self.HeadSize.size, self.kinds[layer].window)
+        keys, values = self.num_state_heads * self.state_key_dim, self.num_value_heads * self.state_value_dim
+        weights = self.hidden_dim * (2 * keys + 3 * values + 2 * self.num_value_heads)
+        return MixerWork(weights, others=24 * values * self.state_key_dim + 6 * self.conv_size * (2 * keys + values))
 
     @property
     def gate_weights(self) -> int:

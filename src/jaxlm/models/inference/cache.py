@@ -14,7 +14,7 @@ from jaxlm.core import tree
 from jaxlm.core.axes import BATCH, KEY_POSITION, POSITION
 from jaxlm.core.tree import is_named
 from jaxlm.models.attention.api import AttentionMask, as_keys
-from jaxlm.models.base import Inputs, LanguageModel
+from jaxlm.models.base import Inputs
 from jaxlm.models.mixers.base import LayerCache, Mixer
 from jaxlm.models.mixers.slots import update_slots
 
@@ -37,6 +37,16 @@ class DecodingCache(eqx.Module):
     length: jax.Array
     fresh: bool = eqx.field(static=True, default=False)
     tokens: NamedArray | None = None
+
+    @property
+    def bytes_per_token(self) -> int:
+        """Bytes that all layers keep of a token."""
+        return sum(layers.bytes_per_token for layers in self.stacks)
+
+    @property
+    def bytes_per_row(self) -> int:
+        """Bytes of the states of a text in all layers, whatever its length."""
+        return sum(layers.bytes_per_row for layers in self.stacks)
 
 
 class UnstackedCache(eqx.Module):
@@ -84,12 +94,6 @@ def mixer_of(block: Any) -> Mixer:
 def has_state(cache: DecodingCache | UnstackedCache) -> bool:
     """Tells whether layers keep a state, which cannot be taken back to an earlier token."""
     return not all(leaf.has_axis(KEY_POSITION) for leaf in jax.tree.leaves(cache.stacks, is_leaf=is_named))
-
-
-def kv_bytes_per_token(model: LanguageModel, dtype: Any) -> int:
-    """Bytes that all layers keep of one token, with the scales of int8 entries; 0 without a `DecodingCache`."""
-    cache = jax.eval_shape(lambda model: model.init_cache(Axis(BATCH, 1), 1, dtype), model)
-    return sum(layers.bytes_per_token for layers in cache.stacks) if isinstance(cache, DecodingCache) else 0
 
 
 def mask_over_cache(cache: DecodingCache | UnstackedCache, inputs: Inputs) -> AttentionMask:

@@ -172,7 +172,8 @@ def attention_sizes(model: LanguageModel) -> list[LayerSizes]:
 
 
 def _kinds(model: LanguageModel) -> list[Any]:
-    stacks = tree.modules(model, Stack)
+    """The kind of each layer with attention."""
+    stacks = [stack for stack in tree.modules(model, Stack) if tree.modules(stack, Attention)]
     return [
         *(kind for stack in stacks for kind in stack.kinds_between(0, stack.Layers.size)),
         *(kind for body in tree.modules(model, HeterogeneousBody) for kind in body.kinds),

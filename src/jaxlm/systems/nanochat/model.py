@@ -82,7 +82,7 @@ from jaxlm.models.base import (
     with_traits,
 )
 from jaxlm.models.decoder import SizedConfig, transformer_traits
-from jaxlm.models.flops import FlopsPerToken
+from jaxlm.models.flops import FlopsPerToken, MixerWork
 from jaxlm.models.inference.cache import DecodingCache, empty_cache
 from jaxlm.models.layers import Embedding, Mlp, token_embeddings
 from jaxlm.models.linear import Linear
@@ -287,9 +287,8 @@ class NanoConfig(SizedConfig):
             + counts.l3_matrices
             + vocab_size * self.hidden_dim
             + self.smear_channels,
-            attention_dim=self.hidden_dim,
+            mixers=[MixerWork(attention_dim=self.hidden_dim, window=kind.window) for kind in self.kinds],
             seq_len=self.seq_len,
-            windows=[kind.window for kind in self.kinds],
         )
         num_lookups = 0 if self.lookup is None else len(self.lookup.layers)
         return layers.plus(12 * self.hidden_dim * num_lookups * num_lookup_entries(self, vocab_size) / vocab_size)

@@ -18,7 +18,7 @@ from jaxlm.core.sharding import for_lookup
 from jaxlm.models.base import Inputs, ModelConfig, as_family
 from jaxlm.models.decoder import DecoderConfig, TransformerModel, initial_body, transformer_traits
 from jaxlm.models.families.mixtral import MixtralConfig
-from jaxlm.models.flops import FlopsPerToken
+from jaxlm.models.flops import FlopsPerToken, MixerWork
 from jaxlm.models.layers import Embedding, token_embeddings
 from jaxlm.models.linear import Linear
 from jaxlm.models.stacks import Body, LayerKind
@@ -126,13 +126,14 @@ class TopologyConfig(ModelConfig):
         """FLOPs per training token. Of the experts, only those that the token is routed to count."""
         weights = sum(node.num_weights(width) for layer in self.layers for node, width in layer.layers())
         weights += vocab_size * self.hidden_dim
-        parts = [FlopsPerToken.of(weights=weights, attention_dim=0, seq_len=self.seq_len, windows=[])]
-        for layer in self.layers:
-            family = layer.family
-            dim = family.num_heads * (family.KeySize.size + family.HeadSize.size) // 2
-            windows = [layer.attention.sliding_window]
-            parts.append(FlopsPerToken.of(weights=0, attention_dim=dim, seq_len=self.seq_len, windows=windows))
-        return FlopsPerToken(sum(part.causal for part in parts), sum(part.palm for part in parts))
+        mixers = [
+            MixerWork(
+                attention_dim=layer.family.num_heads * (layer.family.KeySize.size + layer.family.HeadSize.size) // 2,
+                window=layer.attention.sliding_window,
+            )
+            for layer in self.layers
+        ]
+        return FlopsPerToken.of(weights=weights, mixers=mixers, seq_len=self.seq_len)
 
 
 @as_family.register

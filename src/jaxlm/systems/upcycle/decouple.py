@@ -44,7 +44,8 @@ from jaxlm.models.base import Inputs, LanguageModel, ModelConfig, vocab_axis
 from jaxlm.models.decoder import Decoder, DecoderBlock
 from jaxlm.models.layers import GatedMlp
 from jaxlm.models.linear import Linear
-from jaxlm.models.mixers.attention import SelfAttention
+from jaxlm.models.mixers.attention import Attention, SelfAttention
+from jaxlm.models.mixers.base import Mixer
 from jaxlm.models.norms import RMSNorm, UnweightedRMSNorm
 from jaxlm.models.rope import Places, RotaryConfig
 from jaxlm.models.stacks import LayerKind
@@ -352,6 +353,8 @@ def _problem(model: LanguageModel) -> str | None:
     """Explains why no `DbaConfig` describes the model with other attention."""
     if not isinstance(model, Decoder):
         return "its layers are not known"
+    if recurrent := next((one for one in tree.modules(model, Mixer) if not isinstance(one, Attention)), None):
+        return f"some of its layers are {type(recurrent).__name__}, which has no scores"
     if len(model.body.stacks) > 1 or not isinstance(_block_of(model).mlp, GatedMlp):
         return "its MLPs are not all of the same kind, with a gate and without experts"
     block, attention, kinds = _block_of(model), _block_of(model).attn, set(model.body.kinds_by_layer)
@@ -367,6 +370,7 @@ def _problem(model: LanguageModel) -> str | None:
         "its queries, keys and values are clipped": attention.clip_qkv is not None,
         f"its scores have {attention.rule}": not attention.rule.is_identity,
         "its tokens attend to later ones": not attention.causal,
+        "its heads have a gate": attention.gate_proj is not None,
         "it has dropout": max(attention.dropout, block.dropout, model.embed_dropout) > 0,
         "its attention and MLP read the same input": block.parallel,
         "the outputs of its layers are scaled": block.residual_scale != 1.0,

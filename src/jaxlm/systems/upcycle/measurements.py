@@ -31,7 +31,7 @@ from jaxlm.evals.tables import (
 )
 from jaxlm.hardware.hlo import bytes_per_device, planned_bytes
 from jaxlm.models.base import LanguageModel
-from jaxlm.models.inference.cache import DecodingCache, kv_bytes_per_token
+from jaxlm.models.inference.cache import DecodingCache
 from jaxlm.models.inference.generate import (
     CACHE_DTYPES,
     CacheDtype,
@@ -147,6 +147,7 @@ class MemoryTableConfig(TableConfig):
             "keys, values and, with int8, their float32 scales, of one token in all layers",
             ",",
         ),
+        Column("state_bytes_per_row", "bytes/text", "states of recurrent layers, of one text whatever its length", ","),
         Column("kv_bytes", "KV cache (bytes)", "all of them, on all devices together, as allocated", ","),
         Column("kv_bytes_per_device", "per device", "the part of a device", ","),
         Column(
@@ -192,10 +193,10 @@ class MemoryTableConfig(TableConfig):
     def _cache_row(self, subject: Subject, dtype: str, context: int) -> Row:
         num_rows = round_up(self.batch_size, subject.layout.num_shards(BATCH))
         cache = _allocated(subject.model, num_rows, context, dtype)
-        per_token = kv_bytes_per_token(subject.model, CACHE_DTYPES[dtype])
+        per_token, per_row = cache.bytes_per_token, cache.bytes_per_row
         arrays = jax.tree.leaves(cache.stacks)
         num_bytes = sum(array.nbytes for array in arrays)
-        assert num_bytes == per_token * num_rows * context, "all tokens have as many bytes"
+        assert num_bytes == num_rows * (per_token * context + per_row), "all tokens have as many bytes"
         return {
             "model": subject.name,
             "dtype": str(subject.precision.compute),
@@ -203,6 +204,7 @@ class MemoryTableConfig(TableConfig):
             "batch": num_rows,
             "context": context,
             "kv_bytes_per_token": per_token,
+            "state_bytes_per_row": per_row,
             "kv_bytes": num_bytes,
             "kv_bytes_per_device": sum(map(bytes_per_device, arrays)),
             "slot_bytes": sum(array.nbytes for array in jax.tree.leaves(cache)) - num_bytes,

@@ -44,6 +44,7 @@ from jaxlm.models.base import Inputs, LanguageModel, ModelConfig, vocab_axis
 from jaxlm.models.decoder import Decoder, DecoderConfig
 from jaxlm.models.linear import Linear
 from jaxlm.models.mixers.attention import Attention, SelfAttention
+from jaxlm.models.mixers.base import Mixer
 from jaxlm.models.norms import HeadwiseLayerNorm, RMSNorm
 from jaxlm.models.stacks import Body
 from jaxlm.reading.choices import choice
@@ -289,6 +290,8 @@ def _problem(config: ModelConfig, model: LanguageModel) -> str | None:
     attentions = tree.modules(model, Attention)
     if not isinstance(config, DecoderConfig) or not isinstance(model, Decoder):
         return "its config has no number of key/value heads that can change alone. Remove the surgery"
+    if recurrent := next((one for one in tree.modules(model, Mixer) if not isinstance(one, Attention)), None):
+        return f"some of its layers are {type(recurrent).__name__}, whose heads are others. Remove the surgery"
     if other := next((a for a in attentions if not isinstance(a, SelfAttention)), None):
         return f"its attention is {type(other).__name__}. Put pool_kv_heads before the surgery that makes it"
     norms = [attention.k_norm for attention in attentions]  # pyright: ignore[reportAttributeAccessIssue]
@@ -301,6 +304,8 @@ def _alignment_problem(model: LanguageModel) -> str | None:
     attention: Any = tree.modules(model, Attention)[0]
     if attention.clip_qkv is not None:
         return "its queries, keys and values are clipped, which turned ones would not be alike. Remove align"
+    if attention.gate_proj is not None:
+        return "its heads have a gate for each feature, which turned values would not fit. Remove align"
     forms = {
         (kind.rope.num_rotated(attention.q_proj.weight.axis_size(HEAD_SIZE)), kind.interleaved)
         for kind in next(iter(tree.modules(model, Body))).kinds_by_layer
