@@ -182,6 +182,17 @@ def test_devices_compute_what_one_does(name):
                 np.testing.assert_allclose(leaf, other, rtol=0, atol=1e-5)
 
 
+@pytest.mark.parametrize("length", [8, 16, 24])
+def test_rows_of_few_tokens_per_device(length):
+    """The convolution reads three earlier tokens, which may be on several devices."""
+    run, place = _program(2, "states")
+    x, segments = stream()[:, :length], segments_of([LENGTH])[:, :length]
+    expected, *_ = _program(2, None)[0](mixer(2), x, segments, None)
+    with place.use():
+        out, *_ = run(mixer(2), x, segments, None)
+    np.testing.assert_allclose(out, expected, rtol=0, atol=1e-5 * np.abs(expected).max())
+
+
 def test_an_order_without_consecutive_tokens_needs_as_many_heads():
     run, place = _program(2, "heads, any order")
     order = np.tile(BLOCKS, (ROWS, 1)).astype(np.int32)

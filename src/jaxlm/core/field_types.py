@@ -39,6 +39,7 @@ def what_float32_needs(value: Any) -> str:
 
 PositiveInt = Annotated[int, Interval(ge=1, le=LARGEST_INT)]
 NonNegativeInt = Annotated[int, Interval(ge=0, le=LARGEST_INT)]
+FilterSize = Annotated[int, Interval(ge=2, le=1000)]
 NumLayers = Annotated[int, Interval(ge=1, le=10_000)]
 NumStacks = Annotated[int, Interval(ge=1, le=128)]
 NumReplicas = Annotated[int, Interval(ge=1, le=1000)]

@@ -143,7 +143,8 @@ class _GuardedUpdate:
         pacing = self.phase.objective.facts.pacing
         pace = None if pacing is None else pacing.pace(state.slots.get(OBJECTIVE_SLOT), trainable)
         updated, updates = _apply_update(self.phase, self.optimizer, self.precision, state, sums, curvature, pace)
-        update_norm = optax.global_norm(split_by_rule(updates)[0])
+        updates, _ = split_by_rule(updates)
+        update_norm = optax.global_norm(updates)
         finite = jnp.isfinite(sums.objective) & jnp.isfinite(norm) & jnp.isfinite(update_norm)
         for leaf in jax.tree.leaves(by_rule):
             finite &= jnp.all(jnp.isfinite(leaf))
@@ -169,7 +170,7 @@ class _GuardedUpdate:
             metrics |= verdict.metrics
         watched: Numbers = {}
         if self.watch is not None:
-            trees = {"grads": sums.gradient, "updates": updates, "params": state.model}
+            trees = {"grads": gradient, "updates": updates, "params": state.model}
             trees["opt_state"] = in_full(state.opt_state)
             watched = self.watch.measure(state.step + 1, trees, batch)
         return after, {name: jnp.asarray(value, jnp.float32) for name, value in metrics.items()}, watched

@@ -97,7 +97,7 @@ class UnweightedLayerNorm(eqx.Module):
         return _normalized(x, hax.ones(self.Features), None, self.eps, center=True)
 
 
-class HeadwiseLayerNorm(eqx.Module):
+class HeadwiseLayerNorm(DeclaresParameters):
     """(x - mean) / std * weight for each head's features, in float32. Each head has its own weights.
 
     Attributes:
@@ -116,6 +116,9 @@ class HeadwiseLayerNorm(eqx.Module):
         last = x.rearrange((..., *self.weight.axes))
         norm = jax.vmap(lambda x_D, weight_D: _norm(self.eps, True, x_D, weight_D, None), in_axes=(-2, 0), out_axes=-2)
         return NamedArray(norm(last.array, self.weight.array), last.axes).rearrange(x.axes)
+
+    def parameters(self) -> dict[str, Parameter]:
+        return {"weight": VECTOR}
 
 
 Norm = RMSNorm | UnweightedRMSNorm | LayerNorm | UnweightedLayerNorm

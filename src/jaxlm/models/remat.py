@@ -3,10 +3,12 @@
     none     saves everything that the derivative reads, except changes of layout and dtype
     cheap    saves matrix products (of a layer with an adapter, the sum), attention, the row statistics of norms and the
              scales of fp8; recomputes norms, activations, rotary embeddings and inputs in fp8
-    attention  saves each layer's input, and attention's output and logsumexp, so that attention itself runs once
+    attention  saves each layer's input, and attention's output and logsumexp, so that attention itself runs once;
+             of recurrent layers, the output and the states
     full     saves only each layer's input (Chen et al. 2016, arXiv:1604.06174)
     [names]  saves the layer's input and the named activations: query, key, value, attention, mlp, expert,
-             state (what recurrent layers have at the start of every 64 tokens)
+             state (what recurrent layers have at the start of chunks of 64 tokens, or of
+             groups of chunks in rows of more than 8,192; save it together with attention)
     offload  saves some of them in the host's memory, and the layer's input too if its name is there: residual
     modules  saves nothing inside of the modules of each layer whose names match a regular expression, except their inputs,
              and everything in the others
@@ -275,7 +277,7 @@ def _policy(remat_policy: RematPolicy) -> Callable[..., bool] | None:
             offload_src="device",
             offload_dst=HOST_MEMORY,
         )
-    return policies.save_only_these_names(*((ATTENTION,) if remat_policy == ATTENTION else remat_policy))
+    return policies.save_only_these_names(*((ATTENTION, STATE) if remat_policy == ATTENTION else remat_policy))
 
 
 # Operations on parameters before a matrix product. Saving their results would keep a second copy of all layers (under

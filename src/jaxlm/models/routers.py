@@ -14,7 +14,6 @@ Shapes: B batch, S position, K experts per token, E experts, G groups, L layers.
 """
 
 import abc
-from typing import ClassVar
 
 import equinox as eqx
 import haliax as hax
@@ -87,7 +86,7 @@ class Router(eqx.Module):
         balance_weight, z_weight: coefficients of the load-balancing loss and the z-loss.
     """
 
-    float32_logits: ClassVar[bool] = False
+    float32_logits: eqx.AbstractClassVar[bool]
     """Whether the logits are products in float32 even in a model that computes in another dtype."""
     num_chosen: eqx.AbstractVar[int]
     balance_weight: eqx.AbstractVar[float]
@@ -128,6 +127,7 @@ class SoftmaxRouter(Router):
         normalised: normalize the probabilities of the chosen experts to sum to 1.
     """
 
+    float32_logits = False
     num_chosen: int = eqx.field(static=True)
     normalised: bool = eqx.field(static=True)
     balance_weight: float = eqx.field(static=True)
@@ -149,8 +149,8 @@ class SigmoidRouter(Router, DeclaresParameters):
     """The experts of the largest scores plus bias; a share is the score, without the bias.
 
     The bias keeps the loads of the experts equal without a loss. Its gradient is defined as the number of tokens that were
-    sent to the expert minus the mean of all experts, times the number of experts: sums of integers are the same however a
-    batch is divided into microbatches and among devices.
+    sent to the expert minus the mean of all experts, times the number of experts: sums of integers below 2^24 are the same
+    however a batch is divided into microbatches and among devices.
 
     Attributes:
         correction_bias: {routes}, float32.

@@ -12,7 +12,7 @@ from haliax import Axis
 
 from jaxlm.core.axes import CONV_TAPS, HEAD_SIZE, STATE_GROUP, STATE_HEADS, STATE_KEY
 from jaxlm.core.errors import ConfigError, check_divides
-from jaxlm.core.field_types import NonNegativeInt, PositiveInt
+from jaxlm.core.field_types import FilterSize, NonNegativeInt, PositiveInt
 from jaxlm.models.decoder import DecoderConfig, check_sizes, renumbered
 from jaxlm.models.decoders.pre_norm import check_layer_numbers
 from jaxlm.models.flops import MixerWork
@@ -45,7 +45,7 @@ class HybridConfig(DecoderConfig):
     num_value_heads: PositiveInt = 16
     state_key_dim: PositiveInt = 128
     state_value_dim: PositiveInt = 128
-    conv_size: PositiveInt = 4
+    conv_size: FilterSize = 4
 
     @abc.abstractmethod
     def recurrent_block(self, *, key: jax.Array) -> Block:

@@ -93,7 +93,7 @@ class MoeBlock(StartsAsIdentity):
 class ExpertsConfig(PreNormConfig):
     """What layers with experts may have beside them. Families declare these values as config keys, or keep those here."""
 
-    shared_expert_intermediate_dim: PositiveInt = 0
+    shared_expert_intermediate_dim: NonNegativeInt = 0
     shared_expert_has_gate: ClassVar[bool] = True
     dense_intermediate_dim: PositiveInt | None = None
     residual_multiplier: PositiveFloat = 1.0

@@ -146,11 +146,14 @@ def _one_token(tokens: Tokens, start: State) -> tuple[jax.Array, State]:
     segment = tokens.segments[:, 0]
     is_token, continues = (flag[:, None, None, None, None] for flag in (segment != 0, segment == start.segment))
     decayed = jnp.where(continues, start.memory * jnp.exp(g_BKR)[..., None, None], 0)
-    error_BKRV = v_BKRV - jnp.einsum("bkd,bkrdv->bkrv", k_BKD, decayed)
-    memory = decayed + jnp.einsum("bkd,bkrv->bkrdv", k_BKD, beta_BKR[..., None] * error_BKRV)
-    out_BKRV = jnp.einsum("bkd,bkrdv->bkrv", q_BKD, memory)
+    error_BKRV = v_BKRV - _exact_sum("bkd,bkrdv->bkrv", k_BKD, decayed)
+    memory = decayed + _exact_sum("bkd,bkrv->bkrdv", k_BKD, beta_BKR[..., None] * error_BKRV)
+    out_BKRV = _exact_sum("bkd,bkrdv->bkrv", q_BKD, memory)
     out = jnp.where(is_token[..., 0], out_BKRV, 0).astype(tokens.v.dtype)[:, None]
     return out, State(jnp.where(is_token, memory, start.memory), jnp.where(segment != 0, segment, start.segment))
+
+
+_exact_sum = functools.partial(jnp.einsum, precision=jax.lax.Precision.HIGHEST)
 
 
 def filled(segments_BT: jax.Array, before_B: jax.Array) -> jax.Array:

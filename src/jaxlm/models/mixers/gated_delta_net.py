@@ -121,7 +121,9 @@ class GatedDeltaNet(Mixer, DeclaresParameters):
         ]
         order = None if context.order is None else context.order.rearrange((BATCH, POSITION)).array
         earlier = None if cache is None else cache.arrays(self._cache_axes(Batch))
-        devices = SharedRows.of(Batch, Pos, Heads, ordered=order is not None, continued=cache is not None)
+        num_before = self.q_conv.axis_size(CONV_TAPS) - 1
+        ordered, continued = order is not None, cache is not None
+        devices = SharedRows.of(Batch, Pos, Heads, num_before=num_before, ordered=ordered, continued=continued)
         function = functools.partial(mixed, devices)
         out, later = devices.run(function, tokens, convs, order, earlier, _HEAD_DIMS)
         out = checkpoint_name(hax.auto_sharded(NamedArray(out, (Batch, Pos, Heads, Group, ValueSize))), ATTENTION)

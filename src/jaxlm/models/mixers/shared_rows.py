@@ -50,10 +50,11 @@ class SharedRows:
     zigzag: bool = False
 
     @staticmethod
-    def of(Batch: Axis, Pos: Axis, Heads: Axis, *, ordered: bool, continued: bool) -> "SharedRows":
+    def of(Batch: Axis, Pos: Axis, Heads: Axis, *, num_before: int, ordered: bool, continued: bool) -> "SharedRows":
         """The devices of the current layout.
 
         Args:
+            num_before: number of tokens before a token that it reads besides the state. Pieces are not shorter than that.
             ordered: tokens are in the order of `trainer.context.balance`, not in that of the text.
             continued: a cache has earlier tokens, so that these tokens are few.
 
@@ -71,6 +72,9 @@ class SharedRows:
         balance = context.balance if ordered else "none"
         if num_heads % size == 0:
             return SharedRows(layout.mesh, batch, heads, context.axes, exchanged=context.axes)
+        num_pieces = size if balance == "none" else 2 * size
+        if Pos.size // num_pieces < num_before:
+            return SharedRows(layout.mesh, batch, heads)
         if balance == "none":
             return SharedRows(layout.mesh, batch, heads, context.axes, passed=context.axes)
         num_groups = math.prod(layout.mesh.shape[name] for name in context.heads)
