@@ -256,6 +256,15 @@ def test_the_names_decide_where_the_text_model_is(tmp_path):
             assert content_of(out) == content
 
 
+def test_a_text_tensor_named_as_in_another_kind_of_folder_is_an_error(tmp_path):
+    """transformers takes it for missing, and an export would rename it."""
+    pytest.importorskip("transformers")
+    folder, renamed = saved("gemma3", tmp_path / "hf"), "model.norm.weight"
+    rewritten(folder, lambda name, array: (renamed if name.endswith(f".{renamed}") else name, array))
+    with pytest.raises(ConfigError, match=f"'{renamed}' is named unlike .*: 'language_model.{renamed}'"):
+        load(folder)
+
+
 def test_other_unknown_tensors_are_still_an_error(tmp_path):
     pytest.importorskip("transformers")
     folder = saved("gemma3", tmp_path / "hf")

@@ -61,7 +61,9 @@ def verify_folder(folder: Path, model: LanguageModel, config: ModelConfig, layou
     return f"{agreed}, the same {new} greedy tokens"
 
 
-def _others(folder: Path, model: LanguageModel, config: ModelConfig, dtype: Any) -> dict[str, list[tuple[Any, np.dtype]]]:
+def _others(
+    folder: Path, model: LanguageModel, config: ModelConfig, dtype: Any
+) -> dict[str, list[tuple[Any, np.dtype]]]:
     """Path of a parameter -> the indices of its tensors in the folder that have another dtype, with that dtype."""
     leaves, form = dict(tree.leaves(model)), open_folder(folder).form
     assert form is not None, "the folder has a config.json"
