@@ -223,18 +223,19 @@ def module_beside_the_model(layers):
 
 
 FURTHER = {
-    "glm4_moe": ("num_nextn_predict_layers", layer_behind_the_last),
-    "qwen3_5": ("mtp_num_hidden_layers", module_beside_the_model),
+    # In files, the width of shared experts is a multiple of that of the others.
+    "glm4_moe": ("num_nextn_predict_layers", layer_behind_the_last, {"shared_expert_intermediate_dim": 48}),
+    "qwen3_5": ("mtp_num_hidden_layers", module_beside_the_model, {}),
 }
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", FURTHER)
 def test_layers_that_predict_further_tokens_survive_training(imported, kind, workplace):
-    key, make = FURTHER[kind]
+    key, make, keys = FURTHER[kind]
     place = workplace()
     folder, vocab = place.folder / "hf", open_folder(imported).vocab_size - 20
-    config = decode(ModelConfig, ConfigSource(MODELS[kind] | {"seq_len": 32}))
+    config = decode(ModelConfig, ConfigSource(MODELS[kind] | keys | {"seq_len": 32}))
     model = jax.jit(lambda: config.build(vocab_axis(vocab), key=jax.random.key(7)))()
     files = {path.name: path.read_bytes() for path in imported.glob("tokenizer*.json")}
     save_folder(folder, model, config, one_device(), dtype=jnp.bfloat16, files=files, special_ids={})

@@ -104,7 +104,9 @@ def test_a_document_changes_no_bit_of_another(name, initial):
     assert np.abs(one[own] - other[own]).max() > 1e-2
 
 
-@CASES
+@pytest.mark.parametrize(
+    "name", [name if name == "gated delta net" else pytest.param(name, marks=pytest.mark.slow) for name in MODELS]
+)
 def test_a_cache_that_grows_gives_what_the_whole_row_gives(name, initial):
     """Rows of different lengths, with padding in front and between the parts; layers in stacks and separate."""
     model, texts = initial(MODELS[name]), documents()[2:4]
@@ -130,6 +132,7 @@ def test_a_cache_that_grows_gives_what_the_whole_row_gives(name, initial):
         np.testing.assert_allclose(one, other, atol=1e-5)
 
 
+@pytest.mark.slow
 @CASES
 def test_the_rows_of_a_cache_can_be_repeated(name, initial):
     """By the names of their axes alone, whatever a layer keeps."""
@@ -146,6 +149,7 @@ def test_the_rows_of_a_cache_can_be_repeated(name, initial):
     np.testing.assert_allclose(found, np.repeat(expected, 3, axis=0), atol=1e-6 * np.abs(expected).max())
 
 
+@pytest.mark.slow
 @CASES
 def test_a_text_does_not_depend_on_its_batch(name, initial):
     """Greedy, with prompts of different lengths."""
