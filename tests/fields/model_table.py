@@ -61,14 +61,14 @@ DENSE: dict[str, Entry] = {
 
 STATES: dict[str, Entry] = {
     "model.rope": SCALED_ROPE,
-    "model.attention_interval": Change(1, Shapes({r"^model.*log_rate": None})),
+    "model.attention_interval": Change(1, Shapes({r"^model.*A_log": None})),
     "model.attention_layers": Change(
         [0, 1],
-        Shapes({r"^model.*log_rate": None}),
+        Shapes({r"^model.*A_log": None}),
         also={"model": {"attention_interval": None, "attention_layers": [0]}},
     ),
     "model.num_state_heads": Change(4, Shapes({r"^model.*q_conv": (1, 4, 8, 4)})),
-    "model.num_value_heads": Change(6, Shapes({r"^model.*log_rate": (1, 2, 3)})),
+    "model.num_value_heads": Change(6, Shapes({r"^model.*A_log": (1, 2, 3)})),
     "model.state_key_dim": Change(16, Shapes({r"^model.*k_conv": (1, 2, 16, 4)})),
     "model.state_value_dim": Change(16, Shapes({r"^model.*v_conv": (1, 2, 2, 16, 4)})),
     "model.conv_size": Change(3, Shapes({r"^model.*q_conv": (1, 2, 8, 3)})),

@@ -179,6 +179,22 @@ def test_bfloat16_is_exact_in_both_directions(tmp_path):
         ({"rope_scaling": {"type": "linear"}}, r"rope_scaling\.factor: missing; type 'linear' requires it"),
         ({"rope_scaling": {"type": "llama3", "factor": 2.0}}, r"rope_scaling\.low_freq_factor: missing"),
         ({"model_type": "bert"}, "unknown model_type 'bert'. Its keys are those of 'llama'.* Known: .*llama"),
+        ({"model_type": ["bert"]}, "unknown model_type"),
+        ({"model_type": "mamba2", "state_size": 128}, r"It has state-space layers \(state_size\), which"),
+        ({"model_type": "rwkv7", "decay_low_rank_dim": 64}, "It has the recurrence of RWKV"),
+        ({"model_type": "lfm3", "layer_types": ["conv", "conv"]}, r"short convolutions \(layer_types.conv\), which"),
+        (
+            {"model_type": "x", "hidden_size": None, "layer_types": ["hybrid", "full_attention"], "router_width": 2},
+            "unknown model_type 'x'. No family of jaxlm has its keys layer_types.hybrid, router_width. Known",
+        ),
+        (
+            {"model_type": "llava", "text_config": {"model_type": "llama"}},
+            "'llama' in a folder with model_type 'llava'. jaxlm reads this text model alone: save it in a folder of its own",
+        ),
+        (
+            {"model_type": "x", "text_config": {"model_type": "y", "hidden_size": 8, "vocab_size": 9}},
+            "unknown text_config.model_type 'y' in a folder with model_type 'x'",
+        ),
     ],
     ids=str,
 )

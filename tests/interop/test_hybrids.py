@@ -16,7 +16,7 @@ transformers = pytest.importorskip("transformers")
 
 LENGTH = 150
 SIZES = {"hidden_size": 64, "num_hidden_layers": 8, "max_position_embeddings": 256}
-SUMS = ("log_rate", "time_bias")  # over all tokens, of terms that cancel
+SUMS = ("A_log", "dt_bias")  # over all tokens, of terms that cancel
 
 
 @pytest.fixture(

@@ -18,6 +18,7 @@ from jaxlm.interop.hf.folder import load_model, open_folder
 from jaxlm.interop.hf.form import edited_json
 from jaxlm.interop.hf.safetensors_file import SafetensorsFile, TensorInfo, write_safetensors
 from jaxlm.interop.hf.tensor_files import open_tensors
+from jaxlm.interop.hf.verify import verify_folder
 from jaxlm.interop.hf.weights import fused
 from jaxlm.models.rope import YarnRotary
 from tests.engine.helpers import one_device
@@ -254,6 +255,15 @@ def test_the_names_decide_where_the_text_model_is(tmp_path):
             assert content_of(out) == content
 
 
+def test_a_text_tensor_named_as_in_another_kind_of_folder_is_an_error(tmp_path):
+    """transformers takes it for missing, and an export would rename it."""
+    pytest.importorskip("transformers")
+    folder, renamed = saved("gemma3", tmp_path / "hf"), "model.norm.weight"
+    rewritten(folder, lambda name, array: (renamed if name.endswith(f".{renamed}") else name, array))
+    with pytest.raises(ConfigError, match=f"'{renamed}' is named unlike .*: 'language_model.{renamed}'"):
+        load(folder)
+
+
 def test_other_unknown_tensors_are_still_an_error(tmp_path):
     pytest.importorskip("transformers")
     folder = saved("gemma3", tmp_path / "hf")
@@ -291,6 +301,9 @@ def test_each_tensor_keeps_its_dtype(tmp_path):
     model, config = load(folder)
     assert_same_tensors(out := export(tmp_path / "out", source_of(folder), model, config, dtype=None), folder)
     assert content_of(out) == content_of(folder)
+    trained = jax.tree.map(lambda leaf: leaf * np.float32(1.001), model)
+    export(tmp_path / "trained", source_of(folder), trained, config, dtype=None)
+    assert "the same" in verify_folder(tmp_path / "trained", trained, config, one_device())
     out = export(tmp_path / "f16", source_of(folder), model, config, dtype=np.float16)
     assert content_of(out) == content_of(folder) | {"dtype": "float16"}
     infos = open_tensors(out).tensors

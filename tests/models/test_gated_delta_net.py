@@ -34,7 +34,7 @@ def mixer(heads: int = 2) -> GatedDeltaNet:
     sizes = {"num_state_heads": heads, "num_value_heads": 2 * heads, "state_key_dim": 8, "state_value_dim": 6}
     config = Qwen35Config(hidden_dim=WIDTH, initializer_range=0.5, **sizes)
     layer = gated_delta_net(config, jax.random.key(0), norm_eps=1e-6)
-    return dataclasses.replace(layer, log_rate=hax.full_like(layer.log_rate, np.log(0.05)))
+    return dataclasses.replace(layer, A_log=hax.full_like(layer.A_log, np.log(0.05)))
 
 
 @functools.lru_cache

@@ -31,7 +31,7 @@ MODELS = {
     "recurrent": RecurrentConfig(**SIZES),
     "gated delta net": Qwen35Config(**SIZES, head_dim=8, **STATES),
 }
-SLOW_DECAY = {"log_rate": np.log(0.05)}  # with a fast one, nothing is left to leak into another document
+SLOW_DECAY = {"A_log": np.log(0.05)}  # with a fast one, nothing is left to leak into another document
 CASES = pytest.mark.parametrize("name", MODELS)
 LENGTHS = (1, 3, 63, 64, 65)
 PADDING = 6  # in front, and behind

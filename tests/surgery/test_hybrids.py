@@ -48,7 +48,7 @@ def test_projections_are_stored_in_few_bits_and_filters_and_rates_never(kind):
     for block in recurrent:
         assert {f"{block}.attn.{name}.base.weight" for name in RECURRENT} <= stored
     for path, leaf in tree.leaves(model):
-        if path.rpartition(".")[2] in ("q_conv", "k_conv", "v_conv", "log_rate", "time_bias"):
+        if path.rpartition(".")[2] in ("q_conv", "k_conv", "v_conv", "A_log", "dt_bias"):
             assert leaf.dtype == np.float32, path
             assert not any(path.startswith(one) for one in stored)
 
@@ -60,7 +60,7 @@ def test_only_projections_decay_or_are_orthogonalized():
     linear = {f"{path}.weight" for path, _ in tree.modules_by_path(model, Linear)}
     assert {path for group in groups if group.weight_decay for path in group.paths} == linear
     assert {path for group in groups if group.as_matrices for path in group.paths} == linear - {"head.weight"}
-    assert {path.rpartition(".")[2] for path in float32_paths(model)} == {"log_rate", "time_bias"}
+    assert {path.rpartition(".")[2] for path in float32_paths(model)} == {"A_log", "dt_bias"}
 
 
 @pytest.mark.slow

@@ -10,9 +10,11 @@ from typing import Any
 from jaxlm.core.axes import POSITION
 from jaxlm.core.errors import ConfigError
 from jaxlm.interop.hf.family import (
+    REQUIRED,
     SILENT,
     Family,
     Json,
+    JsonKey,
     KeyGroup,
     all_families,
     config_from_json,
@@ -66,7 +68,7 @@ class Form:
 
     def tensors(self, source: TensorSource, config: Any) -> TensorSource:
         """The tensors of a folder that may be the model's, by the names of the table."""
-        return text_tensors(source, self.names(source), self.kept(config))
+        return text_tensors(source, self.names(source), self.kept(config), self.family.prefix)
 
 
 def form_of_json(content: Mapping[str, Any], where: str) -> Form:
@@ -95,7 +97,13 @@ def _unknown(content: Mapping[str, Any]) -> str:
         if (found := [key for key in _used(level) if re.search(pattern, key)])
         and not any(re.search(pattern, key) for key in read)
     ]
-    lacks = f" It has {', and '.join(parts)}, which jaxlm does not have." if parts else _near(level)
+    others = sorted(set(_used(level)) - read - SILENT - _USUAL)
+    if any(level.get("model_type") in family.model_types for family in all_families()):
+        lacks = " jaxlm reads this text model alone: save it in a folder of its own."
+    elif parts:
+        lacks = f" It has {', and '.join(parts)}, which jaxlm does not have."
+    elif not (lacks := _near(level, level is content)) and others:
+        lacks = f" No family of jaxlm has its keys {', '.join(others)}."
     return f"unknown {given}.{lacks} Known: {known}"
 
 
@@ -104,41 +112,47 @@ def _folder_types(family: Family) -> Iterator[str]:
         yield from part.model_types
 
 
-def _near(level: Mapping[str, Any]) -> str:
-    """The family whose keys these are, if there is one."""
+def _near(level: Mapping[str, Any], is_whole: bool) -> str:
+    """The family whose keys these are, if there is one. Args: is_whole: whether the folder has a text model alone."""
     distances = [(distance, family) for family in all_families() if (distance := _distance(family, level)) is not None]
     if not distances:
         return ""
-    (_, unread), family = min(distances, key=lambda pair: pair[0])
+    (*_, unread), family = min(distances, key=lambda pair: pair[0])
     kind = family.model_types[0]
     but = f", except {', '.join(unread)}" if unread else ""
+    where = "a copy of its config.json" if is_whole else "the config.json of a folder of the text model alone"
     return (
         f" Its keys are those of '{kind}'{but}. If it computes the same and its tensors have the same names, set model_type:"
-        f" {kind} in a copy of its config.json."
+        f" {kind} in {where}."
     )
 
 
-def _distance(family: Family, level: Mapping[str, Any]) -> tuple[int, list[str]] | None:
-    """The number of keys that only a family or only a config.json has, and the latter; None if it cannot read the others."""
+def _distance(family: Family, level: Mapping[str, Any]) -> tuple[bool, int, bool, int, list[str]] | None:
+    """How far a family's keys are from those of a config.json, and the keys that only the latter has. None if the family
+    cannot read the others. Another usual activation counts most: it tells MLPs apart. Of equals, Llama is the likeliest."""
     names = keys_of(family)
     if "hidden_size" not in level or key_problems(family, level) or sort_unread(level, set(level) - names)[0]:
         return None
     unread = sorted(set(level) - names - SILENT)
-    return len(unread) + len(names - set(level)), unread
+    usual = {key.theirs: key.default for key in family.keys if isinstance(key, JsonKey) and key.ours == _ACTIVATION}
+    differs = any(level[key] != default for key, default in usual.items() if key in level and default is not REQUIRED)
+    return differs, len(unread), "llama" not in family.model_types, len(names - set(level)), unread
 
 
 def _used(level: Mapping[str, Any]) -> list[str]:
     """The keys that switch something on, and the kinds of layers."""
     kinds = level.get("layer_types")
     listed = [f"layer_types.{kind}" for kind in kinds] if isinstance(kinds, list) else []
-    return [*(key for key, value in level.items() if value), *listed]
+    return [*(key for key, value in level.items() if value and key != "layer_types"), *dict.fromkeys(listed)]
 
 
+_USUAL = {f"layer_types.{kind}_attention" for kind in ("full", "sliding", "linear")}
 _PARTS = (
     ("^kv_lora_rank$", "multi-head latent attention (MLA)"),
     ("^linear_(num|key|value|conv)", "linear attention with a recurrent state"),
-    (r"^mamba_(?!ssm_dtype)|^ssm_|layer_types\.mamba|hybrid_override_pattern", "state-space layers"),
+    (r"^mamba_(?!ssm_dtype)|^ssm_|^state_size$|layer_types\.mamba|hybrid_override_pattern", "state-space layers"),
     (r"^conv_L_cache$|layer_types\.conv", "short convolutions"),
+    ("_low_rank_dim$|^rescale_every$", "the recurrence of RWKV"),
     ("^attention_chunk_size$", "attention in chunks"),
     ("^altup_", "alternating updates (AltUp)"),
     ("^num_kv_shared_layers$", "layers that share keys and values"),
@@ -214,4 +228,5 @@ def form_of_source(family: Family, source: Mapping[str, Any]) -> Form | None:
     return None
 
 
+_ACTIVATION = "activation_function"
 _TIED = "tie_word_embeddings"

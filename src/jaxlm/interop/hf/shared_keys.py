@@ -223,8 +223,12 @@ def same_keys(**defaults: Any) -> tuple[JsonKey, ...]:
 
 def use_bias(default: bool) -> KeyGroup:
     """One key for the biases of attention and MLP. Args: default: its value if it is missing."""
-    both = lambda theirs: dict.fromkeys(("attention_bias", "mlp_bias"), theirs.get("use_bias", default))  # noqa: E731
-    return KeyGroup(("use_bias",), both, lambda config: {"use_bias": config.attention_bias})
+
+    def to_ours(theirs: Mapping[str, Any]) -> Json:
+        given = theirs.get("use_bias", default)
+        return {"attention_bias": given, "mlp_bias": given}
+
+    return KeyGroup(("use_bias",), to_ours, lambda config: {"use_bias": config.attention_bias})
 
 
 def causality() -> KeyGroup:

@@ -192,11 +192,14 @@ class Kept:
         return self.num_layers is not None and number.isdigit() and int(number) >= self.num_layers
 
 
-def text_tensors(source: TensorSource, names: Names, kept: Kept) -> TensorSource:
+def text_tensors(source: TensorSource, names: Names, kept: Kept, prefix: str) -> TensorSource:
     """The tensors of a folder that may be the text model's, by the names of the table.
 
+    Args:
+        prefix: of the family's names.
+
     Raises:
-        ConfigError: two tensors have the same name there.
+        ConfigError: two tensors have the same name there, or one is named as in another kind of folder.
     """
     ours: dict[str, str] = {}
     for theirs in source.tensors:
@@ -204,5 +207,9 @@ def text_tensors(source: TensorSource, names: Names, kept: Kept) -> TensorSource
             continue
         if (name := names.in_table(theirs)) in ours:
             raise ConfigError(f"'{ours[name]}' and '{theirs}' are both '{name}' of the text model. Keep one of them")
+        if (expected := names.in_folder(name)) != theirs and name.startswith(prefix):
+            raise ConfigError(
+                f"'{theirs}' is named unlike the other tensors of the text model. Rename it: '{expected}'"
+            )
         ours[name] = theirs
     return NamedTensors(source, ours)

@@ -2,7 +2,7 @@
 
 import functools
 import importlib.util
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +15,12 @@ from haliax import Axis
 from jaxlm.core import tree
 from jaxlm.core.axes import BATCH, POSITION
 from jaxlm.core.errors import ConfigError
-from jaxlm.core.parameters import declared
 from jaxlm.core.safe_io import read_json_object
 from jaxlm.core.sharding import Layout
 from jaxlm.interop.hf.classifier import is_reward_model, read_score
 from jaxlm.interop.hf.folder import load_model, open_folder
 from jaxlm.interop.hf.tensor_files import most_common_dtype, open_tensors
+from jaxlm.interop.hf.weights import expanded
 from jaxlm.models.base import Inputs, LanguageModel, ModelConfig, reward_head
 from jaxlm.models.inference.generate import generate
 
@@ -33,7 +33,7 @@ def verify_folder(folder: Path, model: LanguageModel, config: ModelConfig, layou
     """Loads a folder, with transformers if it is installed, and compares it with `model`. Both compute in float32.
 
     Args:
-        model: the exported model. It is rounded to the dtype of the files first.
+        model: the exported model. It is rounded to the dtypes of the files first.
 
     Returns:
         A summary of the comparison.
@@ -42,7 +42,8 @@ def verify_folder(folder: Path, model: LanguageModel, config: ModelConfig, layou
         ConfigError: the logits differ, or the greedy tokens of a causal model; of a reward model, the rewards.
     """
     dtype = most_common_dtype(open_tensors(folder))
-    rounded = jax.jit(functools.partial(_rounded, dtype=dtype))(model)
+    others = _others(folder, model, config, dtype)
+    rounded = jax.jit(functools.partial(_rounded, dtype=dtype, others=others))(model)
     if is_reward_model(model):
         return _verify_scores(folder, rounded, config.seq_len, layout)
     length = min(config.seq_len, _PROMPT_LENGTH + _NUM_NEW_TOKENS)
@@ -60,13 +61,33 @@ def verify_folder(folder: Path, model: LanguageModel, config: ModelConfig, layou
     return f"{agreed}, the same {new} greedy tokens"
 
 
-def _rounded(model: LanguageModel, dtype: Any) -> LanguageModel:
-    """In float32, with the precision of `dtype`. Integers stay as they are, and so do parameters that are always float32."""
-    exact = {path for path, parameter in declared(model).items() if parameter.float32}
+def _others(
+    folder: Path, model: LanguageModel, config: ModelConfig, dtype: Any
+) -> dict[str, list[tuple[Any, np.dtype]]]:
+    """Path of a parameter -> the indices of its tensors in the folder that have another dtype, with that dtype."""
+    leaves, form = dict(tree.leaves(model)), open_folder(folder).form
+    assert form is not None, "the folder has a config.json"
+    source, found = form.tensors(open_tensors(folder), config), dict[str, list[tuple[Any, np.dtype]]]()
+    table = form.table(config, form.layout(source, config, leaves))
+    for name, tensor, numbers in expanded(table, lambda tensor: tensor.sizes(leaves)):
+        info, number = source.tensors.get(name), dict(zip(tensor.stacked, numbers, strict=True))
+        if info is not None and info.dtype != dtype:
+            for part in tensor.parts:
+                index = tuple(number.get(axis.name, slice(None)) for axis in leaves[part.path].axes)
+                found.setdefault(part.path, []).append((index, info.dtype))
+    return found
+
+
+def _rounded(model: LanguageModel, dtype: Any, others: Mapping[str, list[tuple[Any, np.dtype]]]) -> LanguageModel:
+    """In float32, with the precision of the files. Integers stay as they are. Args: others: as of `_others`."""
 
     def rounded(path: str, x: Any) -> Any:
-        is_float = jnp.issubdtype(x.dtype, jnp.floating) and path not in exact
-        return x.astype(dtype).astype(jnp.float32) if is_float else x
+        if not tree.is_inexact(x):
+            return x
+        array = x.array.astype(dtype).astype(jnp.float32)
+        for index, other in others.get(path, ()):
+            array = array.at[index].set(x.array[index].astype(other).astype(jnp.float32))
+        return hax.NamedArray(array, x.axes)
 
     return tree.map_leaves(rounded, model)
 

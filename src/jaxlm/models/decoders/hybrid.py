@@ -140,8 +140,8 @@ def gated_delta_net(config: HybridConfig, key: jax.Array, *, norm_eps: float, **
     rates = hax.random.uniform(keys[9], (Heads, Group), minval=0.01, maxval=16.0)
     given = {
         "o_proj": Linear.init(Values, config.Embed, std=std, key=keys[10]),
-        "log_rate": hax.log(rates),
-        "time_bias": hax.ones((Heads, Group), jnp.float32),
+        "A_log": hax.log(rates),
+        "dt_bias": hax.ones((Heads, Group), jnp.float32),
         "norm": RMSNorm.init(Values[-1], norm_eps),
         **options,
     }

@@ -83,7 +83,7 @@ class GatedDeltaNet(Mixer, DeclaresParameters):
         decay_proj, beta_proj: {state_heads, state_group, embed}.
         o_proj: {embed, state_heads, state_group, head_size}.
         q_conv, k_conv, v_conv: {.., conv_taps}, depthwise; the last tap meets the token itself.
-        log_rate, time_bias: {state_heads, state_group}. A token decays the state by exp(-rate softplus(a + bias)).
+        A_log, dt_bias: {state_heads, state_group}. A token decays the state by exp(-rate softplus(a + bias)).
         norm: over each value head, before its gate.
         max_beta: how far a token moves what the state has for its key towards its value is between 0 and this; 1 is all the
             way.
@@ -99,8 +99,8 @@ class GatedDeltaNet(Mixer, DeclaresParameters):
     q_conv: NamedArray
     k_conv: NamedArray
     v_conv: NamedArray
-    log_rate: NamedArray
-    time_bias: NamedArray
+    A_log: NamedArray
+    dt_bias: NamedArray
     norm: RMSNorm
     max_beta: float = eqx.field(static=True, default=1.0)
 
@@ -111,7 +111,7 @@ class GatedDeltaNet(Mixer, DeclaresParameters):
         x = hax.where(segments != 0, x, 0).rearrange(x.axes).astype(x.dtype)
         Batch, Pos, (Heads, Group, _, ValueSize) = x.resolve_axis(BATCH), x.resolve_axis(POSITION), self._axes
         by_token = lambda layer: layer(x).rearrange((BATCH, POSITION, *axes_of(layer.Out))).array  # noqa: E731
-        rate, bias = (a.rearrange((Heads, Group)).array.astype(jnp.float32) for a in (self.log_rate, self.time_bias))
+        rate, bias = (a.rearrange((Heads, Group)).array.astype(jnp.float32) for a in (self.A_log, self.dt_bias))
         decay, beta = (by_token(layer).astype(jnp.float32) for layer in (self.decay_proj, self.beta_proj))
         q, k, v = map(by_token, (self.q_proj, self.k_proj, self.v_proj))
         g, beta = -jnp.exp(rate) * jax.nn.softplus(decay + bias), self.max_beta * jax.nn.sigmoid(beta)
@@ -135,7 +135,7 @@ class GatedDeltaNet(Mixer, DeclaresParameters):
 
     def parameters(self) -> dict[str, Parameter]:
         convs = ("q_conv", "k_conv", "v_conv")
-        return {**dict.fromkeys(convs, VECTOR), **dict.fromkeys(("log_rate", "time_bias"), FLOAT32_VECTOR)}
+        return {**dict.fromkeys(convs, VECTOR), **dict.fromkeys(("A_log", "dt_bias"), FLOAT32_VECTOR)}
 
     @property
     def _axes(self) -> tuple[Axis, Axis, Axis, Axis]:

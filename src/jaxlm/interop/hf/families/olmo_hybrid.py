@@ -59,11 +59,11 @@ class OlmoHybridConfig(HybridConfig):
 
     def recurrent_block(self, *, key: jax.Array) -> DecoderBlock:
         keys = jax.random.split(key, 5)
-        # softplus(time_bias) is log-uniform between these.
+        # softplus(dt_bias) is log-uniform between these.
         times = jnp.exp(jax.random.uniform(keys[4], (self.num_value_heads,), minval=jnp.log(1e-3), maxval=jnp.log(0.1)))
         mixer = gated_delta_net(self, keys[0], norm_eps=1e-5, max_beta=2.0 if self.negative_eigenvalues else 1.0)
-        bias = (times + jnp.log(-jnp.expm1(-times))).reshape(mixer.time_bias.array.shape)
-        mixer = dataclasses.replace(mixer, time_bias=hax.named(bias, mixer.time_bias.axes))
+        bias = (times + jnp.log(-jnp.expm1(-times))).reshape(mixer.dt_bias.array.shape)
+        mixer = dataclasses.replace(mixer, dt_bias=hax.named(bias, mixer.dt_bias.axes))
         return pre_norm_block(self, mixer, initial_mlp(self, keys[1:4]))
 
 

@@ -123,8 +123,8 @@ def conv_tensor() -> Tensor:
 
 def state_tensors(norm: str, out: str) -> Iterator[Tensor]:
     """What recurrent layers of all families have. Args: norm, out: names of the norm and of the last projection."""
-    yield single(f"{_STATE}A_log", f"{BLOCK}attn.log_rate", "state_heads state_group")
-    yield single(f"{_STATE}dt_bias", f"{BLOCK}attn.time_bias", "state_heads state_group")
+    yield single(f"{_STATE}A_log", f"{BLOCK}attn.A_log", "state_heads state_group")
+    yield single(f"{_STATE}dt_bias", f"{BLOCK}attn.dt_bias", "state_heads state_group")
     yield single(f"{_STATE}{norm}.weight", f"{BLOCK}attn.norm.weight", "head_size")
     yield single(f"{_STATE}{out}.weight", f"{BLOCK}attn.o_proj.weight", f"embed | {_VALUES}")
 
