@@ -3,6 +3,7 @@
 import json
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -11,14 +12,16 @@ from jaxlm.core.errors import ConfigError
 from jaxlm.core.tree import leaves
 from jaxlm.interop.hf import load
 from jaxlm.interop.hf.folder import open_folder, save_folder
-from jaxlm.interop.hf.safetensors_file import SafetensorsFile
-from jaxlm.models.base import vocab_axis
+from jaxlm.interop.hf.safetensors_file import SafetensorsFile, TensorInfo, write_safetensors
+from jaxlm.models.base import ModelConfig, vocab_axis
 from jaxlm.models.families.qwen3 import Qwen3Config
 from jaxlm.plan.load_config import decode_run
 from jaxlm.plan.plan import make_plan
+from jaxlm.reading.decode import decode
 from jaxlm.reading.yaml import ConfigSource
 from jaxlm.session.init_from import InitFrom
 from tests.engine.helpers import one_device
+from tests.small_runs import MODELS
 
 SIZES = {
     "seq_len": 64,
@@ -187,6 +190,75 @@ def test_import_and_export_round_trip(imported, workplace, in_process):
     assert (only.code, "it has only adapters. Set --checkpoint to the model" in only.err) == (2, True), only.err
     adapters = in_process(convert.main, place, *arguments[:3], "--output_dir", "o2", "--adapters", "only")
     assert (adapters.code, "has no adapters" in adapters.err) == (2, True)
+
+
+def bfloat16_arrays(shapes):
+    rng = np.random.default_rng(0)
+    return {name: rng.standard_normal(shape).astype(jnp.bfloat16) for name, shape in shapes.items()}
+
+
+def layer_behind_the_last(layers):
+    """A whole layer as GLM-4.5 has it, which predicts one token more. Args: layers: shapes of the model's tensors."""
+    own = {
+        "eh_proj": (32, 64),
+        "enorm": (32,),
+        "hnorm": (32,),
+        "shared_head.norm": (32,),
+        "shared_head.head": (300, 32),
+    }
+    shapes = {f"model.layers.2.{name}.weight": shape for name, shape in own.items()}
+    shapes |= {n.replace(".layers.1.", ".layers.2."): shape for n, shape in layers.items() if ".layers.1." in n}
+    arrays = bfloat16_arrays(shapes)
+    (bias,) = (name for name in arrays if name.endswith("correction_bias"))
+    return arrays | {bias: arrays[bias].astype(np.float32)}
+
+
+def module_beside_the_model(layers):
+    """The same of Qwen3.5."""
+    block = {f"mtp.{n[6:].replace('.1.', '.0.')}": shape for n, shape in layers.items() if ".layers.1." in n}
+    norms = dict.fromkeys(
+        ("mtp.norm.weight", "mtp.pre_fc_norm_embedding.weight", "mtp.pre_fc_norm_hidden.weight"), (32,)
+    )
+    return bfloat16_arrays({"mtp.fc.weight": (32, 64), **norms, **block})
+
+
+FURTHER = {
+    # In files, the width of shared experts is a multiple of that of the others.
+    "glm4_moe": ("num_nextn_predict_layers", layer_behind_the_last, {"shared_expert_intermediate_dim": 48}),
+    "qwen3_5": ("mtp_num_hidden_layers", module_beside_the_model, {}),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", FURTHER)
+def test_layers_that_predict_further_tokens_survive_training(imported, kind, workplace):
+    key, make, keys = FURTHER[kind]
+    place = workplace()
+    folder, vocab = place.folder / "hf", open_folder(imported).vocab_size - 20
+    config = decode(ModelConfig, ConfigSource(MODELS[kind] | keys | {"seq_len": 32}))
+    model = jax.jit(lambda: config.build(vocab_axis(vocab), key=jax.random.key(7)))()
+    files = {path.name: path.read_bytes() for path in imported.glob("tokenizer*.json")}
+    save_folder(folder, model, config, one_device(), dtype=jnp.bfloat16, files=files, special_ids={})
+    (folder / "config.json").write_text(json.dumps(json.loads((folder / "config.json").read_text()) | {key: 1}))
+    file = SafetensorsFile(folder / "model.safetensors")
+    further = make({name: info.shape for name, info in file.tensors.items()})
+    arrays = {name: np.array(file.view(name)) for name in file.tensors} | further
+    infos = {name: TensorInfo(array.shape, array.dtype) for name, array in arrays.items()}
+    write_safetensors(folder / "model.safetensors", infos, arrays.values())
+
+    text = place.write(FROM.format(folder=folder)).read_text()
+    text = text[: text.index("model:")] + text[text.index("trainer:") :]
+    (place.folder / "run.yaml").write_text(text.replace("  vocab_size: 300\n", f"  tokenizer: {folder}\n"))
+    place.finish("--config_path", "run.yaml", "--trainer.num_train_steps", "3", "--hf_save_path", "exports")
+    out = place.folder / "exports" / "step-3"
+    after = SafetensorsFile(out / "model.safetensors")
+    assert after.tensors.keys() == arrays.keys()
+    for name, array in further.items():
+        assert after.tensors[name] == infos[name], name
+        assert after.view(name).tobytes() == array.tobytes(), name
+    moved = {name for name in file.tensors if (np.asarray(after.view(name)) != arrays[name]).any()}
+    assert {"model.embed_tokens.weight", "model.norm.weight"} <= moved
+    assert json.loads((out / "config.json").read_text())[key] == 1
 
 
 @pytest.mark.slow

@@ -156,6 +156,24 @@ def test_killed_once_with_another_optimizer_or_precision(workplace, uninterrupte
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("processes", [1, 2])
+def test_a_hybrid_with_experts_and_a_loss_of_its_router_goes_on_to_the_bit(workplace, processes):
+    """All processes kill themselves, and start again."""
+    keys = {f"--model.{key}": str(value) for key, value in {**HYBRID, "router_aux_loss_coef": 0.1}.items()}
+    words = ("--config_path", "run.yaml", "--trainer.num_train_steps", "12", *(w for key in keys.items() for w in key))
+    whole, killed = workplace(), workplace()
+    for place in (whole, killed):
+        place.write()
+    dies = {"module": "tests.end_to_end.dies", "JAXLM_TEST_DIES_AT": "11"}
+    assert all(end.code != 0 for end in killed.run_all(processes, *words, **dies))
+    for ends in (whole.run_all(processes, *words), resumed := killed.run_all(processes, *words)):
+        assert [end.code for end in ends] == [0] * processes, ends
+    assert re.search(r"resuming, from .*step-(5|10)$", resumed[0].out, re.MULTILINE)
+    assert killed.losses() == whole.losses()
+    assert killed.digest("step-12") == whole.digest("step-12")
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("mesh", [pytest.param(m, marks=pytest.mark.soak) for m in FOUR_GROUPS])
 def test_killed_once_with_four_groups(workplace, uninterrupted, mesh):
     check(workplace, uninterrupted, mesh, seed=5, kills=1)

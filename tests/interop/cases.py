@@ -430,12 +430,12 @@ def reference(name: str) -> Any:
     return model.eval()
 
 
-def _save_as_published(model: Any, save: Callable[[Path], Any], folder: Path) -> None:
+def _save_as_published(model: Any, save: Callable[[Path], Any], folder: str | Path) -> None:
     from safetensors.numpy import save_file
 
     save(folder)
     arrays = {name: array.numpy() for name, array in model.state_dict().items()}
-    save_file(dict(olmo_hybrid_files(arrays)), folder / "model.safetensors", {"format": "pt"})
+    save_file(dict(olmo_hybrid_files(arrays)), Path(folder) / "model.safetensors", {"format": "pt"})
 
 
 def olmo_hybrid_files(arrays: Mapping[str, np.ndarray]) -> Iterator[tuple[str, np.ndarray]]:

@@ -79,7 +79,16 @@ DECODED = (
     "gemma2",
     "gemma3",
     "qwen2_moe-mixed",
+    "qwen3_5",
+    "qwen3_5_moe",
+    "qwen3_next",
+    "olmo_hybrid",
+    "glm4_moe",
+    "minimax_m2",
+    "olmoe",
+    "granitemoe",
 )
+# Of the last eight: tests/interop/test_greedy_text.py.
 GENERATED = ("llama-3", "gpt2", "gemma3", "mixtral", "mpt", "smollm3", "qwen2_moe-mixed")
 
 

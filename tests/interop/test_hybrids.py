@@ -20,7 +20,12 @@ SUMS = ("A_log", "dt_bias")  # over all tokens, of terms that cancel
 
 
 @pytest.fixture(
-    scope="module", params=["qwen3_5", "olmo_hybrid", "qwen3_5_moe", pytest.param("qwen3_next", marks=pytest.mark.slow)]
+    scope="module",
+    params=[
+        "qwen3_5",
+        "olmo_hybrid",
+        *(pytest.param(name, marks=pytest.mark.slow) for name in ("qwen3_5_moe", "qwen3_next")),
+    ],
 )
 def pair(request, tmp_path_factory):
     """transformers' model with weights of moderate size, and ours."""

@@ -25,8 +25,7 @@ from tests.engine.helpers import one_device
 from tests.interop.cases import abstract_of, exported, inputs_of, logits_of
 from tests.interop.multimodal import CASES, VOCAB, reference, saved, source_of
 
-DEFAULT = ("gemma3", "qwen3_vl_moe")
-KINDS = [pytest.param(kind, marks=() if kind in DEFAULT else pytest.mark.slow) for kind in CASES]
+KINDS = [pytest.param(kind, marks=() if kind == "gemma3" else pytest.mark.slow) for kind in CASES]
 IDS = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
 
 

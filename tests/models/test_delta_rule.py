@@ -108,6 +108,7 @@ def test_chunks_compute_the_definition(case):
         assert np.abs(one - other).max() <= 1e-5 * max(1, np.abs(other).max()), name
 
 
+@pytest.mark.slow
 def test_a_document_depends_on_no_other():
     tokens = _tokens(200, segments=_documents(1, 3, 63, 64, 69), decay=-0.001, beta=1.0)
     changed = tokens._replace(v=tokens.v.at[:, 4:67].add(3.0), g=tokens.g.at[:, 4:67].add(-200.0))
@@ -119,6 +120,7 @@ def test_a_document_depends_on_no_other():
         np.testing.assert_allclose(out[:, start:stop], alone, atol=1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "cuts",
     [(1, 2, 70), *(pytest.param(cuts, marks=pytest.mark.slow) for cuts in ((100,), (64, 128), (40, 45, 52, 118)))],
@@ -137,7 +139,14 @@ def test_a_text_goes_on_from_its_state(cuts):
     assert (state.segment == last.segment).all()
 
 
-@pytest.mark.parametrize("segments", [None, _documents(1, 3, 63, 64, 69), _PADDED], ids=["one", "several", "padding"])
+@pytest.mark.parametrize(
+    "segments",
+    [
+        pytest.param(None, id="one", marks=pytest.mark.slow),
+        pytest.param(_documents(1, 3, 63, 64, 69), id="several"),
+        pytest.param(_PADDED, id="padding", marks=pytest.mark.slow),
+    ],
+)
 def test_parts_of_a_text_are_affine_maps_of_the_state(segments):
     tokens = _tokens(200, segments=segments, decay=-0.001)
     _, last = delta_rule(tokens)
@@ -147,6 +156,7 @@ def test_parts_of_a_text_are_affine_maps_of_the_state(segments):
     np.testing.assert_allclose(M @ middle.memory + B, last.memory, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_the_inverse_of_repeated_keys_keeps_its_digits():
     """Powers of the matrix, as a Neumann product takes them, reach 1e10 here."""
     keys = _unit(np.random.default_rng(0).normal(size=(64, 128)) * 0.1 + 1)
@@ -155,6 +165,7 @@ def test_the_inverse_of_repeated_keys_keeps_its_digits():
     assert np.abs(unit_lower_inverse(jnp.asarray(below, jnp.float32)) - expected).max() < 1e-6
 
 
+@pytest.mark.slow
 def test_many_chunks_run_in_groups(monkeypatch):
     tokens = _tokens(200)
     loss = lambda tokens: jnp.sum(delta_rule(tokens)[0] ** 2)  # noqa: E731

@@ -11,11 +11,15 @@ from jax.sharding import AxisType, Mesh
 
 from jaxlm.core import tree
 from jaxlm.core.sharding import ContextSharding, Layout
+from jaxlm.core.values.batch_types import TokenBatch
+from jaxlm.engine.state import shardings
 from jaxlm.models.base import Inputs, ModelConfig, vocab_axis
 from jaxlm.models.linear import ExpertLinear, Linear
+from jaxlm.objectives.next_token import NextToken
 from jaxlm.reading.decode import decode
 from jaxlm.reading.yaml import ConfigSource
 from jaxlm.surgery.lora import LoraConfig
+from tests.engine.helpers import layout
 from tests.small_runs import MODELS
 
 VOCAB, LENGTH = 61, 48
@@ -99,6 +103,31 @@ def test_devices_that_share_a_row_compute_what_one_does(kind, method):
     for (path, ours), (_, theirs) in zip(tree.leaves(found), tree.leaves(wanted), strict=True):
         # A key bias shifts all scores of a query equally, so its gradient is 0: only rounding, on both sides.
         near = 1e-5 * max(float(np.abs(theirs.array).max()), 1e-2 * largest)
+        np.testing.assert_allclose(ours.array, theirs.array, rtol=0, atol=near, err_msg=path)
+
+
+@pytest.mark.parametrize("shards", [{"model": 2}, {}], ids=["tp 2 x fsdp 4", "fsdp 8"])
+@pytest.mark.parametrize("kind", ["qwen3_5_moe", "glm4_moe"])
+def test_eight_devices_compute_what_one_does(kind, shards):
+    """Eight packed rows: the training loss and its gradients."""
+    model, rng, where = model_of(kind), np.random.default_rng(2), layout(**shards)
+    rows = [inputs_of(rng.integers(0, VOCAB, LENGTH), tuple(rng.permutation(DOCUMENTS))) for _ in range(8)]
+    inputs = jax.tree.map(lambda *each: hax.concatenate("batch", each), *rows, is_leaf=tree.is_named)
+    following = hax.roll(inputs.tokens, -1, "position")
+    same = hax.roll(inputs.segment_ids, -1, "position") == inputs.segment_ids
+    mask = (same & (inputs.segment_ids != 0)).astype(jnp.float32)
+    batch = TokenBatch(inputs.tokens, following, mask, inputs.segment_ids, inputs.positions)
+
+    def loss(model, batch):
+        return NextToken().terms(model, batch, None, key=None)[0]["loss"].mean()
+
+    expected, wanted = jax.jit(jax.value_and_grad(loss))(model, batch)
+    with where.use():
+        sharded = jax.device_put(model, shardings(model, where))
+        found, gradients = jax.jit(jax.value_and_grad(lambda *given: loss(*given)))(sharded, batch)
+    np.testing.assert_allclose(found, expected, rtol=1e-5)
+    for (path, ours), (_, theirs) in zip(tree.leaves(gradients), tree.leaves(wanted), strict=True):
+        near = 1e-5 * float(np.abs(theirs.array).max())
         np.testing.assert_allclose(ours.array, theirs.array, rtol=0, atol=near, err_msg=path)
 
 

@@ -86,6 +86,7 @@ def test_a_document_does_not_see_another():
     assert (out[:, 44:99] != other[:, 44:99]).any()
 
 
+@pytest.mark.slow
 def test_decoding_goes_on_behind_padding():
     """Rows of different lengths begin at different places, and padding comes before each part."""
     expected, _ = apply(mixer(), stream()[:, :64], np.ones((ROWS, 64), np.int32))
@@ -148,12 +149,8 @@ def _program(heads: int, name: str | None):
     return jax.jit(run), Layout(mesh, {"embed": "context"} | mapping, mapping, sharding)
 
 
-DEFAULT = ("heads, any order", "states of a zigzag", "tensor parallelism")
-
-
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=() if name in DEFAULT else pytest.mark.slow) for name in DIVIDED]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", DIVIDED)
 def test_devices_compute_what_one_does(name):
     heads, _, _, order = DIVIDED[name]
     run, place = _program(heads, name)

@@ -45,6 +45,7 @@ def built(config):
     return jax.jit(lambda key: config.build(vocab_axis(61), key=key))(jax.random.key(0))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("config", "key"),
     [

@@ -36,7 +36,7 @@ CASES = pytest.mark.parametrize("name", MODELS)
 LENGTHS = (1, 3, 63, 64, 65)
 PADDING = 6  # in front, and behind
 
-RECOMPUTED = {"gated delta net": 1e-5}  # gradients of decays are sums that cancel: 1.2e-6 measured
+ROUNDING = {"gated delta net": 4e-6}  # of gradients: sums over tokens of terms that cancel. At most 2.4e-6 measured
 
 
 @pytest.fixture
@@ -104,7 +104,9 @@ def test_a_document_changes_no_bit_of_another(name, initial):
     assert np.abs(one[own] - other[own]).max() > 1e-2
 
 
-@CASES
+@pytest.mark.parametrize(
+    "name", [name if name == "gated delta net" else pytest.param(name, marks=pytest.mark.slow) for name in MODELS]
+)
 def test_a_cache_that_grows_gives_what_the_whole_row_gives(name, initial):
     """Rows of different lengths, with padding in front and between the parts; layers in stacks and separate."""
     model, texts = initial(MODELS[name]), documents()[2:4]
@@ -130,6 +132,7 @@ def test_a_cache_that_grows_gives_what_the_whole_row_gives(name, initial):
         np.testing.assert_allclose(one, other, atol=1e-5)
 
 
+@pytest.mark.slow
 @CASES
 def test_the_rows_of_a_cache_can_be_repeated(name, initial):
     """By the names of their axes alone, whatever a layer keeps."""
@@ -146,6 +149,7 @@ def test_the_rows_of_a_cache_can_be_repeated(name, initial):
     np.testing.assert_allclose(found, np.repeat(expected, 3, axis=0), atol=1e-6 * np.abs(expected).max())
 
 
+@pytest.mark.slow
 @CASES
 def test_a_text_does_not_depend_on_its_batch(name, initial):
     """Greedy, with prompts of different lengths."""
@@ -159,26 +163,33 @@ def test_a_text_does_not_depend_on_its_batch(name, initial):
 
 @pytest.mark.slow
 @CASES
-def test_loops_and_recomputation_change_nothing(name, initial):
+def test_loops_and_recomputation_change_nothing(name, initial, monkeypatch):
+    """Outputs are bitwise the same with recomputation. Gradients are sums in another order: each is as near to float64."""
     config, read = MODELS[name], inputs_of([documents()], 208, PADDING)
 
     def loss(model):
         hidden = model.hidden(read).final
         return jnp.sum(jnp.sin(jnp.where(read.segment_ids.array[..., None] != 0, hidden.array, 0)))
 
-    def computed(**keys):
-        model = initial(dataclasses.replace(config, **keys))
-        return np.asarray(final(model, read)[0]), eqx.filter_jit(eqx.filter_grad(loss))(model)
+    def gradient(dtype, **keys):
+        model = jax.tree.map(lambda leaf: leaf.astype(dtype), initial(dataclasses.replace(config, **keys)))
+        found = eqx.filter_jit(eqx.filter_grad(loss))(model)
+        return {path: np.asarray(leaf.array) for path, leaf in tree.leaves(found)}
 
-    hidden, gradients = computed(scan_layers=True, gradient_checkpointing="none")
-    again, recomputed = computed(scan_layers=True, gradient_checkpointing="full")
+    ways = [{"scan_layers": True}, {"scan_layers": True, "gradient_checkpointing": "full"}, {"scan_layers": False}]
+    ways = [{"gradient_checkpointing": "none"} | way for way in ways]
+    hidden, again, unrolled = (np.asarray(final(initial(dataclasses.replace(config, **way)), read)[0]) for way in ways)
     np.testing.assert_array_equal(again, hidden)
-    unrolled, of_unrolled = computed(scan_layers=False, gradient_checkpointing="none")
     np.testing.assert_allclose(unrolled, hidden, atol=1e-6 * np.abs(hidden).max())
-    for (path, leaf), (_, one), (_, other) in zip(*map(tree.leaves, (gradients, recomputed, of_unrolled)), strict=True):
-        size = float(jnp.abs(leaf.array).max())
-        np.testing.assert_allclose(one.array, leaf.array, atol=RECOMPUTED.get(name, 1e-6) * size, err_msg=path)
-        np.testing.assert_allclose(other.array, leaf.array, atol=1e-5 * size, err_msg=path)
+    single = [gradient(jnp.float32, **way) for way in ways]
+    with jax.enable_x64(True), monkeypatch.context() as patch:
+        patch.setattr(jnp, "float32", jnp.float64)  # to which a model casts what needs digits
+        double = gradient(jnp.float64, **ways[0])
+    for path, wanted in double.items():
+        assert wanted.dtype == np.float64
+        near = ROUNDING.get(name, 1e-6) * np.abs(wanted).max()
+        for found in single:
+            np.testing.assert_allclose(found[path], wanted, rtol=0, atol=near, err_msg=path)
 
 
 @pytest.mark.slow

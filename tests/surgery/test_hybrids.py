@@ -25,9 +25,9 @@ RECURRENT = ("q_proj", "k_proj", "v_proj", "gate_proj", "decay_proj", "beta_proj
 WHOLE = {"in_proj_qkv", "in_proj_z", "out_proj", "q_proj", "v_proj", "o_proj"}
 
 
-def plan_of(*surgeries: dict, mp: str = "f32", trainable: str = r"\.[ab]$") -> Plan:
+def plan_of(*surgeries: dict, mp: str = "f32", trainable: str = r"\.[ab]$", kind: str = "qwen3_5") -> Plan:
     run = {
-        "model": MODELS["qwen3_5"],
+        "model": MODELS[kind],
         "phases": [{"name": "p", "surgery": list(surgeries), "trainable": [trainable]}],
         "trainer": {"train_batch_size": 16, "mp": mp},
         "optimizer": {"learning_rate": 0.05, "warmup": 0},
@@ -83,3 +83,17 @@ def test_a_merged_export_has_all_other_tensors_to_the_bit(tmp_path, target):
     assert {before.tensors[n].dtype for n in before.tensors} == {after.tensors[n].dtype for n in after.tensors}
     names = {name.rpartition(".")[0].rpartition(".")[2] for name in changed}
     assert names == ({"in_proj_b", "down_proj"} if "beta" in target else WHOLE)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["qwen3_5_moe", "glm4_moe"])
+def test_adapters_beside_experts_train_and_nothing_else_moves(kind):
+    plan = plan_of({"type": "lora", "rank": 2, "target": r"attn|shared_expert"}, kind=kind)
+    run = TinyRun(one_device(), plan.phases[0], plan.precision, plan.model, VOCAB)
+    before = {path: np.asarray(leaf.array) for path, leaf in tree.leaves(run.state.model)}
+    adapters = {path for path in before if path.endswith((".a", ".b"))}
+    assert any("shared_expert" in path for path in adapters)
+    losses = [run.step(arrays(0))["train/loss"] for _ in range(8)]
+    assert losses[-1] < losses[0] - 0.01  # the head, which has small weights, stays
+    for path, leaf in tree.leaves(run.state.model):
+        assert (leaf.array != before[path]).any() == (path in adapters), path
