@@ -113,8 +113,12 @@ def open_data(plan: Plan, tokenizer: Tokenizer, phase: Phase, log: Log) -> Data:
 
 def _services(run: Run, phase: Phase) -> RunServices:
     plan, tokenizer = run.plan, run.saved_tokenizer
-    exporter, surgeries = replace(run.exporter, dtype=plan.precision.params), plan.state_builder.surgeries_until(phase)
-    export = lambda model, folder: exporter.write(folder, export_form(model, surgeries), phase.model)  # noqa: E731
+    surgeries = plan.state_builder.surgeries_until(phase)
+
+    def export(model: LanguageModel, folder: Any) -> None:
+        exporter = replace(run.exporter, dtype=plan.precision.params)
+        exporter.write(folder, export_form(model, surgeries), phase.model)
+
     shared = (plan.precision, run.console.log, tokenizer.stop_ids, run.clock.progress)
     options = step_options(plan)
     return RunServices(*shared, run.records.completions().log, export, tuple(options.xla.items()), options.sizes)

@@ -542,7 +542,7 @@ def window_pattern(
     def every(theirs: Mapping[str, Any], pattern: int | str) -> list[int]:
         num_layers = theirs["num_hidden_layers"]
         if isinstance(pattern, str):  # L for local, G for global, repeated
-            return [layer for layer in range(num_layers) if pattern[layer % len(pattern)] == "L"]
+            return [layer for layer in range(num_layers) if "GL".index(pattern[layer % len(pattern)])]
         return local_in_groups(num_layers, pattern, first_is_global=first_is_global)
 
     def local_of(theirs: Mapping[str, Any]) -> list[int]:

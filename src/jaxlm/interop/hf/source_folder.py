@@ -31,7 +31,7 @@ from jaxlm.models.base import LanguageModel, ModelConfig, as_family, vocab_axis
 Json = dict[str, Any]
 TEXT_ONLY = "To write the text model alone, set hf_save_parts: text (jaxlm convert: --parts text)"
 _RESTORE = f"Restore it. {TEXT_ONLY}"
-_MTP = ("mtp_num_hidden_layers", "num_nextn_predict_layers")
+_MTP = ("mtp_num_hidden_layers", "num_nextn_predict_layers", "num_mtp_layers")
 """Keys of config.json with the number of layers that predict further tokens."""
 _OF_PROCESSORS = ("*processor_config.json", "chat_template.json", "SYSTEM_PROMPT.txt", "tekken.json")
 _COMMITS = "snapshots"  # folder of the Hub's client, with a folder for each commit

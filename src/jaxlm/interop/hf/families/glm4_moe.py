@@ -79,7 +79,7 @@ FAMILY = Family(
     model_types=("glm4_moe",),
     architecture="Glm4MoeForCausalLM",
     config=Glm4MoeConfig,
-    aliases={"num_local_experts": "n_routed_experts", "num_mtp_layers": "num_nextn_predict_layers"},
+    aliases={"num_local_experts": "n_routed_experts", "num_nextn_predict_layers": "num_mtp_layers"},
     keys=(
         *(
             key
@@ -91,7 +91,7 @@ FAMILY = Family(
         JsonKey("attention_bias", "attention_bias", False),
         FixedKey("attention_dropout", 0.0),
         # A new model has no layers that predict more tokens; those of a source stay in its exports, and so does this key.
-        KeyGroup(("num_nextn_predict_layers",), lambda theirs: {}, lambda config: {"num_nextn_predict_layers": 0}),
+        KeyGroup(("num_mtp_layers",), lambda theirs: {}, lambda config: {"num_mtp_layers": 0}),
     ),
     tensors=lambda config: tuple(
         rows_by_stack(

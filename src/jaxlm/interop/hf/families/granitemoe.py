@@ -75,7 +75,6 @@ FAMILY = Family(
     model_types=("granitemoe",),
     architecture="GraniteMoeForCausalLM",
     config=GraniteMoeConfig,
-    aliases={"num_experts": "num_local_experts"},
     keys=(
         *usual_keys(length=2048),
         *router("num_local_experts", num_experts=8, chosen=2),
