@@ -14,6 +14,7 @@ Shapes: B batch, S position, K experts per token, E experts, G groups, L layers.
 """
 
 import abc
+from typing import ClassVar
 
 import equinox as eqx
 import haliax as hax
@@ -86,7 +87,7 @@ class Router(eqx.Module):
         balance_weight, z_weight: coefficients of the load-balancing loss and the z-loss.
     """
 
-    float32_logits: eqx.AbstractClassVar[bool]
+    float32_logits: ClassVar[bool]
     """Whether the logits are products in float32 even in a model that computes in another dtype."""
     num_chosen: eqx.AbstractVar[int]
     balance_weight: eqx.AbstractVar[float]
@@ -127,7 +128,7 @@ class SoftmaxRouter(Router):
         normalised: normalize the probabilities of the chosen experts to sum to 1.
     """
 
-    float32_logits = False
+    float32_logits: ClassVar[bool] = False
     num_chosen: int = eqx.field(static=True)
     normalised: bool = eqx.field(static=True)
     balance_weight: float = eqx.field(static=True)
@@ -161,7 +162,7 @@ class SigmoidRouter(Router, DeclaresParameters):
         bias_step: how far the bias moves in each update; with 0 its gradient is 0 too.
     """
 
-    float32_logits = True
+    float32_logits: ClassVar[bool] = True
     correction_bias: NamedArray
     num_chosen: int = eqx.field(static=True)
     num_groups: int = eqx.field(static=True)

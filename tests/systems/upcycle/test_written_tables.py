@@ -18,7 +18,7 @@ from jaxlm.systems.upcycle.measurements import MemoryTableConfig
 
 MODEL = {"seq_len": 16, "hidden_dim": 32, "intermediate_dim": 48, "num_layers": 1, "num_heads": 4, "num_kv_heads": 4}
 CONFIG = MemoryTableConfig(contexts=[8, 16])
-VALUES = ("m", "float32", "int8", 1, 8, 100, 800, 800, 68, 12345, "compiler")
+VALUES = ("m", "float32", "int8", 1, 8, 100, 0, 800, 800, 68, 12345, "compiler")
 ROW = dict(zip((column.name for column in CONFIG.columns), VALUES, strict=True))
 TABLE = Table("memory", CONFIG.caption, CONFIG.columns, (ROW, ROW | {"context": 16}), CONFIG.picture)
 

@@ -16,11 +16,18 @@ _FLAGS = ("single_word", "lstrip", "rstrip", "normalized", "special")
 # Classes that build the steps around the vocabulary anew, and the types of models that use them. Others take tokenizer.json
 # as it is, whatever class the settings name.
 _LLAMA = ("LlamaTokenizer", "CodeLlamaTokenizer")
-_BYTE_LEVEL = tuple(f"{name}Tokenizer" for name in ("GPT2", "GPTNeoX", "Qwen2", "Cohere", "CodeGen", "Roberta"))
-_TYPES = (
-    "code_llama cohere cohere2 gpt2 gpt_neo gpt_neox gptj jaxlm_dba llama mpt olmo olmoe opt phi qwen2 qwen2_moe qwen3"
+_BYTE_LEVEL = tuple(
+    f"{name}Tokenizer" for name in ("GPT2", "GPTNeoX", "Qwen2", "Qwen3_5", "Cohere", "CodeGen", "Roberta")
 )
-REBUILT = (None, *f"{_TYPES} qwen3_moe qwen3_next roberta smollm3 starcoder2".split())
+_QWEN = (
+    "qwen2 qwen2_5_vl qwen2_moe qwen2_vl qwen3 qwen3_5 qwen3_5_moe qwen3_5_moe_text qwen3_5_text qwen3_moe qwen3_next"
+    " qwen3_vl qwen3_vl_moe"
+)
+_TYPES = (
+    "arcee code_llama cohere cohere2 cwm exaone4 gpt2 gpt_neo gpt_neox gptj helium hunyuan_v1_dense jaxlm_dba llama mpt olmo"
+    " olmoe opt phi roberta seed_oss smollm3 starcoder2"
+)
+REBUILT = (None, *f"{_TYPES} {_QWEN}".split())
 
 
 def with_text_level(model: Mapping[str, Any]) -> dict[str, Any]:
