@@ -155,22 +155,38 @@ def test_killed_once_with_another_optimizer_or_precision(workplace, uninterrupte
     check(workplace, uninterrupted, setting, seed=3, kills=1)
 
 
+ROUTERS = {
+    "a loss of the router, in a hybrid": {**HYBRID, "router_aux_loss_coef": 0.1},
+    "biases that move by a rule": {
+        "type": "glm4_moe",
+        **{"head_dim": 8, "num_experts": 4, "num_experts_per_token": 2, "shared_expert_intermediate_dim": 24},
+        **{"dense_intermediate_dim": 48, "router_bias_step": 1e-3},
+    },
+}
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("processes", [1, 2])
-def test_a_hybrid_with_experts_and_a_loss_of_its_router_goes_on_to_the_bit(workplace, processes):
-    """All processes kill themselves, and start again."""
-    keys = {f"--model.{key}": str(value) for key, value in {**HYBRID, "router_aux_loss_coef": 0.1}.items()}
+@pytest.mark.parametrize("router", ROUTERS)
+def test_experts_go_on_to_the_bit(workplace, router, processes):
+    """All processes kill themselves, and both start again."""
+    keys = {f"--model.{key}": str(value) for key, value in ROUTERS[router].items()}
     words = ("--config_path", "run.yaml", "--trainer.num_train_steps", "12", *(w for key in keys.items() for w in key))
     whole, killed = workplace(), workplace()
     for place in (whole, killed):
         place.write()
-    dies = {"module": "tests.end_to_end.dies", "JAXLM_TEST_DIES_AT": "11"}
-    assert all(end.code != 0 for end in killed.run_all(processes, *words, **dies))
+    place = {"module": "tests.end_to_end.dies", "JAXLM_TEST_DIES_AT": "11"}
+    assert all(end.code != 0 for end in killed.run_all(processes, *words, **place))
     for ends in (whole.run_all(processes, *words), resumed := killed.run_all(processes, *words)):
         assert [end.code for end in ends] == [0] * processes, ends
     assert re.search(r"resuming, from .*step-(5|10)$", resumed[0].out, re.MULTILINE)
     assert killed.losses() == whole.losses()
-    assert killed.digest("step-12") == whole.digest("step-12")
+    digest = whole.digest("step-12")
+    assert killed.digest("step-12") == digest
+    earlier = whole.digest("step-5")
+    for path in digest:
+        if path.startswith("model.") and path.endswith("correction_bias"):
+            assert digest[path] != earlier[path]
 
 
 @pytest.mark.slow
