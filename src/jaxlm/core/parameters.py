@@ -34,7 +34,7 @@ class MatrixAxes(NamedTuple):
 class UpdateRule(abc.ABC):
     """How a parameter moves by its gradient alone, whatever the optimizer of the run is.
 
-    Its gradient is no part of the gradient norm and is not clipped; the parameter has no moments, learning rate or weight
+    Its gradient is excluded from the gradient norm and from clipping; the parameter has no moments, learning rate or weight
     decay. A skipped step skips it, and averages of the weights contain it. The gradient is the sum over the microbatches of a
     batch, divided by the loss scale if there is one, so a rule must not depend on its size.
     """
@@ -70,7 +70,7 @@ class SignUpdate(UpdateRule):
 
 @dataclass(frozen=True)
 class Parameter:
-    """Describes a parameter. Without arguments: one that is no matrix and does not decay, such as a bias.
+    """Describes a parameter. The defaults are those of a bias: not a matrix, no weight decay.
 
     Attributes:
         matrix: its axes if it is a matrix, for optimizers with an update rule for these (Muon); None if it is none.
@@ -88,7 +88,7 @@ class Parameter:
 VECTOR = Parameter()
 """A bias, a scale, an embedding table, the weight of a norm or of a depthwise convolution."""
 SCALE = Parameter(decays=True)
-"""A parameter that is no matrix and decays all the same."""
+"""A parameter with weight decay that is not a matrix."""
 FLOAT32_VECTOR = Parameter(float32=True)
 """A parameter of few elements whose rounding errors add up, such as the logarithm of a decay rate."""
 

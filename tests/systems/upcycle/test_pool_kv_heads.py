@@ -349,7 +349,7 @@ REFUSED = {
         DbaConfig(**MHA, sem_dim=32, geo_dim=32),
         {},
     ),
-    "but some of its layers are DecayingSum, whose heads are others": (RecurrentConfig(**SIZES), {}),
+    "but some of its layers are DecayingSum, whose heads are not those of attention": (RecurrentConfig(**SIZES), {}),
     "a model of type gpt2 given, but its config has no number of key/value heads": (Gpt2Config(num_layers=2), {}),
     "a model of type nano given, but its config has no number": (NanoConfig(num_layers=2), {}),
     "a model of type mpt given, but its queries, keys and values are clipped": (

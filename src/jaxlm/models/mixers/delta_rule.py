@@ -130,7 +130,7 @@ def transition(tokens: Tokens, segment_B: jax.Array) -> tuple[jax.Array, jax.Arr
 
 
 def last_segment(segments_BT: jax.Array, before_B: jax.Array) -> jax.Array:
-    """The document of the last token that is no padding, [B]; `before_B` if there is none."""
+    """The document of the last token that is not padding, [B]; `before_B` if there is none."""
     return filled(segments_BT, before_B)[:, -1]
 
 
