@@ -291,7 +291,8 @@ def _problem(config: ModelConfig, model: LanguageModel) -> str | None:
     if not isinstance(config, DecoderConfig) or not isinstance(model, Decoder):
         return "its config has no number of key/value heads that can change alone. Remove the surgery"
     if recurrent := next((one for one in tree.modules(model, Mixer) if not isinstance(one, Attention)), None):
-        return f"some of its layers are {type(recurrent).__name__}, whose heads are not those of attention. Remove the surgery"
+        kind = type(recurrent).__name__
+        return f"some of its layers are {kind}, whose heads are not those of attention. Remove the surgery"
     if other := next((a for a in attentions if not isinstance(a, SelfAttention)), None):
         return f"its attention is {type(other).__name__}. Put pool_kv_heads before the surgery that makes it"
     norms = [attention.k_norm for attention in attentions]  # pyright: ignore[reportAttributeAccessIssue]
