@@ -1,4 +1,4 @@
-"""Writes the line numbers of docs/reference/walk.md, and docs/all-pages.md from the navigation in mkdocs.yml.
+"""Writes docs/all-pages.md from the navigation in mkdocs.yml.
 
 python docs/generate_reference.py
 """
@@ -8,9 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from source_links import with_line_numbers
 
-WALK = Path(__file__).parent / "reference" / "walk.md"
 DOCS = Path(__file__).parent
 ALL_PAGES = DOCS / "all-pages.md"
 
@@ -45,4 +43,3 @@ def _title(page: str) -> str:
 
 if __name__ == "__main__":
     ALL_PAGES.write_text(all_pages(), encoding="utf-8")
-    WALK.write_text(with_line_numbers(WALK.read_text(encoding="utf-8")), encoding="utf-8")

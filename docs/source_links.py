@@ -1,7 +1,7 @@
-"""Links from pages to the code: ``[`name`](../../src/jaxlm/file.py#L12)``, where `name` is a class or function of the file.
+"""Links from pages to the code: ``[`name`](../../src/jaxlm/file.py)``, where `name` is a class or function of the file.
 
 In a checkout, such a link opens the file. For the site, MkDocs calls the two hooks below: each linked file becomes a page
-with the linked code. `generate_reference.py` updates the line numbers.
+with the linked code. Links have no line numbers, which every edit of the code would make wrong.
 """
 
 import ast
@@ -11,22 +11,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parents[1]
-LINK = re.compile(
-    r"\[`(?P<name>[\w.]+)(?P<rest>[^`]*)`\]\((?P<up>(?:\.\./)+)(?P<file>src/jaxlm/[\w/]+\.py)(?:#L\d+)?\)"
-)
-
-
-def with_line_numbers(text: str) -> str:
-    """Updates the line numbers in a page's links. Raises `KeyError` for a name that its file does not define."""
-
-    def link(match: re.Match[str]) -> str:
-        places = definitions(match["file"])
-        if match["name"] not in places:
-            raise KeyError(f"a page links to {match['name']}, but {match['file']} defines only {', '.join(places)}")
-        line = places[match["name"]][0]
-        return f"[`{match['name']}{match['rest']}`]({match['up']}{match['file']}#L{line})"
-
-    return LINK.sub(link, text)
+LINK = re.compile(r"\[`(?P<name>[\w.]+)(?P<rest>[^`]*)`\]\((?P<up>(?:\.\./)+)(?P<file>src/jaxlm/[\w/]+\.py)\)")
 
 
 def definitions(file: str) -> dict[str, tuple[int, int]]:
