@@ -236,7 +236,7 @@ def _chunked(group: _Group) -> _Chunk:
     decay, entering = _decays(g, s_NBC, before_NB)
     products, scores = (jnp.einsum("nbkid,nbkjd->nbkij", x, k, preferred_element_type=jnp.float32) for x in (k, q))
     below = jnp.tril(beta[..., None] * products[:, :, :, None] * decay, -1)
-    solve = unit_lower_inverse(below) * beta[..., None, :]
+    solve = unit_lower_inverse(jax.lax.optimization_barrier(below)) * beta[..., None, :]
     merged = lambda x, count: x.reshape(x.shape[0], -1, *x.shape[count + 1 :])  # noqa: E731
     q, k = (merged(x, 2) for x in (q, k))
     v, scores, solve, entering, leaving = (
@@ -280,22 +280,23 @@ def _run(memory: jax.Array, chunks: _Chunk) -> tuple[jax.Array, jax.Array, jax.A
     return after.reshape(memory.shape), starts, errors
 
 
-def _forward(tokens: Tokens, start: State) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
-    """The outputs, the last state, and the states at the start of groups [groups, ...] and of chunks [groups, N, ...]."""
+def _forward(tokens: Tokens, start: State) -> tuple[jax.Array, jax.Array, jax.Array, tuple[jax.Array, jax.Array]]:
+    """The outputs; the last state; the states at the start of groups, [groups, ...]; what `_run` returns of their chunks."""
     batch, length, *heads, value_size = tokens.v.shape
 
     @functools.partial(jax.checkpoint, prevent_cse=False)
     def group_forward(memory: jax.Array, group: _Group):
         chunks = _chunked(group)
-        after, starts, errors = _run(memory, chunks)
+        after, *of_chunks = _run(memory, chunks)
+        starts, errors = of_chunks
         out = _product("nhcd,nhdv->nhcv", chunks.entered(chunks.q), starts)
         out = out + _product("nhij,nhjv->nhiv", chunks.read, errors)
-        return after, (out.astype(starts.dtype), memory, starts)
+        return after, (out.astype(starts.dtype), memory, tuple(of_chunks))
 
-    memory, (out, first, starts) = jax.lax.scan(group_forward, start.memory, _grouped(tokens, start.segment))
+    memory, (out, first, of_chunks) = jax.lax.scan(group_forward, start.memory, _grouped(tokens, start.segment))
     out = out.reshape(*out.shape[:2], batch, *heads, -1, value_size)  # [groups, N, B, K, R, C, V]
     out = out.transpose(2, 0, 1, 5, 3, 4, 6).reshape(batch, -1, *heads, value_size)[:, :length]
-    return jnp.where((tokens.segments != 0)[..., None, None, None], out, 0), memory, first, starts
+    return jnp.where((tokens.segments != 0)[..., None, None, None], out, 0), memory, first, of_chunks
 
 
 @CustomVjp
@@ -305,8 +306,8 @@ def _rule(tokens: Tokens, start: State) -> tuple[jax.Array, jax.Array]:
 
 
 def _rule_forward(tokens: Tokens, start: State):
-    out, memory, first, starts = _forward(tokens, start)
-    saved = (None, starts) if starts.shape[0] == 1 else (first, None)
+    out, memory, first, of_chunks = _forward(tokens, start)
+    saved = (None, of_chunks) if first.shape[0] == 1 else (first, None)
     return (out, memory), (tokens, start.segment, jax.tree.map(lambda x: checkpoint_name(x, STATE), saved))
 
 
@@ -328,7 +329,7 @@ def _rule_backward(residuals, cotangents):
         return (d_memory, d_memory.astype(dtype)), (d_after, d_error)
 
     def group_backward(d_memory, part):
-        (first, starts), group, d_out = part
+        (first, of_chunks), group, d_out = part
 
         def prepare(*arrays):
             chunks = _chunked(_Group._make((*arrays, group.segments, group.before)))
@@ -336,9 +337,7 @@ def _rule_backward(residuals, cotangents):
             return (q, k, chunks.v, chunks.read, chunks.write, chunks.entering[..., -1]), chunks
 
         _, pullback, chunks = jax.vjp(prepare, *group[:5], has_aux=True)
-        if starts is None:
-            starts = _run(first, chunks)[1]
-        errors = chunks.error(starts)
+        starts, errors = _run(first, chunks)[1:] if of_chunks is None else of_chunks
         d_errors = _product("nhij,nhiv->nhjv", chunks.read, d_out).astype(dtype)
         merged = d_memory.reshape(starts.shape[1:])
         carry, parts = (merged, merged.astype(dtype)), (chunks, d_out, d_errors)
