@@ -320,13 +320,16 @@ def _rule_backward(residuals, cotangents):
     dtype = tokens.v.dtype
 
     def chunk_backward(carry, part):
-        (d_memory, d_after), (chunk, d_out, d_error) = carry, part
+        (d_memory, d_after, d_ends, d_errors), (n, chunk, d_out) = carry, part
+        d_error = jax.lax.dynamic_index_in_dim(d_errors, n, keepdims=False)
         d_error = (d_error + _product("hdc,hdv->hcv", chunk.write, d_after)).astype(dtype)
         # One product, so that its result is written once.
         left = jnp.concatenate([chunk.entered(chunk.q), -chunk.entered(chunk.k)], axis=1)
         d_start = _product("hcd,hcv->hdv", left, jnp.concatenate([d_out, d_error], axis=1))
         d_memory = chunk.decayed(d_memory) + d_start
-        return (d_memory, d_memory.astype(dtype)), (d_after, d_error)
+        d_ends = jax.lax.dynamic_update_index_in_dim(d_ends, d_after, n, axis=0)
+        d_errors = jax.lax.dynamic_update_index_in_dim(d_errors, d_error, n, axis=0)
+        return (d_memory, d_memory.astype(dtype), d_ends, d_errors), None
 
     def group_backward(d_memory, part):
         (first, of_chunks), group, d_out = part
@@ -340,8 +343,11 @@ def _rule_backward(residuals, cotangents):
         starts, errors = _run(first, chunks)[1:] if of_chunks is None else of_chunks
         d_errors = _product("nhij,nhiv->nhjv", chunks.read, d_out).astype(dtype)
         merged = d_memory.reshape(starts.shape[1:])
-        carry, parts = (merged, merged.astype(dtype)), (chunks, d_out, d_errors)
-        (merged, _), (d_ends, d_errors) = jax.lax.scan(chunk_backward, carry, parts, reverse=True)
+        # In place, and not as outputs: XLA for GPUs would make the zeros that those begin with, for all layers, at once.
+        zero, d_errors = jax.lax.optimization_barrier((jnp.zeros((), dtype), d_errors))
+        carry = (merged, merged.astype(dtype), jnp.broadcast_to(zero, starts.shape), d_errors)
+        carry, _ = jax.lax.scan(chunk_backward, carry, (jnp.arange(count), chunks, d_out), reverse=True)
+        merged, _, d_ends, d_errors = carry
         pairs = ((d_out, starts), (-d_errors, starts), (d_out, errors), (d_ends, errors))
         d_q, d_k, d_read, d_write = (_product("nhiv,nhjv->nhij", x, y).astype(dtype) for x, y in pairs)
         d_kept = jnp.sum(d_ends.astype(jnp.float32) * starts.astype(jnp.float32), axis=(-2, -1))
