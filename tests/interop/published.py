@@ -903,7 +903,7 @@ REFUSED: dict[str, tuple[Json, str]] = {
             "router_jitter_noise": 0.01,
             "num_local_experts": 16,
         },
-        r"'mixtral', which does not read input_jitter_noise, and says: router_jitter_noise: 0.01 given, .*; 0.0 expected. Known",
+        r"'mixtral', which does not read input_jitter_noise, and says: router_jitter_noise: 0.01 given, .*; 0.0 expected.",
     ),
     "gpt-j-6b": (
         {"model_type": "gptj", "n_embd": 4096, "n_head": 16, "n_layer": 28, "n_positions": 2048, "rotary_dim": 64},
