@@ -125,8 +125,12 @@ def declared(model: Any) -> dict[str, Parameter]:
 def described(model: Any) -> dict[str, Parameter]:
     """Path -> description of each floating-point array: that of its module, or that of `judged`."""
     known = declared(model)
-    arrays = {path: leaf for path, leaf in tree.leaves(model) if tree.is_inexact(leaf)}
-    return {path: known[path] if path in known else _undeclared(path, leaf, known) for path, leaf in arrays.items()}
+    axes = {
+        path: leaf.axes if tree.is_named(leaf) else _plain_axes(leaf)
+        for path, leaf in tree.leaves(model)
+        if tree.is_inexact(leaf)
+    }
+    return {path: known[path] if path in known else judged(path, of_leaf) for path, of_leaf in axes.items()}
 
 
 def float32_paths(model: Any) -> frozenset[str]:
@@ -161,13 +165,6 @@ def matrix_sides(axes: Sequence[Axis]) -> tuple[tuple[Axis, ...], ...]:
         else:
             sides.append((axis,))
     return tuple(sides)
-
-
-def _undeclared(path: str, leaf: Any, known: Mapping[str, Parameter]) -> Parameter:
-    parents = [path[: match.start()] for match in re.finditer(r"\.", path)]
-    if any(parent in known for parent in parents):  # an array of a `StoredWeight`
-        return VECTOR
-    return judged(path, leaf.axes if tree.is_named(leaf) else _plain_axes(leaf))
 
 
 def _plain_axes(array: Any) -> tuple[Axis, ...]:
