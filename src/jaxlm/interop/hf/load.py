@@ -6,6 +6,7 @@ A host reads only the shards of its own devices, one shard of one parameter at a
 import itertools
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import haliax as hax
@@ -111,6 +112,22 @@ def differing_head(tensors: Sequence[Tensor], source: TensorSource, prefix: str)
     starts = range(0, len(first), _ROWS_AT_ONCE)
     blocks = (slice(start, start + _ROWS_AT_ONCE) for start in starts)
     return None if all(np.array_equal(first[block], second[block]) for block in blocks) else head
+
+
+def embedding_names(tensors: Sequence[Tensor], source: TensorSource, prefix: str) -> tuple[str, ...]:
+    """The names of the table for the tensors that a source has as its token embedding, if its head is the same."""
+    omitted = _omitted(prefix, source)
+    names = {name: name.removeprefix(omitted) for name in (_embedding(tensors), *_HEADS)}
+    dtypes = {name: source.tensors[theirs].dtype for name, theirs in names.items() if theirs in source.tensors}
+    return tuple(dtypes) if len({*dtypes.values()}) == 1 else ()
+
+
+def with_embedding(tensors: Sequence[Tensor], names: Sequence[str]) -> list[Tensor]:
+    """A table of weights that writes the embedding by all of these names, unless it has a head or there are none."""
+    if not names or any(tensor.name in _HEADS for tensor in tensors):
+        return [*tensors]
+    written = {_embedding(tensors): names}
+    return [replace(tensor, name=name) for tensor in tensors for name in written.get(tensor.name, (tensor.name,))]
 
 
 def _with_embedding(tensors: Sequence[Tensor], source: TensorSource, prefix: str) -> TensorSource:
