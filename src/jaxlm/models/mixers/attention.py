@@ -1,6 +1,7 @@
 """Attention of tokens to earlier ones, or to all."""
 
 import abc
+import math
 from typing import Any
 
 import equinox as eqx
@@ -15,6 +16,7 @@ from jaxlm.models.attention.backends.blockwise import UNMODIFIED_SCORES
 from jaxlm.models.attention.choose import AttentionTask
 from jaxlm.models.attention.scores import ScoreRule
 from jaxlm.models.attention.sharding import AttentionSharding
+from jaxlm.models.flops import MixerWork
 from jaxlm.models.inference.cached_attention import cached_attention
 from jaxlm.models.linear import Linear
 from jaxlm.models.mixers.base import ForCache, LayerContext, Mixer
@@ -141,6 +143,9 @@ class SelfAttention(Attention):
 
     def init_cache(self, Batch: Axis, capacity: int, dtype: Any) -> KeyValueCache:
         return KeyValueCache.empty(Batch, capacity, self.k_proj.Out, self.v_proj.Out, dtype)
+
+    def work(self, window: int | None) -> MixerWork:
+        return MixerWork(math.prod(axis.size for axis in axes_of(self.q_proj.Out)), window)
 
     def _normalized(self, q: NamedArray, k: NamedArray) -> tuple[NamedArray, NamedArray]:
         return q if self.q_norm is None else self.q_norm(q), k if self.k_norm is None else self.k_norm(k)
