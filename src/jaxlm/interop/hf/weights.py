@@ -280,8 +280,8 @@ def shared_expert(theirs: str = "shared_expert", *, gate: bool = True) -> Iterat
 
 def stacked_experts(
     module: str = "mlp",
-    *,
     names: tuple[str, str, str] = ("gate.weight", "experts.gate_up_proj", "experts.down_proj"),
+    *,
     inputs_first: bool = False,
     interleaved: bool = False,
 ) -> Iterator[Tensor]:

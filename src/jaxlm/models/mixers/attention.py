@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 from haliax import Axis, NamedArray
 
+from jaxlm.core import tree
 from jaxlm.core.axes import HEAD_SIZE, HEADS, KV_HEADS, axes_of
 from jaxlm.models.attention.api import AttentionSpec, as_keys, attention
 from jaxlm.models.attention.backends.blockwise import UNMODIFIED_SCORES
@@ -33,6 +34,15 @@ class Attention(Mixer):
         self, platform: str, capability: tuple[int, int] | None, dtype: jnp.dtype, seq_len: int, window: int | None
     ) -> AttentionTask:
         """Describes what the backend must support in training, with inputs of `dtype`."""
+
+    @property
+    def takes_order(self) -> bool:
+        return True
+
+
+def other_mixer(model: Any) -> str | None:
+    """Returns the name of the kind of a mixer that is no attention, for surgeries that change attention; None if all are."""
+    return next((type(one).__name__ for one in tree.modules(model, Mixer) if not isinstance(one, Attention)), None)
 
 
 class SelfAttention(Attention):

@@ -119,6 +119,11 @@ class Mixer(eqx.Module):
             dtype: dtype of keys and values. int8 adds a quantization scale per head and token.
         """
 
+    @property
+    @abc.abstractmethod
+    def takes_order(self) -> bool:
+        """Tells whether tokens may be in another order than the text, which `LayerContext.order` says."""
+
     @abc.abstractmethod
     def work(self, window: int | None) -> MixerWork:
         """What it computes of a token. Args: window: as in `LayerContext`."""

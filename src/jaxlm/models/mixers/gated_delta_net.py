@@ -137,6 +137,10 @@ class GatedDeltaNet(Mixer, DeclaresParameters):
         dtypes = (jnp.float32, jnp.float32, jnp.float32, jnp.int32, jnp.float32)
         return DeltaCache(*(hax.zeros(axes, kind) for axes, kind in zip(self._cache_axes(Batch), dtypes, strict=True)))
 
+    @property
+    def takes_order(self) -> bool:
+        return True
+
     def work(self, window: int | None) -> MixerWork:
         """24 FLOPs for each entry of a state, as Megatron-LM counts, and those of the weights of the convolution."""
         entries = math.prod(axis.size for axis in self._axes)

@@ -55,8 +55,6 @@ FAMILY = Family(
     ),
     tensors=lambda config: (
         *llama_rows(config, mlp=None),
-        *stacked_experts(
-            "block_sparse_moe", names=("router.layer.weight", "input_linear.weight", "output_linear.weight")
-        ),
+        *stacked_experts("block_sparse_moe", ("router.layer.weight", "input_linear.weight", "output_linear.weight")),
     ),
 )
