@@ -110,7 +110,11 @@ def test_a_declared_parameter_stays_float32_whatever_the_rules_say(mp, stored, c
 def test_a_rule_that_matches_only_declared_parameters_is_refused():
     for rule, refused in (("A_log", True), ("A_log|norm", False)):
         precision = parse_precision(PrecisionConfig("f32", [PrecisionRuleConfig(rule, compute="bf16")]))
-        with pytest.raises(ConfigError, match=r"matches only parameters .*layers\.0\.A_log") if refused else nullcontext():
+        with (
+            pytest.raises(ConfigError, match=r"matches only parameters .*layers\.0\.A_log")
+            if refused
+            else nullcontext()
+        ):
             precision.check([model()])
 
 
