@@ -132,7 +132,14 @@ class SizedConfig(ModelConfig):
 
 
 class TransformerConfig(SizedConfig):
-    """The axes, layers and FLOPs of a decoder. Families declare these values as config keys, or keep those here."""
+    """The axes, layers and FLOPs of a decoder. Families declare these values as config keys, or keep those here.
+
+    Attributes:
+        embedding_multiplier: token embeddings are multiplied by this number.
+        embedding_dropout: dropout probability of the token embeddings.
+        logit_scale: logits are multiplied by this number.
+        logits_scaling: logits are divided by this number.
+    """
 
     head_dim: PositiveInt | None = None
     local_layers: Sequence[NonNegativeInt] | None = None

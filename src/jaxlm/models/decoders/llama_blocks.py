@@ -45,7 +45,9 @@ class LlamaAttention(DecoderConfig):
         attention_out_bias: add a bias to the output projection of attention. Null means `attention_bias`.
         qk_layernorm: apply a LayerNorm to each head's queries and keys, with weights of its own.
         use_qk_norm: apply an RMSNorm to each head's queries and keys, with the same weights for all heads.
-        clip_qkv, attention_multiplier, attention_dropout: `clip_qkv`, `scale` and `dropout` of `SelfAttention`.
+        clip_qkv: queries and keys, after their norms, and values are clipped to [-clip_qkv, clip_qkv]. Null does not clip.
+        attention_multiplier: attention scores are multiplied by this number, in place of `1 / sqrt(head_dim)`.
+        attention_dropout: dropout probability of the attention weights.
     """
 
     attention_bias: bool = False

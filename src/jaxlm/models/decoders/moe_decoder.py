@@ -71,11 +71,15 @@ class ExpertsConfig(DecoderConfig):
     """A family declares those of these values as keys that its config.json has. It may set the others for all its models.
 
     Attributes:
-        shared_expert_intermediate_dim: width of the expert that all tokens share; 0 for none.
-        dense_intermediate_dim: hidden width of the MLP of layers without experts. None if there are none.
+        shared_expert_intermediate_dim: width of the expert that all tokens share.
+        dense_intermediate_dim: hidden width of the MLP of dense layers. Null if there are none.
         residual_multiplier: the outputs of attention and experts are multiplied by this number before they are added.
-        norm_topk_prob, routed_scaling_factor, num_expert_groups, num_groups_per_token, router_bias_step: as in
-            `SoftmaxRouting` and `SigmoidRouting`.
+        norm_topk_prob: normalize the scores of a token's experts to sum to 1.
+        routed_scaling_factor: the outputs of experts are multiplied by this number, apart from those of the shared one.
+        num_expert_groups: experts form this many groups of equal size. 1 for none.
+        num_groups_per_token: number of groups that each token chooses its experts from.
+        router_bias_step: in each update, the bias of an expert goes down by this number if more than its share of the batch's
+            tokens were sent to it, and up if fewer were. A model that is read from a folder of Hugging Face has 0.
     """
 
     shared_expert_intermediate_dim: NonNegativeInt = 0
@@ -197,7 +201,6 @@ class MixedMoeConfig(MoeConfig):
         decoder_sparse_step: layers are grouped by this number; the last of each group has experts, the others are dense: they
             have one MLP. 1 gives all layers experts.
         mlp_only_layers: numbers of additional dense layers, counted from 0.
-        dense_intermediate_dim: hidden width of the MLP of dense layers. Null if there are none.
     """
 
     decoder_sparse_step: PositiveInt = 1
@@ -243,14 +246,7 @@ class BalancedMoeConfig(MixedMoeConfig):
     """A family whose routers have a correction bias, with an expert that all tokens share (DeepSeek-V3, GLM-4.5).
 
     Attributes:
-        shared_expert_intermediate_dim: width of the expert that all tokens share.
         router_aux_loss_coef: coefficient of the load-balancing loss; the bias balances the experts without it.
-        norm_topk_prob: normalize the scores of a token's experts to sum to 1.
-        routed_scaling_factor: the outputs of experts are multiplied by this number, apart from those of the shared one.
-        num_expert_groups: experts form this many groups of equal size. 1 for none.
-        num_groups_per_token: number of groups that each token chooses its experts from.
-        router_bias_step: in each update, the bias of an expert goes down by this number if more than its share of the batch's
-            tokens were sent to it, and up if fewer were. A model that is read from a folder of Hugging Face has 0.
     """
 
     mlp_only_layers: list[NonNegativeInt] = field(default_factory=lambda: [0])

@@ -48,11 +48,7 @@ class QwenHybridConfig(HybridConfig):
 
 @dataclass(frozen=True)
 class QwenHybridMoeConfig(RoutedConfig, QwenHybridConfig):
-    """Qwen's hybrid families with experts. The defaults are Qwen3.5 35B-A3B.
-
-    Attributes:
-        shared_expert_intermediate_dim: width of the expert that all tokens share.
-    """
+    """Qwen's hybrid families with experts. The defaults are Qwen3.5 35B-A3B."""
 
     seq_len: PositiveInt = 32768
     hidden_dim: PositiveInt = 2048

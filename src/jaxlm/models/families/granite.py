@@ -19,13 +19,8 @@ class GraniteConfig(LlamaAttention, RotaryDecoderConfig):
     """Granite 3. The defaults are Granite 3.0 8B.
 
     Attributes:
-        attention_bias: add biases to the query, key, value and output projections.
         mlp_bias: add biases to the MLP projections.
-        embedding_multiplier: token embeddings are multiplied by this number.
-        attention_multiplier: attention scores are multiplied by this number, in place of `1 / sqrt(head_dim)`.
         residual_multiplier: the outputs of attention and MLP are multiplied by this number before they are added.
-        logits_scaling: logits are divided by this number.
-        attention_dropout: dropout probability of the attention weights.
     """
 
     seq_len: PositiveInt = 4096

@@ -24,8 +24,6 @@ class Qwen2MoeConfig(MixedMoeConfig):
 
     Attributes:
         local_layers: numbers of the layers that `sliding_window` applies to, counted from 0. Null means all layers.
-        shared_expert_intermediate_dim: width of the expert that all tokens share.
-        norm_topk_prob: normalize the probabilities of a token's experts to sum to 1.
         qkv_bias: add biases to the query, key and value projections.
     """
 

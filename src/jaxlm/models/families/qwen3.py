@@ -15,11 +15,7 @@ from jaxlm.reading.choices import choice
 
 @choice(ModelConfig, "qwen3")
 class Qwen3Config(LlamaAttention, LateWindowConfig):
-    """Qwen3. The defaults are Qwen3 0.6B.
-
-    Attributes:
-        attention_bias: add biases to the query, key, value and output projections.
-    """
+    """Qwen3. The defaults are Qwen3 0.6B."""
 
     seq_len: PositiveInt = 4096
     hidden_dim: PositiveInt = 1024

@@ -15,12 +15,7 @@ from jaxlm.reading.choices import choice
 
 @choice(ModelConfig, "qwen3_moe")
 class Qwen3MoeConfig(LlamaAttention, MixedMoeConfig):
-    """Qwen3 MoE. The defaults are Qwen3 30B-A3B.
-
-    Attributes:
-        attention_bias: add biases to the query, key, value and output projections.
-        norm_topk_prob: normalize the probabilities of a token's experts to sum to 1.
-    """
+    """Qwen3 MoE. The defaults are Qwen3 30B-A3B."""
 
     seq_len: PositiveInt = 4096
     hidden_dim: PositiveInt = 2048

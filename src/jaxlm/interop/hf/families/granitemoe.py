@@ -16,15 +16,7 @@ from jaxlm.reading.choices import choice
 
 @choice(ModelConfig, "granitemoe")
 class GraniteMoeConfig(LlamaAttention, UniformMoeConfig):
-    """Granite MoE. The defaults are Granite 3.0 1B-A400M.
-
-    Attributes:
-        attention_bias: add biases to the query, key, value and output projections.
-        embedding_multiplier: token embeddings are multiplied by this number.
-        attention_multiplier: attention scores are multiplied by this number, in place of `1 / sqrt(head_dim)`.
-        residual_multiplier: the outputs of attention and experts are multiplied by this number before they are added.
-        logits_scaling: logits are divided by this number.
-    """
+    """Granite MoE. The defaults are Granite 3.0 1B-A400M."""
 
     seq_len: PositiveInt = 4096
     hidden_dim: PositiveInt = 1024

@@ -21,11 +21,7 @@ from jaxlm.reading.choices import choice
 
 @choice(ModelConfig, "minimax_m2")
 class MiniMaxM2Config(LlamaAttention, UniformMoeConfig):
-    """MiniMax-M2. The defaults are those of the published model.
-
-    Attributes:
-        router_bias_step: as in glm4_moe.
-    """
+    """MiniMax-M2. The defaults are those of the published model."""
 
     seq_len: PositiveInt = 4096
     hidden_dim: PositiveInt = 3072

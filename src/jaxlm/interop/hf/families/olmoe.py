@@ -16,13 +16,7 @@ from jaxlm.reading.choices import choice
 
 @choice(ModelConfig, "olmoe")
 class OlmoeConfig(LlamaAttention, UniformMoeConfig):
-    """OLMoE. The defaults are OLMoE 1B-7B.
-
-    Attributes:
-        attention_bias: add biases to the query, key, value and output projections.
-        clip_qkv: queries and keys, after their norms, and values are clipped to [-clip_qkv, clip_qkv]. Null does not clip.
-        norm_topk_prob: normalize the probabilities of a token's experts to sum to 1.
-    """
+    """OLMoE. The defaults are OLMoE 1B-7B."""
 
     seq_len: PositiveInt = 4096
     hidden_dim: PositiveInt = 2048

@@ -16,11 +16,7 @@ from jaxlm.reading.choices import choice
 
 @choice(ModelConfig, "qwen3_next")
 class Qwen3NextConfig(QwenHybridMoeConfig):
-    """Qwen3-Next. The defaults are Qwen3-Next 80B-A3B.
-
-    Attributes:
-        norm_topk_prob: normalize the probabilities of a token's experts to sum to 1.
-    """
+    """Qwen3-Next. The defaults are Qwen3-Next 80B-A3B."""
 
     num_layers: NumLayers = 48
     num_experts: PositiveInt = 512
