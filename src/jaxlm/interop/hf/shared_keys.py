@@ -446,10 +446,16 @@ def balanced_experts(
         }
 
     def sizes_to_theirs(config: Any) -> Json:
+        num_shared, rest = divmod(config.shared_expert_intermediate_dim, config.intermediate_dim)
+        if rest:
+            raise ConfigError(
+                f"model.shared_expert_intermediate_dim: {config.shared_expert_intermediate_dim} given, a multiple of"
+                f" model.intermediate_dim ({config.intermediate_dim}) expected: config.json has the number of shared experts"
+            )
         return {
             "first_k_dense_replace": len(config.dense_layers),
             "moe_intermediate_size": config.intermediate_dim,
-            "n_shared_experts": config.shared_expert_intermediate_dim // config.intermediate_dim,
+            "n_shared_experts": num_shared,
             "intermediate_size": config.dense_intermediate_dim or config.intermediate_dim,
         }
 

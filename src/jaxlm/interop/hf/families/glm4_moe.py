@@ -87,5 +87,5 @@ FAMILY = Family(
             dense=(*_attention(config), *gated_mlp()),
         )
     ),
-    keeps_later_layers=True,
+    further="eh_proj.weight",
 )

@@ -90,6 +90,7 @@ FAMILY = Family(
                 "norm_topk_prob": True,
                 "rope_theta": 5e5,
             },
+            fixed=("norm_topk_prob",),
         ),
     ),
 )
