@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from jaxlm.core import tree
-from jaxlm.interop.hf.family import all_families
+from jaxlm.interop.hf.family import all_families, config_from_json
 from jaxlm.interop.hf.folder import open_folder
-from jaxlm.interop.hf.form import form_of_json
+from jaxlm.interop.hf.form import edited_json, form_of_json
 from jaxlm.interop.hf.load import misfits
 from jaxlm.interop.hf.safetensors_file import TensorInfo
 from jaxlm.interop.hf.weights import expanded
@@ -75,6 +75,21 @@ def test_a_published_folder_by_shapes(name, tmp_path):
     exported = form.names(source).of_table(table)
     names = {name for name, *_ in expanded(exported, lambda tensor: tensor.sizes(leaves))}
     assert names == source.tensors.keys() - kept
+
+
+@pytest.mark.parametrize("name", FOLDERS)
+def test_an_export_differs_from_a_published_folder_only_where_training_changed_it(name):
+    """Trained on shorter texts, no key changes; after another change, the text level has it."""
+    source = FOLDERS[name].config
+    form = form_of_json(source, name)
+    config, _ = config_from_json(form.family, form.level(source), name)
+    trained = dataclasses.replace(config, seq_len=128)
+    assert edited_json(form.family, trained, source) == source
+    noisier = edited_json(form.family, dataclasses.replace(trained, initializer_range=0.5), source)
+    text = source.get("text_config", {})
+    assert noisier == (
+        source | {"text_config": text | {"initializer_range": 0.5}} if text else source | {"initializer_range": 0.5}
+    )
 
 
 def test_every_kind_of_multimodal_folder_is_among_the_published_ones():

@@ -18,9 +18,8 @@ from haliax import Axis
 from jaxlm.core import tree
 from jaxlm.core.axes import EXPERTS, HEAD_SIZE, HEADS, KEY_HEADS, KV_HEADS, LAYERS
 
-EMBEDDING = r"(^|\.)(tokens|positions)(\.|$)|embedding$"
-"""Matches the paths of embedding tables, in lower case."""
-_NORM_BIAS_OR_EMBEDDING = re.compile(rf"norm|bias|{EMBEDDING}")
+# In paths in lower case.
+_EMBEDDING, _NORM_OR_BIAS = re.compile(r"(^|\.)(tokens|positions)(\.|$)|embedding$"), re.compile("norm|bias")
 _STACKED = (LAYERS, EXPERTS)
 
 
@@ -75,18 +74,22 @@ class Parameter:
     Attributes:
         matrix: its axes if it is a matrix, for optimizers with an update rule for these (Muon); None if it is none.
         decays: weight decay applies to it by default.
-        float32: it is stored and computed with in float32 whatever `trainer.mp` says, unless a rule there matches its path.
+        float32: it is stored and computed with in at least float32 whatever `trainer.mp` says.
+        embedding: only a few of its rows have a gradient in each step.
         rule: how it is updated, in place of the optimizer; None leaves it to that.
     """
 
     matrix: MatrixAxes | None = None
     decays: bool = False
     float32: bool = False
+    embedding: bool = False
     rule: UpdateRule | None = None
 
 
 VECTOR = Parameter()
-"""A bias, a scale, an embedding table, the weight of a norm or of a depthwise convolution."""
+"""A bias, a scale, the weight of a norm or of a depthwise convolution."""
+TABLE = Parameter(embedding=True)
+"""A table of embeddings, or an adapter of one."""
 SCALE = Parameter(decays=True)
 """A parameter with weight decay that is not a matrix."""
 FLOAT32_VECTOR = Parameter(float32=True)
@@ -148,7 +151,9 @@ def judged(path: str, axes: Sequence[Axis]) -> Parameter:
     """Describes a parameter of which nothing but its path and its axes is known: norms, biases and embeddings by their
     names, matrices by their two sides, of which the first is the output.
     """
-    if _NORM_BIAS_OR_EMBEDDING.search(path.lower()):
+    if _EMBEDDING.search(path.lower()):
+        return TABLE
+    if _NORM_OR_BIAS.search(path.lower()):
         return VECTOR
     sides = matrix_sides(axes)
     return matrix(*sides) if len(sides) == 2 else Parameter(decays=True)

@@ -103,19 +103,20 @@ def replaced_keys(content: Mapping[str, Any], changed: Mapping[str, Any], droppe
     """A config.json with other values of keys of the text model. All other keys stay, and their order.
 
     Args:
-        changed: key -> value. It is replaced wherever the key is. A new one goes to the text level, if there is one.
+        changed: key -> value. It is replaced wherever the text model's key is. A new one goes to the text level, if there is
+            one, even if another part has a key of this name beside it.
         dropped: keys to leave out.
     """
-    inner = content.get(_LEVEL)
-    inside: Mapping[str, Any] = inner if isinstance(inner, Mapping) else {}
-    new = {key: value for key, value in changed.items() if key not in content and key not in inside}
 
-    def edited(level: Mapping[str, Any], new: Mapping[str, Any]) -> Json:
-        return {key: changed.get(key, value) for key, value in level.items() if key not in dropped} | dict(new)
+    def edited(level: Mapping[str, Any], keys: Callable[[str], bool]) -> Json:
+        rest = {key: value for key, value in level.items() if key not in dropped}
+        return rest | {key: value for key, value in changed.items() if keys(key)}
 
-    if not inside:
-        return edited(content, new)
-    return {**edited(content, {}), _LEVEL: edited(inside, new)}
+    inside, either = content.get(_LEVEL), {*_EITHER_LEVEL, _TIED} & content.keys()
+    if not isinstance(inside, Mapping) or not inside:
+        return edited(content, lambda key: True)
+    beside = edited(content, lambda key: key in either or (key in inside and key in content))
+    return {**beside, _LEVEL: edited(inside, lambda key: key in inside or key not in either)}
 
 
 def with_sections(level: Mapping[str, Any], changed: Mapping[str, Any]) -> Json:
