@@ -80,7 +80,7 @@ def test_the_model_section_overrides_the_folders_config(imported):
     ("change", "message"),
     [
         ({"hf_save_steps": 0}, "hf_save_steps: 0 given"),
-        ({"hf_save_dtype": "int8"}, "hf_save_dtype: 'int8' given. Allowed: float32, bfloat16, float16"),
+        ({"hf_save_dtype": "int8"}, "hf_save_dtype: 'int8' given. Allowed: bfloat16, float16, float32"),
         ({"hf_weight_names": {"a": "b"}}, "hf_weight_names: given without initialize_from_hf"),
         ({"hf_skip_keys": ["a"]}, "hf_skip_keys: given without initialize_from_hf"),
         ({"initialize_from_hf": "folder"}, "data.tokenizer trains a new one"),

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxlm.core import tree
-from jaxlm.core.errors import ConfigError
+from jaxlm.core.errors import ConfigError, check_choice
 from jaxlm.core.hashing import note_file
 from jaxlm.core.publish import Location, PublishError, check_unused, publish_folder
 from jaxlm.core.runtime import is_main_process
@@ -42,8 +42,7 @@ _AS_IN_SOURCE = "source"
 
 def parse_dtype(name: str, key: str) -> Any:
     """The dtype of this name. Raises `ConfigError` if it is not supported."""
-    if name not in DTYPES:
-        raise ConfigError(f"{key}: '{name}' given. Allowed: {', '.join(DTYPES)}")
+    check_choice(key, name, DTYPES)
     return DTYPES[name]
 
 
@@ -53,8 +52,7 @@ def parse_export_dtype(name: str, key: str) -> Any:
     Raises:
         ConfigError: it is not supported.
     """
-    if name not in (allowed := (*DTYPES, _AS_IN_SOURCE)):
-        raise ConfigError(f"{key}: '{name}' given. Allowed: {', '.join(allowed)}")
+    check_choice(key, name, (*DTYPES, _AS_IN_SOURCE))
     return DTYPES.get(name)
 
 

@@ -66,18 +66,24 @@ def activation(theirs: str, default: Any = REQUIRED, *, written: Mapping[str, st
 
 
 def size_keys(
-    *, length: int, eps: str | None = "rms_norm_eps", eps_default: float = 1e-6, tied: bool = False
+    *,
+    length: int,
+    width: str | None = "intermediate_size",
+    eps: str | None = "rms_norm_eps",
+    eps_default: float = 1e-6,
+    tied: bool = False,
 ) -> tuple[JsonKey, ...]:
     """Model dimensions, by the names that most families use.
 
     Args:
         length, eps_default, tied: defaults for keys that are missing.
+        width: name of the hidden width of MLPs; None if other keys say it.
         eps: name of the epsilon of norms; None if the files do not have it.
     """
     return (
         JsonKey("max_position_embeddings", "seq_len", length),
         JsonKey("hidden_size", "hidden_dim"),
-        JsonKey("intermediate_size", "intermediate_dim"),
+        *(() if width is None else (JsonKey(width, "intermediate_dim"),)),
         JsonKey("num_hidden_layers", "num_layers"),
         JsonKey("num_attention_heads", "num_heads"),
         JsonKey("initializer_range", "initializer_range", 0.02),
