@@ -60,8 +60,6 @@ engine/step.py: tests/engine/test_own_rules.py
 core/parameters.py: tests/core/test_parameters.py tests/optim/test_own_rules.py
 - -self.size * jnp.sign(g)
 + -self.size * g
-- if any(parent in known for parent in parents):
-+ if False:
 core/precision.py: tests/core/test_parameters.py
 - return rule or (widened if path in float32 else self)
 + return widened if path in float32 else rule or self

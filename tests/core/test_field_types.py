@@ -61,6 +61,8 @@ def test_a_positive_number_is_one_that_programs_can_divide_by():
         ({"positive": math.nan}, "positive: nan given, a finite number above 0 expected"),
         ({"other": 1e39}, "other: 1e+39 given, a finite number of 0 or more and at most 3.4e+38 expected"),
         ({"other": -1e39}, "other: -1e+39 given, a finite number of 0 or more expected"),
+        ({"count": [4, 4]}, "count: [4, 4] given, an integer of 1 or more expected"),
+        ({"share": {}}, "share: {} given, a finite number above 0 and at most 1 expected"),
     ],
 )
 def test_messages_name_the_limits(given, message):

@@ -1,5 +1,6 @@
 """What modules say of their parameters: who decides, what is judged without them, and what stays float32."""
 
+from contextlib import nullcontext
 from typing import Any
 
 import equinox as eqx
@@ -11,6 +12,7 @@ import pytest
 from haliax import Axis, NamedArray
 
 from jaxlm.core import tree
+from jaxlm.core.errors import ConfigError
 from jaxlm.core.parameters import (
     FLOAT32_VECTOR,
     VECTOR,
@@ -90,10 +92,11 @@ def test_what_is_declared_without_a_matrix_neither_decays_nor_is_one():
         ("p=f32,c=f16", "float32", "float32"),
         ("f32", "float32", "float32"),
         (PrecisionConfig("bf16", [PrecisionRuleConfig("conv", params="f32")]), "float32", "float32"),
-        (PrecisionConfig("bf16", [PrecisionRuleConfig("A_log", compute="bf16")]), "bfloat16", "bfloat16"),
+        (PrecisionConfig("bf16", [PrecisionRuleConfig("A_log|conv", compute="f16")]), "float32", "float32"),
+        (PrecisionConfig("f32", [PrecisionRuleConfig("layers", "bf16", "bf16")]), "float32", "float32"),
     ],
 )
-def test_a_declared_parameter_stays_float32_unless_a_rule_names_it(mp, stored, computed):
+def test_a_declared_parameter_stays_float32_whatever_the_rules_say(mp, stored, computed):
     precision = parse_precision(mp)
     for cast, expected, usual in (
         (precision.cast_to_params, stored, precision.params),
@@ -101,14 +104,25 @@ def test_a_declared_parameter_stays_float32_unless_a_rule_names_it(mp, stored, c
     ):
         after = cast(model())
         assert {after.layers[0].A_log.dtype.name, after.layers[1].A_log.dtype.name} == {expected}
-        assert after.layers[0].proj.weight.dtype == usual == after.norm.weight.dtype
+        assert after.norm.weight.dtype == usual
+
+
+def test_a_rule_that_matches_only_declared_parameters_is_refused():
+    for rule, refused in (("A_log", True), ("A_log|norm", False)):
+        precision = parse_precision(PrecisionConfig("f32", [PrecisionRuleConfig(rule, compute="bf16")]))
+        with (
+            pytest.raises(ConfigError, match=r"matches only parameters .*layers\.0\.A_log")
+            if refused
+            else nullcontext()
+        ):
+            precision.check([model()])
 
 
 def test_the_plan_shows_them_if_they_differ_from_the_rest():
     rows = [text for name, text in parse_precision("bf16").rows(model(), jax.devices()[0]) if name == "precision"]
     assert rows == [
         "params bfloat16, compute bfloat16",
-        "A_log: params float32, compute float32 (8 parameters in 2 arrays, as the model declares)",
+        "A_log: float32 (8 parameters in 2 arrays, as the model declares)",
     ]
     assert len([name for name, _ in parse_precision("f32").rows(model(), jax.devices()[0]) if name == "precision"]) == 1
 

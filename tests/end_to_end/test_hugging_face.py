@@ -21,6 +21,8 @@ from jaxlm.reading.decode import decode
 from jaxlm.reading.yaml import ConfigSource
 from jaxlm.session.init_from import InitFrom
 from tests.engine.helpers import one_device
+from tests.interop.multimodal import saved
+from tests.session.test_multimodal_run import write_tokenizer
 from tests.small_runs import MODELS
 
 SIZES = {
@@ -78,7 +80,7 @@ def test_the_model_section_overrides_the_folders_config(imported):
     ("change", "message"),
     [
         ({"hf_save_steps": 0}, "hf_save_steps: 0 given"),
-        ({"hf_save_dtype": "int8"}, "hf_save_dtype: 'int8' given. Allowed: float32, bfloat16, float16"),
+        ({"hf_save_dtype": "int8"}, "hf_save_dtype: 'int8' given. Allowed: bfloat16, float16, float32"),
         ({"hf_weight_names": {"a": "b"}}, "hf_weight_names: given without initialize_from_hf"),
         ({"hf_skip_keys": ["a"]}, "hf_skip_keys: given without initialize_from_hf"),
         ({"initialize_from_hf": "folder"}, "data.tokenizer trains a new one"),
@@ -222,6 +224,7 @@ def module_beside_the_model(layers):
     return bfloat16_arrays({"mtp.fc.weight": (32, 64), **norms, **block})
 
 
+SOURCES = ["gemma3", "qwen3_5"]  # with a vision tower; with one, and with layers that predict further tokens (MTP)
 FURTHER = {
     # In files, the width of shared experts is a multiple of that of the others.
     "glm4_moe": ("num_nextn_predict_layers", layer_behind_the_last, {"shared_expert_intermediate_dim": 48}),
@@ -246,9 +249,7 @@ def test_layers_that_predict_further_tokens_survive_training(imported, kind, wor
     infos = {name: TensorInfo(array.shape, array.dtype) for name, array in arrays.items()}
     write_safetensors(folder / "model.safetensors", infos, arrays.values())
 
-    text = place.write(FROM.format(folder=folder)).read_text()
-    text = text[: text.index("model:")] + text[text.index("trainer:") :]
-    (place.folder / "run.yaml").write_text(text.replace("  vocab_size: 300\n", f"  tokenizer: {folder}\n"))
+    write_start_of(place, folder)
     place.finish("--config_path", "run.yaml", "--trainer.num_train_steps", "3", "--hf_save_path", "exports")
     out = place.folder / "exports" / "step-3"
     after = SafetensorsFile(out / "model.safetensors")
@@ -261,15 +262,36 @@ def test_layers_that_predict_further_tokens_survive_training(imported, kind, wor
     assert json.loads((out / "config.json").read_text())[key] == 1
 
 
+def write_start_of(place, folder):
+    """The YAML of a run that starts from a folder, with its tokenizer."""
+    text = place.write(FROM.format(folder=folder)).read_text()
+    text = text[: text.index("model:")] + text[text.index("trainer:") :]
+    (place.folder / "run.yaml").write_text(text.replace("  vocab_size: 300\n", f"  tokenizer: {folder}\n"))
+
+
+@pytest.fixture(params=["without a source", *SOURCES])
+def source(request, tmp_path):
+    """A folder with parts that exports copy; None for a model with random weights."""
+    if request.param not in SOURCES:
+        return None
+    pytest.importorskip("transformers")
+    folder = saved(request.param, tmp_path / "hf")
+    write_tokenizer(folder)
+    return folder
+
+
 @pytest.mark.slow
-def test_two_processes_write_the_same_files_as_one(workplace):
+def test_two_processes_write_the_same_files_as_one(workplace, source):
     """The weights are sharded over both; process 0 writes all of them, and nothing else differs."""
     whole, halves = workplace(4), workplace(2)
     options = ("--hf_save_path", "exports", "--trainer.num_train_steps", "1", "--trainer.fsdp_axis", "[embed, mlp]")
     for place, processes in ((whole, 1), (halves, 2)):
         place.write()
+        if source:
+            write_start_of(place, source)
         command = ("--config_path", "run.yaml", "--optimizer.learning_rate", "0.0", *options)
-        assert all(end.code == 0 for end in place.run_all(processes, *command))
+        ends = place.run_all(processes, *command)
+        assert [end.code for end in ends] == [0] * processes, ends[0].err
     exports = [place.folder / "exports" / "step-1" for place in (whole, halves)]
     names = [sorted(path.name for path in folder.iterdir()) for folder in exports]
     assert names[0] == names[1]
@@ -277,6 +299,12 @@ def test_two_processes_write_the_same_files_as_one(workplace):
     for name in names[0]:
         assert (exports[0] / name).read_bytes() == (exports[1] / name).read_bytes(), name
     assert sorted(path.name for path in exports[1].parent.iterdir()) == ["step-1"]
+    if source:
+        before, after = (SafetensorsFile(folder / "model.safetensors") for folder in (source, exports[1]))
+        assert before.tensors.keys() == after.tensors.keys()
+        for name in before.tensors:
+            assert before.view(name).tobytes() == after.view(name).tobytes(), name
+        assert json.loads((exports[1] / "config.json").read_text()) == json.loads((source / "config.json").read_text())
 
 
 @pytest.mark.slow

@@ -131,13 +131,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3_5": ("qwen3_5_text", QWEN_HYBRID),
     "qwen3_5_moe": (
         "qwen3_5_moe_text",
-        {
-            **QWEN_HYBRID,
-            **EXPERTS,
-            "num_experts": 4,
-            "num_experts_per_tok": 2,
-            "shared_expert_intermediate_size": 24,
-        },
+        {**QWEN_HYBRID, **EXPERTS, "shared_expert_intermediate_size": 24},
     ),
     "qwen3_next": (
         "qwen3_next",

@@ -852,6 +852,18 @@ OPENED: dict[str, tuple[Any, ...]] = {
 }
 OPENED |= {**RELATIVES, **MOE}
 
+_AN_EXPERT = {
+    "hidden_act": "silu",
+    "hidden_size": 4096,
+    "intermediate_size": 10944,
+    "num_attention_heads": 32,
+    "num_experts_per_tok": 6,
+    "num_hidden_layers": 62,
+    "num_key_value_heads": 32,
+    "rms_norm_eps": 1e-05,
+    "vocab_size": 152064,
+}
+
 # name -> (config.json, message)
 REFUSED: dict[str, tuple[Json, str]] = {
     "mpt-7b-storywriter": (
@@ -882,6 +894,31 @@ REFUSED: dict[str, tuple[Json, str]] = {
     "gemma-3n-E2B": (
         {"model_type": "gemma3n", "text_config": {"altup_num_inputs": 4, "hidden_size_per_layer_input": 256}},
         r"text_config.model_type 'None' in .*'gemma3n'. It has .*\(AltUp\) .*, and embeddings for every layer",
+    ),
+    "Phi-3.5-MoE": (
+        {
+            **_AN_EXPERT,
+            "model_type": "phimoe",
+            "input_jitter_noise": 0.0,
+            "router_jitter_noise": 0.01,
+            "num_local_experts": 16,
+        },
+        r"'mixtral', which does not read input_jitter_noise, and says: router_jitter_noise: 0.01 given, .*; 0.0 expected.",
+    ),
+    "gpt-j-6b": (
+        {"model_type": "gptj", "n_embd": 4096, "n_head": 16, "n_layer": 28, "n_positions": 2048, "rotary_dim": 64},
+        r"'gptj'. The family with the most of its keys is 'gpt2', which does not read rotary_dim. Known: ",
+    ),
+    "Qwen3-VL-MoE-not-normalized": (
+        {
+            "model_type": "qwen3_vl_moe",
+            "text_config": {**_AN_EXPERT, "model_type": "qwen3_vl_moe_text", "norm_topk_prob": False},
+        },
+        "norm_topk_prob: False given, but transformers does not read it in a folder of this kind, and computes with True",
+    ),
+    "Qwen3-VL-without-text": (
+        {"model_type": "qwen3_vl", "text_config": None, "vision_config": {"hidden_size": 1152}, "vocab_size": 151936},
+        "text_config: None given, an object with the keys of the text model expected",
     ),
     "SmolLM3-short": (
         _smollm3(no_rope_layers=[1, 0, 0] * 11),

@@ -1,7 +1,8 @@
 """Published config.json files of mixtures of experts with their own file in `interop/hf/families`.
 
 The numbers of parameters are those of the layers that transformers computes: GLM's and MiniMax's own have further ones for
-multi-token prediction.
+multi-token prediction. Qwen3.5-35B-A3B, Qwen3-Next, OLMoE and GLM-4.5-Air have the sizes that transformers' classes have by
+default; the sizes of the others are from memory.
 """
 
 from typing import Any

@@ -1,5 +1,12 @@
-"""config.json files of published models of the small relatives of Llama (`LlamaBlocks`). Keys without a published value that
-we know have the defaults of transformers."""
+"""config.json files of published models of the small relatives of Llama (`LlamaBlocks`).
+
+Their values were compared with
+* the defaults of a class of transformers 5.23 that names the model: ERNIE-4.5-0.3B, helium-1-preview-2b, glm-4-9b-chat-hf,
+  c4ai-command-r-v01, stablelm-3b-4e1t, Ministral-3-8B and cwm are these, apart from thetas that it does not have;
+* copies of the file in public repositories: Seed-OSS-36B, Hunyuan-7B (but one copy has max_position_embeddings 262,144),
+  EXAONE-4.0 of both sizes, StarCoder 2 of both sizes, the sizes of Command R+ and Command R7B and the latter's older keys.
+Those of AFM-4.5B, aya-23-8B, Hunyuan-0.5B, StableLM 2 and Ministral-8B-2410 are from memory, and are not confirmed.
+"""
 
 from typing import Any
 

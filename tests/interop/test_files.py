@@ -125,13 +125,14 @@ def test_many_files_and_an_index(tmp_path):
         open_tensors(folder)
 
 
-def test_missing_renamed_and_reshaped_tensors_are_all_named(tmp_path):
+def test_missing_renamed_and_reshaped_tensors_and_integers_are_all_named(tmp_path):
     folder = saved(tmp_path / "hf")
 
     def spoil(arrays):
         arrays.pop("model.layers.1.mlp.up_proj.weight")
         arrays["model.layers.0.mlp.upward.weight"] = arrays.pop("model.layers.0.mlp.up_proj.weight")
         arrays["model.norm.weight"] = arrays["model.norm.weight"].reshape(4, 8)
+        arrays["lm_head.weight"] = arrays["lm_head.weight"].astype(np.int8)  # quantized, without a word in config.json
         return arrays
 
     rewritten(folder, spoil)
@@ -142,6 +143,7 @@ def test_missing_renamed_and_reshaped_tensors_are_all_named(tmp_path):
         "model.layers.0.mlp.up_proj.weight: missing; [48, 32] expected",
         "model.layers.0.mlp.upward.weight: [48, 32] in the file, but not used by the model",
         "model.norm.weight: [4, 8] in the file, [32] expected",
+        "lm_head.weight: int8 in the file, a floating-point dtype expected",
         "Nothing was loaded",
     ):
         assert line in str(caught.value)

@@ -171,6 +171,37 @@ def test_parts_follow_one_another_or_take_turns(along, interleaved):
         np.testing.assert_array_equal(table.read(whole, number, sizes, axes), part)
 
 
+@pytest.mark.parametrize("with_embedding", [True, False])
+@pytest.mark.parametrize(
+    ("kind", "head"), [("qwen2_5_vl", "lm_head.weight"), ("gemma3", "language_model.lm_head.weight")]
+)
+def test_a_tied_head_in_the_files_is_written_back(kind, head, with_embedding, tmp_path):
+    """Beside the embedding, or in its place."""
+    pytest.importorskip("transformers")
+    folder = saved(kind, tmp_path / "hf")
+    file = SafetensorsFile(folder / "model.safetensors")
+    arrays = {name: np.array(file.view(name)) for name in file.tensors}
+    embedding = next(name for name in arrays if name.endswith("embed_tokens.weight"))
+    arrays[head] = arrays[embedding] if with_embedding else arrays.pop(embedding)
+    write_safetensors(folder / "new", {n: TensorInfo(a.shape, a.dtype) for n, a in arrays.items()}, arrays.values())
+    (folder / "new").rename(folder / "model.safetensors")
+    model, config = load(folder)
+    assert config.tie_word_embeddings
+    assert_same_tensors(out := export(tmp_path / "out", source_of(folder), model, config), folder)
+    assert content_of(out) == content_of(folder)
+    trained = jax.tree.map(lambda leaf: leaf * np.float32(1.5), model)
+    written = open_tensors(export(tmp_path / "trained", source_of(folder), trained, config))
+    for name in {head, embedding} & arrays.keys():
+        np.testing.assert_array_equal(written.view(name), arrays[name] * np.float32(1.5))
+
+
+def test_a_folder_of_mistral_3_without_a_text_level_has_the_text_model_of_the_older_one(tmp_path):
+    """As in transformers, whose default is Mistral Small."""
+    (tmp_path / "config.json").write_text('{"model_type": "mistral3", "text_config": null}')
+    opened = open_folder(tmp_path)
+    assert (type(opened.config).__name__, opened.config.num_layers, opened.vocab_size) == ("MistralConfig", 40, 131072)
+
+
 def test_a_folder_whose_parts_are_missing_or_changed_is_not_exported(tmp_path):
     pytest.importorskip("transformers")
     folder = saved("qwen3_vl", tmp_path / "hf")
@@ -314,7 +345,7 @@ def test_each_tensor_keeps_its_dtype(tmp_path):
 def test_layers_that_predict_further_tokens_are_kept_or_declared_absent(tmp_path, monkeypatch):
     """A family with names of its own for them, and with layers beyond the last."""
     pytest.importorskip("transformers")
-    of_family = dataclasses.replace(qwen3.FAMILY, kept=(r"mtp\.",), keeps_later_layers=True)
+    of_family = dataclasses.replace(qwen3.FAMILY, kept=(r"mtp\.",), further="eh_proj.weight")
     others = tuple(f for f in family.all_families() if f is not qwen3.FAMILY)
     for module in (family, form):
         monkeypatch.setattr(module, "all_families", lambda: (of_family, *others))
@@ -332,6 +363,10 @@ def test_layers_that_predict_further_tokens_are_kept_or_declared_absent(tmp_path
     assert source.kept.keys() == more.keys()
     assert_same_tensors(out := export(tmp_path / "out", source, model, config), alone)
     assert content_of(out) == content_of(alone)
+    edited(alone, num_hidden_layers=1)  # then layer 1 is none of them
+    with pytest.raises(ConfigError, match=r"model.layers.1.* in the file, but not used by the model"):
+        load(alone)
+    edited(alone, num_hidden_layers=2)
     out = export(tmp_path / "without", source, model, config, parts="text")
     assert content_of(out) == content_of(alone) | {"num_nextn_predict_layers": 0}
     assert not open_tensors(out).tensors.keys() & more.keys()

@@ -10,6 +10,7 @@ from haliax import Axis, NamedArray
 from jaxlm.core.axes import BATCH, HEAD_SIZE, HEADS, POSITION, axes_of
 from jaxlm.models.decoder import gated_mlp, pre_norm_block
 from jaxlm.models.families.llama import LlamaConfig
+from jaxlm.models.flops import MixerWork
 from jaxlm.models.linear import Linear
 from jaxlm.models.mixers.base import LayerCache, Mixer
 
@@ -54,6 +55,13 @@ class DecayingSum(Mixer):
         (total, segment), out = jax.lax.scan(step, start, (v.array.astype(jnp.float32), segments.array))
         new = SumCache(NamedArray(total, cache.total.axes), NamedArray(segment, cache.segment.axes))
         return self.o_proj(hax.auto_sharded(NamedArray(out.astype(x.dtype), v.axes))), new
+
+    @property
+    def takes_order(self):
+        return False
+
+    def work(self, window):
+        return MixerWork()
 
     def init_cache(self, Batch, capacity, dtype):
         axes = (Batch, *axes_of(self.v_proj.Out))

@@ -4,6 +4,9 @@ A new mixer is one more entry of `MODELS`.
 """
 
 import dataclasses
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
 
 import equinox as eqx
 import haliax as hax
@@ -12,15 +15,19 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from haliax import Axis, NamedArray
+from jax.sharding import AxisType, Mesh
 
 from jaxlm.core import tree
 from jaxlm.core.axes import BATCH, POSITION
+from jaxlm.core.sharding import ContextSharding, Layout
 from jaxlm.engine.state import shardings
 from jaxlm.interop.hf.families.qwen3_5 import Qwen35Config
 from jaxlm.models.base import Inputs
 from jaxlm.models.families.llama import LlamaConfig
 from jaxlm.models.inference.generate import GenerationConfig, generate_tokens
 from jaxlm.models.inference.unstacked import Generator, stack, unstack
+from jaxlm.models.mixers.base import Mixer
+from jaxlm.plan.context.choice import Rows
 from tests.engine.helpers import layout
 from tests.models.recurrent import RecurrentConfig
 
@@ -102,6 +109,28 @@ def test_a_document_changes_no_bit_of_another(name, initial):
     others = ~own & (real >= 0) & (real < sum(LENGTHS))
     np.testing.assert_array_equal(one[others], other[others])
     assert np.abs(one[own] - other[own]).max() > 1e-2
+
+
+@CASES
+def test_tokens_may_be_in_another_order_or_stay_in_that_of_the_text(name, initial):
+    """Two devices share the row. Of a mixer that reads no other order, the plan of context parallelism says so."""
+    model, read = initial(MODELS[name]), inputs_of([documents()], 208, PADDING)
+    if not all(mixer.takes_order for mixer in tree.modules(model, Mixer)):
+        data: Any = SimpleNamespace(batch_spec=lambda _: SimpleNamespace(takes_order=True), corpus=mock.Mock())
+        phases: Any = mock.Mock(phases=[mock.Mock(model=model.config)])
+        phases.abstract_state.return_value.model = model
+        assert "read tokens in the order of the text" in str(Rows.of(phases, [data]).fixed_order)
+        return
+    order = np.random.default_rng(0).permutation(208).astype(np.int32)
+    moved = jax.tree.map(lambda leaf: NamedArray(leaf.array[:, order], leaf.axes), read, is_leaf=tree.is_named)
+    moved = dataclasses.replace(moved, order=NamedArray(jnp.asarray(order)[None], read.tokens.axes))
+    expected = np.asarray(final(model, read)[0])[:, order]
+    mesh = Mesh(np.asarray(jax.devices()[:2]), ("context",), axis_types=(AxisType.Auto,))
+    shared = ContextSharding(gather=("context",), balance="blocks")
+    with Layout(mesh, {}, {POSITION: "context"}, shared).use():
+        found = np.asarray(final(model, moved)[0])
+    real = np.asarray(moved.segment_ids.array) != 0
+    np.testing.assert_allclose(found[real], expected[real], atol=1e-6 * np.abs(expected).max())
 
 
 @pytest.mark.parametrize(

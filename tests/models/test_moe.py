@@ -19,7 +19,7 @@ from jaxlm.models.families.mixtral import MixtralConfig
 from jaxlm.models.families.qwen2_moe import Qwen2MoeConfig
 from jaxlm.models.families.qwen3_moe import Qwen3MoeConfig
 from jaxlm.models.moe import Experts, Grouping, num_active
-from jaxlm.models.routers import RouterStats
+from jaxlm.models.routing import RouterStats
 from jaxlm.optim.elementwise import AdamConfig
 from jaxlm.reading.decode import encode
 from tests.engine.helpers import AXES, TinyRun, arrays, one_device, phase

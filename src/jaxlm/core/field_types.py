@@ -204,6 +204,8 @@ def _check(hint: Any, value: Any, path: str) -> None:
     members = _members(hint)
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         check_fields(value, path)
+    elif all(map(_is_simple, members)):
+        check_simple(hint, value, path)
     elif isinstance(value, Mapping):
         for key, item in value.items():
             _check(_items(members, dict), item, f"{path}.{key}")
@@ -212,6 +214,12 @@ def _check(hint: Any, value: Any, path: str) -> None:
             _check(_items(members, list), item, f"{path}.{number}")
     else:
         check_simple(hint, value, path)
+
+
+def _is_simple(member: Any) -> bool:
+    """Tells whether a type that is not a union accepts neither sections nor containers."""
+    of_numbers = bounds_of(member) is not None or typing.get_origin(member) is Literal
+    return of_numbers or member is type(None) or member in _SIMPLE
 
 
 def _items(members: tuple[Any, ...], container: type) -> Any:

@@ -18,9 +18,8 @@ from haliax import Axis
 from jaxlm.core import tree
 from jaxlm.core.axes import EXPERTS, HEAD_SIZE, HEADS, KEY_HEADS, KV_HEADS, LAYERS
 
-EMBEDDING = r"(^|\.)(tokens|positions)(\.|$)|embedding$"
-"""Matches the paths of embedding tables, in lower case."""
-_NORM_BIAS_OR_EMBEDDING = re.compile(rf"norm|bias|{EMBEDDING}")
+# In paths in lower case.
+_EMBEDDING, _NORM_OR_BIAS = re.compile(r"(^|\.)(tokens|positions)(\.|$)|embedding$"), re.compile("norm|bias")
 _STACKED = (LAYERS, EXPERTS)
 
 
@@ -75,18 +74,22 @@ class Parameter:
     Attributes:
         matrix: its axes if it is a matrix, for optimizers with an update rule for these (Muon); None if it is none.
         decays: weight decay applies to it by default.
-        float32: it is stored and computed with in float32 whatever `trainer.mp` says, unless a rule there matches its path.
+        float32: it is stored and computed with in at least float32 whatever `trainer.mp` says.
+        embedding: only a few of its rows have a gradient in each step.
         rule: how it is updated, in place of the optimizer; None leaves it to that.
     """
 
     matrix: MatrixAxes | None = None
     decays: bool = False
     float32: bool = False
+    embedding: bool = False
     rule: UpdateRule | None = None
 
 
 VECTOR = Parameter()
-"""A bias, a scale, an embedding table, the weight of a norm or of a depthwise convolution."""
+"""A bias, a scale, the weight of a norm or of a depthwise convolution."""
+TABLE = Parameter(embedding=True)
+"""A table of embeddings, or an adapter of one."""
 SCALE = Parameter(decays=True)
 """A parameter with weight decay that is not a matrix."""
 FLOAT32_VECTOR = Parameter(float32=True)
@@ -125,8 +128,12 @@ def declared(model: Any) -> dict[str, Parameter]:
 def described(model: Any) -> dict[str, Parameter]:
     """Path -> description of each floating-point array: that of its module, or that of `judged`."""
     known = declared(model)
-    arrays = {path: leaf for path, leaf in tree.leaves(model) if tree.is_inexact(leaf)}
-    return {path: known[path] if path in known else _undeclared(path, leaf, known) for path, leaf in arrays.items()}
+    axes = {
+        path: leaf.axes if tree.is_named(leaf) else _plain_axes(leaf)
+        for path, leaf in tree.leaves(model)
+        if tree.is_inexact(leaf)
+    }
+    return {path: known[path] if path in known else judged(path, of_leaf) for path, of_leaf in axes.items()}
 
 
 def float32_paths(model: Any) -> frozenset[str]:
@@ -144,7 +151,9 @@ def judged(path: str, axes: Sequence[Axis]) -> Parameter:
     """Describes a parameter of which nothing but its path and its axes is known: norms, biases and embeddings by their
     names, matrices by their two sides, of which the first is the output.
     """
-    if _NORM_BIAS_OR_EMBEDDING.search(path.lower()):
+    if _EMBEDDING.search(path.lower()):
+        return TABLE
+    if _NORM_OR_BIAS.search(path.lower()):
         return VECTOR
     sides = matrix_sides(axes)
     return matrix(*sides) if len(sides) == 2 else Parameter(decays=True)
@@ -161,13 +170,6 @@ def matrix_sides(axes: Sequence[Axis]) -> tuple[tuple[Axis, ...], ...]:
         else:
             sides.append((axis,))
     return tuple(sides)
-
-
-def _undeclared(path: str, leaf: Any, known: Mapping[str, Parameter]) -> Parameter:
-    parents = [path[: match.start()] for match in re.finditer(r"\.", path)]
-    if any(parent in known for parent in parents):  # an array of a `StoredWeight`
-        return VECTOR
-    return judged(path, leaf.axes if tree.is_named(leaf) else _plain_axes(leaf))
 
 
 def _plain_axes(array: Any) -> tuple[Axis, ...]:

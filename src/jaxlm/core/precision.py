@@ -210,7 +210,7 @@ class PrecisionRuleConfig:
 @dataclass(frozen=True)
 class PrecisionConfig:
     """Dtypes by parameter path. Parameters that a model computes with in float32, such as the decay rates of a recurrent
-    layer, are stored and used in float32 unless a rule matches them.
+    layer, are stored and used in at least float32, also where a rule matches them.
 
     Attributes:
         default: dtypes of the parameters that no rule matches, as `mp` without a section.
@@ -252,20 +252,20 @@ class Precision:
     reason: str = ""
 
     def of(self, model: Any) -> Callable[[str], "PathPrecision | Precision"]:
-        """Returns path -> what holds the dtypes of the parameter there: the first rule that matches; without one, `widened`
-        for parameters that their module computes with in float32, and this for others."""
-        float32, widened = float32_paths(model), self.widened
+        """Returns path -> what holds the dtypes of the parameter there: the first rule that matches, or this; with at least
+        float32 for parameters that their module computes with in float32."""
+        float32 = float32_paths(model)
 
         def at(path: str) -> "PathPrecision | Precision":
-            rule = next((rule for rule in self.rules if rule.pattern.search(path)), None)
-            return rule or (widened if path in float32 else self)
+            rule = self._rule(path)
+            if path not in float32:
+                return rule
+            return replace(rule, params=sum_dtype(rule.params), compute=sum_dtype(rule.compute))
 
         return at
 
-    @property
-    def widened(self) -> "Precision":
-        """The dtypes of parameters that are computed with in float32 (`core/parameters.py`)."""
-        return Precision(sum_dtype(self.params), sum_dtype(self.compute))
+    def _rule(self, path: str) -> "PathPrecision | Precision":
+        return next((rule for rule in self.rules if rule.pattern.search(path)), self)
 
     def cast_to_params(self, model: T) -> T:
         """Casts floating-point leaves to their parameter dtype. A `StoredWeight` stays as it is."""
@@ -290,11 +290,17 @@ class Precision:
     def check(self, models: Sequence[Any]) -> None:
         """Raises `ConfigError` for a rule that decides about no parameter of these models."""
         paths = list(dict.fromkeys(path for model in models for path, leaf in leaves(model) if is_inexact(leaf)))
+        free = {path for model in models for path in dict(leaves(model)).keys() - float32_paths(model)}
         for number, rule in enumerate(self.rules):
             key, pattern = f"trainer.mp.rules.{number}.match", rule.pattern.pattern
             matching = [path for path in paths if rule.pattern.search(path)]
             if not matching:
                 raise ConfigError(f"{key}: '{pattern}' matches no parameter. {closest_paths(pattern, paths)}")
+            if free.isdisjoint(matching) and _is_narrow(rule):
+                raise ConfigError(
+                    f"{key}: '{pattern}' matches only parameters that the model computes with in float32"
+                    f" ({', '.join(matching[:3])}). Remove the rule"
+                )
             if all(any(earlier.pattern.search(path) for earlier in self.rules[:number]) for path in matching):
                 raise ConfigError(
                     f"{key}: '{pattern}' has no effect, because earlier rules match everything that it matches"
@@ -311,16 +317,15 @@ class Precision:
         yield "precision", str(self)
         if not self.reason and device.platform == "cpu" and has_matrix_instruction():
             yield "bfloat16", f"{bfloat16_products(device).reason} (trainer.mp: auto)"
-        at = self.of(model)
-        arrays = [(path, at(path), raw(leaf)) for path, leaf in leaves(model) if is_inexact(leaf)]
+        arrays = {path: raw(leaf).size for path, leaf in leaves(model) if is_inexact(leaf)}
+        own = {path: arrays.pop(path) for path in float32_paths(model) & arrays.keys() if _is_narrow(self._rule(path))}
         for rule in self.rules:
-            sizes = [array.size for _, decides, array in arrays if decides is rule]
+            sizes = [size for path, size in arrays.items() if self._rule(path) is rule]
             yield "precision", f"{rule} ({sum(sizes):,} parameters in {len(sizes)} arrays)"
-        own = {path: array.size for path, decides, array in arrays if decides == self.widened}
-        if own and (self.params, self.compute) != (self.widened.params, self.widened.compute):
-            names = ", ".join(dict.fromkeys(path.rpartition(".")[2] for path in own))
+        if own:
+            names = ", ".join(sorted({path.rpartition(".")[2] for path in own}))
             size = f"{sum(own.values()):,} parameters in {len(own)} arrays"
-            yield "precision", f"{names}: {self.widened} ({size}, as the model declares)"
+            yield "precision", f"{names}: float32 ({size}, as the model declares)"
 
 
 def _cast(tree: T, dtype_at: Callable[[str], jnp.dtype]) -> T:
@@ -329,6 +334,10 @@ def _cast(tree: T, dtype_at: Callable[[str], jnp.dtype]) -> T:
 
     is_leaf = lambda node: is_named(node) or isinstance(node, StoredWeight)  # noqa: E731
     return jax.tree_util.tree_map_with_path(cast, tree, is_leaf=is_leaf)
+
+
+def _is_narrow(dtypes: PathPrecision | Precision) -> bool:
+    return any(sum_dtype(dtype) != dtype for dtype in (dtypes.params, dtypes.compute))
 
 
 def _without_float16(dtype: jnp.dtype) -> jnp.dtype:

@@ -7,7 +7,7 @@ import abc
 import dataclasses
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Self
+from typing import Any, Self
 
 import equinox as eqx
 import haliax as hax
@@ -15,9 +15,18 @@ import jax
 import numpy as np
 from haliax import Axis, NamedArray
 
+from jaxlm.core import tree
 from jaxlm.core.axes import EMBED, HEAD_SIZE, HEADS, KV_HEADS, LAYERS, MLP
 from jaxlm.core.errors import ConfigError, check_choice, check_divides
-from jaxlm.core.field_types import NonNegativeFloat, NonNegativeInt, NumLayers, PositiveInt, check_fields
+from jaxlm.core.field_types import (
+    BelowOne,
+    NonNegativeFloat,
+    NonNegativeInt,
+    NumLayers,
+    PositiveFloat,
+    PositiveInt,
+    check_fields,
+)
 from jaxlm.core.products.stored_weights import Weight
 from jaxlm.core.sharding import for_compute, for_lookup
 from jaxlm.models.activations import ACTIVATIONS
@@ -32,12 +41,13 @@ from jaxlm.models.base import (
     with_traits,
 )
 from jaxlm.models.diffusion import Denoiser, TimeEmbedding, TimeEmbeddingConfig, needed, routed, runs_whole
-from jaxlm.models.flops import FlopsPerToken, MixerWork
+from jaxlm.models.flops import FlopsPerToken
 from jaxlm.models.growth import StartsAsIdentity, grown_body, without_output
 from jaxlm.models.inference.cache import DecodingCache, empty_cache
 from jaxlm.models.layers import Embedding, GatedMlp, Mlp, check_tiles, dropout, token_embeddings
 from jaxlm.models.linear import Linear
 from jaxlm.models.mixers.base import ForCache, LayerCache, LayerContext, Mixer
+from jaxlm.models.moe import num_multiplied
 from jaxlm.models.norms import Norm, RMSNorm, UnweightedRMSNorm
 from jaxlm.models.remat import parse_remat
 from jaxlm.models.rope import RotaryConfig
@@ -122,11 +132,16 @@ class SizedConfig(ModelConfig):
 
 
 class TransformerConfig(SizedConfig):
-    """The axes, layers and FLOPs of a decoder. Families declare these values as config keys, or keep those here."""
+    """The axes, layers and FLOPs of a decoder. Families declare these values as config keys, or keep those here.
+
+    Attributes:
+        embedding_multiplier: token embeddings are multiplied by this number.
+        embedding_dropout: dropout probability of the token embeddings.
+        logit_scale: logits are multiplied by this number.
+        logits_scaling: logits are divided by this number.
+    """
 
     head_dim: PositiveInt | None = None
-    mlp_matrices: ClassVar[int] = 3
-    """Weight matrices of an MLP: 3 with a gate, 2 without."""
     local_layers: Sequence[NonNegativeInt] | None = None
     hybrid_norm: bool = False
     input_embedding_norm: bool = False
@@ -135,6 +150,10 @@ class TransformerConfig(SizedConfig):
     tie_word_embeddings: bool = False
     time_embedding: TimeEmbeddingConfig | None = None
     rope: RotaryConfig | None = None
+    embedding_multiplier: PositiveFloat = 1.0
+    embedding_dropout: BelowOne = 0.0
+    logit_scale: PositiveFloat = 1.0
+    logits_scaling: PositiveFloat = 1.0
 
     @property
     def rotary(self) -> RotaryConfig | None:
@@ -149,11 +168,6 @@ class TransformerConfig(SizedConfig):
         return Axis(HEAD_SIZE, self.hidden_dim // self.num_heads if self.head_dim is None else self.head_dim)
 
     @property
-    def KeySize(self) -> Axis:
-        """Features of a key, which may differ from those of a value (`HeadSize`)."""
-        return self.HeadSize
-
-    @property
     def KeyHeads(self) -> Axis:
         """The heads of keys: those of values (`KVHeads`), or fewer with the axis `key_heads`."""
         return self.KVHeads
@@ -162,11 +176,6 @@ class TransformerConfig(SizedConfig):
     def RotarySize(self) -> Axis:
         """The features that the frequencies of the rotary embedding are those of."""
         return self.HeadSize
-
-    @property
-    def attention_weights(self) -> int:
-        """Number of weights in the matrix products of one layer's attention."""
-        return 2 * self.hidden_dim * (self.num_heads + self.KVHeads.size) * self.HeadSize.size
 
     @property
     @abc.abstractmethod
@@ -194,11 +203,6 @@ class TransformerConfig(SizedConfig):
         """Returns what initializes the block of a layer with a key."""
         return self.block
 
-    @property
-    def mlp_weights(self) -> int:
-        """Number of weights in the matrix products of a token with the MLPs of all layers."""
-        return self.num_layers * self.mlp_matrices * self.hidden_dim * self.Mlp.size
-
     def with_layers(self, kept: Sequence[int]) -> "TransformerConfig":
         changed = dataclasses.replace(self, num_layers=len(kept), **self.layer_keys(kept))
         assert changed.kinds == tuple(self.kinds[layer] for layer in kept), "layers keep their windows and rotation"
@@ -224,18 +228,8 @@ class TransformerConfig(SizedConfig):
         """Initializes all blocks."""
         return initial_body(self, self.layer_block, self.rotated_kinds, final_norm, key=key)
 
-    def mixer_work(self, layer: int) -> MixerWork:
-        """What the mixer of a layer computes."""
-        attention_dim = self.num_heads * (self.KeySize.size + self.HeadSize.size) // 2
-        return MixerWork(self.attention_weights, attention_dim, self.kinds[layer].window)
-
     def flops_per_token(self, vocab_size: int) -> FlopsPerToken:
-        return FlopsPerToken.of(
-            weights=self.mlp_weights + vocab_size * self.hidden_dim,
-            mixers=[self.mixer_work(layer) for layer in range(self.num_layers)],
-            seq_len=self.seq_len,
-            causal=self.is_causal,
-        )
+        return decoder_flops(self, self.layer_block, vocab_size, causal=self.is_causal)
 
 
 def initial_body(
@@ -265,6 +259,23 @@ def initial_body(
     ]
     check_tiles(config.mlp_tile_tokens, stacks)
     return stacks[0] if len(stacks) == 1 else Stacks.of(stacks, config.stack_of_layer, final_norm)
+
+
+def decoder_flops(config: Any, block: Callable[[int], Any], vocab_size: int, *, causal: bool = True) -> FlopsPerToken:
+    """FLOPs of the layers of a config and of its head. Args: block: as in `initial_body`."""
+    key = jax.random.key(0)
+    shapes = [jax.eval_shape(block(layers[0]), key=key) for layers in numbers_by_stack(config.stack_of_layer)]
+    layers = [shapes[stack] for stack in config.stack_of_layer]
+    return FlopsPerToken.of(
+        weights=sum(num_multiplied(layer, layer) for layer in layers) + vocab_size * config.hidden_dim,
+        mixers=[
+            mixer.work(kind.window)
+            for layer, kind in zip(layers, config.kinds, strict=True)
+            for mixer in tree.modules(layer, Mixer)
+        ],
+        seq_len=config.seq_len,
+        causal=causal,
+    )
 
 
 @dataclass(frozen=True)
@@ -305,7 +316,15 @@ class DecoderConfig(TransformerConfig):
         return rms_norm(self)
 
     def build(self, Vocab: Axis, *, key: jax.Array) -> "Decoder":
-        return Decoder.init(self, Vocab, final_norm=self.norm(), key=key)
+        factors = {"embed_scale": self.embedding_multiplier, "final_scale": self.logit_scale / self.logits_scaling}
+        return Decoder.init(
+            self,
+            Vocab,
+            final_norm=self.norm(),
+            key=key,
+            embed_dropout=self.embedding_dropout,
+            **{name: None if factor == 1.0 else factor for name, factor in factors.items()},
+        )
 
 
 class TransformerModel(LanguageModel):

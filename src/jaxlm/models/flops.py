@@ -13,17 +13,15 @@ from typing import Any
 
 @dataclass(frozen=True)
 class MixerWork:
-    """What the mixer of one layer computes of a token.
+    """What the mixer of one layer computes of a token, apart from its products with weights.
 
     Attributes:
-        weights: number of weights in its matrix products.
         attention_dim: heads times head size, the mean of that of keys and of values, by which it attends to each token; 0 if
             its work does not depend on the length of the text.
         window: number of tokens that a token attends to; None for all.
         others: other FLOPs of a token, forward and backward.
     """
 
-    weights: int = 0
     attention_dim: int = 0
     window: int | None = None
     others: int = 0
@@ -46,11 +44,11 @@ class FlopsPerToken:
         """Computes both counts.
 
         Args:
-            weights: number of weights in all other matrix products.
+            weights: number of weights in matrix products.
             mixers: of each layer.
             causal: whether tokens attend to no later tokens. Otherwise there are as many of these on average.
         """
-        fixed = 6 * (weights + sum(mixer.weights for mixer in mixers)) + sum(mixer.others for mixer in mixers)
+        fixed = 6 * weights + sum(mixer.others for mixer in mixers)
         unmasked = sum(12 * mixer.attention_dim * _mean_keys(seq_len, mixer.window) for mixer in mixers)
         whole = sum(12 * mixer.attention_dim * seq_len for mixer in mixers)
         return FlopsPerToken(fixed + unmasked * (1 if causal else 2), fixed + whole)

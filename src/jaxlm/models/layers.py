@@ -23,7 +23,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxlm.core import tree
 from jaxlm.core.axes import BATCH, EMBED, POSITION
 from jaxlm.core.errors import ConfigError
-from jaxlm.core.parameters import VECTOR, DeclaresParameters, Parameter
+from jaxlm.core.parameters import TABLE, DeclaresParameters, Parameter
 from jaxlm.core.products.float32_sums import rows_of
 from jaxlm.core.sharding import current_layout
 from jaxlm.core.tracing import CustomVjp
@@ -56,7 +56,7 @@ class Embedding(DeclaresParameters):
         return rows_of(self.weight, self.Vocab.name, ids)
 
     def parameters(self) -> dict[str, Parameter]:
-        return {"weight": VECTOR}
+        return {"weight": TABLE}
 
 
 def activation_dtype(model: Any) -> jnp.dtype:

@@ -1,6 +1,6 @@
 """Dropless mixture of experts (MoE): a router sends each token to a few MLPs, and no token is dropped.
 
-Source: Shazeer et al. 2017 (arXiv:1701.06538), section 2. `jaxlm.models.routers` has the routers.
+Source: Shazeer et al. 2017 (arXiv:1701.06538), section 2. `jaxlm.models.routing` has the routers.
 
 On a mesh, each device computes the experts (or slices of experts) that it holds. If a mesh axis shards both experts and
 tokens, tokens are all-gathered over the axis and the results are reduce-scattered back.
@@ -31,14 +31,16 @@ from jax.sharding import Mesh, PartitionSpec
 
 from jaxlm.core import tree
 from jaxlm.core.axes import BATCH, EMBED, EXPERTS, MLP, POSITION, VOCAB, axes_of
-from jaxlm.core.products.matmul import arranged, array_specs, einsum, operand
+from jaxlm.core.parameters import SCALE, DeclaresParameters, Parameter
+from jaxlm.core.products.matmul import arranged, array_specs, dot, einsum, operand
 from jaxlm.core.products.stored_weights import StoredArray, StoredWeight, Weight
 from jaxlm.core.sharding import Layout, current_layout, current_platform
 from jaxlm.core.tracing import CustomVjp
 from jaxlm.models.activations import gated
+from jaxlm.models.layers import GatedMlp
 from jaxlm.models.linear import ExpertLinear, Linear
 from jaxlm.models.remat import EXPERT
-from jaxlm.models.routers import Router, RouterStats
+from jaxlm.models.routing import RouterStats, Routing
 from jaxlm.models.token_sharding import mesh_axes
 
 
@@ -56,7 +58,7 @@ class Experts(eqx.Module):
     gate_proj: ExpertLinear
     up_proj: ExpertLinear
     down_proj: ExpertLinear
-    routing: Router
+    routing: Routing
     activation: str = eqx.field(static=True)
 
     def __call__(self, x: NamedArray, segment_ids: NamedArray) -> tuple[NamedArray, RouterStats]:
@@ -98,6 +100,26 @@ class Experts(eqx.Module):
         out_PD = checkpoint_name(grouping.dot(gated(self.activation, gate_PM, up_PM), down_EMD), EXPERT)
         out_NKD = grouping.unsorted(out_PD).reshape(num_tokens, self.routing.num_chosen, width)
         return jnp.sum(out_NKD * share_BSK.reshape(num_tokens, -1, 1), axis=1).reshape(x_BSD.shape).astype(x_BSD.dtype)
+
+
+class SharedExpert(DeclaresParameters):
+    """An MLP that every token goes through, times sigmoid(gate . x).
+
+    Attributes:
+        gate: {embed}; None leaves out the factor.
+    """
+
+    mlp: GatedMlp
+    gate: NamedArray | None
+
+    def __call__(self, x: NamedArray) -> NamedArray:
+        if self.gate is None:
+            return self.mlp(x)
+        share = hax.nn.sigmoid(dot(x, self.gate, EMBED)).astype(x.dtype)
+        return self.mlp(x) * share
+
+    def parameters(self) -> dict[str, Parameter]:
+        return {"gate": SCALE}
 
 
 @dataclass(frozen=True)
@@ -192,6 +214,8 @@ def num_multiplied(part: Any, model: Any) -> int:
         for layer in (experts.gate_proj, experts.up_proj, experts.down_proj):
             if jax.tree.leaves(layer.weight):
                 total += layer.weight.size * experts.routing.num_chosen // layer.weight.axis_size(EXPERTS)
+    gates = (shared.gate for shared in tree.modules(part, SharedExpert))
+    total += sum(gate.size for gate in gates if gate is not None)
     layers = tree.modules(model, Linear)
     if layers and not any(VOCAB in [axis.name for axis in axes_of(layer.Out)] for layer in layers):
         tables = (leaf for _, leaf in tree.leaves(part) if tree.is_named(leaf))  # the head is the token embedding

@@ -9,7 +9,6 @@ Source: Dettmers et al. 2022, 8-bit Optimizers via Block-wise Quantization (arXi
 import abc
 import dataclasses
 import math
-import re
 from collections.abc import Callable, Collection
 from typing import Annotated, Any
 
@@ -27,7 +26,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxlm.core import tree
 from jaxlm.core.axes import STACKED_LAYERS, axis_names
 from jaxlm.core.errors import ConfigError
-from jaxlm.core.parameters import EMBEDDING
+from jaxlm.core.parameters import described
 from jaxlm.core.products.dynamic_map import nearest_codes, numbers_of
 from jaxlm.core.sharding import current_layout
 from jaxlm.reading.choices import Registry, choice
@@ -229,7 +228,12 @@ class EightBit(StateFormat):
 
     def stored(self, optimizer: optax.GradientTransformationExtraArgs) -> optax.GradientTransformationExtraArgs:
         def init_fn(params: Any) -> Any:
-            shapes = {path: tree.raw(leaf).shape for path, leaf in tree.leaves(params) if self._stores(path, leaf)}
+            known = described(params)
+            shapes = {
+                path: tree.raw(leaf).shape
+                for path, leaf in tree.leaves(params)
+                if layer_size(leaf) >= self.min_size and (self.embeddings or not known[path].embedding)
+            }
 
             def quantized(path: str, leaf: Any) -> Any:
                 parameter, fields = _moment_of(path, shapes)
@@ -249,9 +253,6 @@ class EightBit(StateFormat):
             return moved, jax.tree.map(stored, state, after, is_leaf=is_quantized)
 
         return optax.GradientTransformationExtraArgs(init_fn, update_fn)
-
-    def _stores(self, path: str, leaf: Any) -> bool:
-        return layer_size(leaf) >= self.min_size and (self.embeddings or not re.search(EMBEDDING, path.lower()))
 
 
 def is_quantized(node: Any) -> bool:

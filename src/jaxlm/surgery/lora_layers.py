@@ -51,7 +51,7 @@ from haliax import Axis, AxisSpec, NamedArray
 
 from jaxlm.core import tree
 from jaxlm.core.axes import LAYERS, LORA, VOCAB, axes_of
-from jaxlm.core.parameters import SCALE, VECTOR, DeclaresParameters, Parameter, matrix
+from jaxlm.core.parameters import SCALE, TABLE, DeclaresParameters, Parameter, matrix
 from jaxlm.core.products.float32_sums import rows_of, shifted
 from jaxlm.core.products.matmul import dot
 from jaxlm.core.products.stored_weights import Weight
@@ -194,7 +194,7 @@ class LowRank(tree.Padded, DeclaresParameters):
 
     def parameters(self) -> dict[str, Parameter]:
         """Describes the adapter of an embedding. `LoraLinear` describes its own."""
-        return {"a": VECTOR, "b": VECTOR, "magnitude": VECTOR}
+        return dict.fromkeys(("a", "b", "magnitude"), TABLE)
 
     def _by_layer(self, values: Sequence[float], dtype) -> NamedArray:
         assert self.layer is not None
@@ -469,7 +469,7 @@ class UntiedEmbedding(DeclaresParameters):
         return self.table(ids)
 
     def parameters(self) -> dict[str, Parameter]:
-        return {"weight": VECTOR}
+        return {"weight": TABLE}
 
 
 def names_of(spec: AxisSpec) -> list[str]:

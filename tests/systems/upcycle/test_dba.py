@@ -266,14 +266,6 @@ def test_optimizers_see_the_projection_to_a_shared_key_as_a_matrix():
 
 
 @pytest.mark.slow
-def test_flops_count_the_weights_that_there_are():
-    for config in VARIANTS.values():
-        config = dataclasses.replace(config, num_layers=1)
-        attention = [leaf for path, leaf in tree.leaves(built(config)) if "attn." in path and path.endswith("weight")]
-        assert config.attention_weights == sum(leaf.array.size for leaf in attention)
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize(("key_size", "value_size"), [(12, 64), (24, 16)], ids=["narrow keys", "narrow values"])
 @pytest.mark.parametrize("kernel", ["blockwise", "splash"])
 def test_kernels_pad_what_is_narrower(kernel, key_size, value_size, monkeypatch):

@@ -36,7 +36,6 @@ from jaxlm.systems.upcycle.bottleneck import (
 from jaxlm.systems.upcycle.dba import DbaConfig
 from jaxlm.systems.upcycle.decouple import DecoupleConfig
 from tests.engine.helpers import layout
-from tests.models.recurrent import RecurrentConfig
 from tests.surgery.trained import nll, trained
 
 SEQ_LEN, VOCAB = 24, vocab_axis(50)
@@ -285,7 +284,6 @@ REFUSED = {
     "not all of the same kind, with a gate and without experts": MixtralConfig(**SIZES),
     "a model of type gemma2 given": Gemma2Config(**{**SIZES, "num_layers": 2}),
     "a model of type dba given, but its attention is DecoupledAttention": DbaConfig(**SIZES, sem_dim=16, geo_dim=16),
-    "but some of its layers are DecayingSum, which has no scores": RecurrentConfig(**{**SIZES, "num_layers": 2}),
     "geo_dim: 12 given, so each of 4 heads has 3": TEACHER,
     "method: exact given, but the model has 8 rotated and 0 other features": TEACHER,
     "method: whitened given with calibration_batches: 0": TEACHER,

@@ -42,7 +42,6 @@ from jaxlm.systems.upcycle.pool_kv_heads import (
     rotation_of_pairs,
 )
 from tests.engine.helpers import layout, one_device
-from tests.models.recurrent import RecurrentConfig
 from tests.surgery.trained import nll, trained
 
 SIZES = {"seq_len": 32, "hidden_dim": 32, "intermediate_dim": 48, "num_layers": 2, "num_heads": 8}
@@ -349,7 +348,6 @@ REFUSED = {
         DbaConfig(**MHA, sem_dim=32, geo_dim=32),
         {},
     ),
-    "but some of its layers are DecayingSum, whose heads are not those of attention": (RecurrentConfig(**SIZES), {}),
     "a model of type gpt2 given, but its config has no number of key/value heads": (Gpt2Config(num_layers=2), {}),
     "a model of type nano given, but its config has no number": (NanoConfig(num_layers=2), {}),
     "a model of type mpt given, but its queries, keys and values are clipped": (

@@ -20,7 +20,7 @@ from typing import Any
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.field_types import check_field
 from jaxlm.core.safe_io import read_bytes
-from jaxlm.interop.hf.text_part import Kept, TextPart
+from jaxlm.interop.hf.text_part import TextPart
 from jaxlm.interop.hf.weights import Tensor
 from jaxlm.models.base import ModelConfig, as_family
 from jaxlm.reading.choices import sources
@@ -214,7 +214,7 @@ class Family:
         text: the multimodal folders whose text part is such a model.
         kept: regular expressions for the beginnings of names of tensors that this model does not have, and exports copy, such
             as those of further layers that predict more tokens (MTP).
-        keeps_later_layers: whether layers with larger numbers than the model has are such tensors.
+        further: the tensor that a layer of the files has only if it predicts more tokens. Exports copy such layers.
     """
 
     model_types: tuple[str, ...]
@@ -230,12 +230,7 @@ class Family:
     layouts: tuple[Callable[[Any], Sequence[Tensor]], ...] = ()
     text: tuple[TextPart, ...] = ()
     kept: tuple[str, ...] = ()
-    keeps_later_layers: bool = False
-
-    def kept_tensors(self, part: TextPart | None, num_layers: int) -> Kept:
-        """The tensors of a folder that exports copy. Args: part: of a multimodal folder."""
-        patterns = (*self.kept, *(part.kept if part else ()))
-        return Kept(patterns, num_layers if self.keeps_later_layers else None, f"{self.prefix}layers.")
+    further: str = ""
 
     def modeling_files(self) -> dict[str, bytes]:
         """Name -> content of the files with the code of the model; none if transformers has it."""

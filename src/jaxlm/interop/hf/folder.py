@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxlm.core import tree
-from jaxlm.core.errors import ConfigError
+from jaxlm.core.errors import ConfigError, check_choice
 from jaxlm.core.hashing import note_file
 from jaxlm.core.publish import Location, PublishError, check_unused, publish_folder
 from jaxlm.core.runtime import is_main_process
@@ -21,7 +21,7 @@ from jaxlm.core.sharding import Layout
 from jaxlm.interop.hf.classifier import SCORE, classifier_keys, classifier_tensors, is_classifier, is_reward_model
 from jaxlm.interop.hf.family import Family, Json, config_from_json, family_of_config
 from jaxlm.interop.hf.form import Form, edited_json, form_of_json, form_of_source
-from jaxlm.interop.hf.load import Change, differing_head, load_weights
+from jaxlm.interop.hf.load import Change, differing_head, load_weights, with_embedding
 from jaxlm.interop.hf.source_folder import NO_SOURCE, SourceFolder
 from jaxlm.interop.hf.tensor_files import most_common_dtype, open_tensors, renamed, unread_indices
 from jaxlm.interop.hf.text_part import Names, replaced_keys
@@ -42,8 +42,7 @@ _AS_IN_SOURCE = "source"
 
 def parse_dtype(name: str, key: str) -> Any:
     """The dtype of this name. Raises `ConfigError` if it is not supported."""
-    if name not in DTYPES:
-        raise ConfigError(f"{key}: '{name}' given. Allowed: {', '.join(DTYPES)}")
+    check_choice(key, name, DTYPES)
     return DTYPES[name]
 
 
@@ -53,8 +52,7 @@ def parse_export_dtype(name: str, key: str) -> Any:
     Raises:
         ConfigError: it is not supported.
     """
-    if name not in (allowed := (*DTYPES, _AS_IN_SOURCE)):
-        raise ConfigError(f"{key}: '{name}' given. Allowed: {', '.join(allowed)}")
+    check_choice(key, name, (*DTYPES, _AS_IN_SOURCE))
     return DTYPES.get(name)
 
 
@@ -127,7 +125,7 @@ def load_model(
         unused = (re.escape(SCORE),) if is_classifier(read_json_object(path / "config.json")) else ()
         for note in opened.notes:
             options.log(f"note: {note}")
-        source = form.tensors(source, config)
+        source = form.tensors(source)
     return load_weights(
         abstract,
         form.table(config, form.layout(source, config, dict(tree.leaves(abstract)))),
@@ -154,8 +152,11 @@ def open_folder(path: Path, options: ReadOptions = AS_THEY_ARE) -> PretrainedMod
         raise ConfigError(f"{path}: config.json not found. It is required to know the model of the weights{hint}")
     note_file(file)
     content = read_json_object(file)
+    content = _without(content, options.skip_keys, f"{options.skipped_by}: ", file)
     form = form_of_json(content, str(file))
-    level = _without(form.level(content), options.skip_keys, f"{options.skipped_by}: ", file)
+    if form.part:
+        form.part.check(content, str(file))
+    level = form.level(content)
     vocab_size = level.get("vocab_size")
     if type(vocab_size) is not int or vocab_size < 1:
         raise ConfigError(f"{file}: vocab_size: {vocab_size!r} given, an integer of 1 or more expected")
@@ -178,9 +179,9 @@ def _tied(path: Path, config: Any) -> tuple[ModelConfig, tuple[str, ...]]:
 
 def _without(content: Json, skip_keys: Sequence[str], where: str, file: Path) -> Json:
     for name in skip_keys:
-        if name not in content:
+        if replaced_keys(content, {}, [name]) == content:
             raise ConfigError(f"{where}'{name}' given, but {file} has no such key. Remove it")
-    return {name: value for name, value in content.items() if name not in skip_keys}
+    return replaced_keys(content, {}, skip_keys)
 
 
 def _untied_if_different(path: Path, form: Form, config: Any) -> tuple[ModelConfig, tuple[str, ...]]:
@@ -191,7 +192,7 @@ def _untied_if_different(path: Path, form: Form, config: Any) -> tuple[ModelConf
         source = open_tensors(path)
     except ConfigError:  # not downloaded yet; loading the weights reports what is wrong with them
         return config, ()
-    head = differing_head(form.table(config), form.tensors(source, config), form.family.prefix)
+    head = differing_head(form.table(config), form.tensors(source), form.family.prefix)
     if head is None:
         return config, ()
     note = f"{path}: tie_word_embeddings is true, but {head} differs from the token embedding, so they are not tied"
@@ -261,6 +262,8 @@ def save_folder(
     if is_reward:
         described |= classifier_keys(family.architecture, special_ids)
         table, left_out = classifier_tensors(table)
+    elif form:
+        table = with_embedding(table, source.embedding)
     names = Names() if form is None else source.names
     writer = TensorWriter(model, names.of_table(table), layout, source.dtype_of(dtype), left_out)
     if not is_main_process():

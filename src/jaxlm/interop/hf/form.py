@@ -3,7 +3,7 @@
 import contextlib
 import dataclasses
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,7 +24,7 @@ from jaxlm.interop.hf.family import (
 )
 from jaxlm.interop.hf.load import misfits
 from jaxlm.interop.hf.tensor_files import TensorSource
-from jaxlm.interop.hf.text_part import Kept, Names, TextPart, replaced_keys, text_tensors, with_sections
+from jaxlm.interop.hf.text_part import Names, TextPart, replaced_keys, text_tensors, with_sections
 from jaxlm.interop.hf.weights import Tensor
 from jaxlm.models.base import ModelConfig, as_family
 
@@ -60,15 +60,17 @@ class Form:
         """How the names in a folder begin. A multimodal model's names may be in a folder that claims to have text alone."""
         return Names.of(source.tensors, self.family.prefix) if self.family.text else Names()
 
-    def kept(self, config: Any) -> Kept:
-        """The tensors that exports copy. They are also kept in a folder that claims to have text alone."""
+    def kept(self, source: TensorSource) -> Callable[[str], bool]:
+        """Tells which tensors exports copy. Those of other parts are also copied if a folder claims to have text alone."""
         parts = [self.part] if self.part else self.family.text
-        patterns = [self.family.kept_tensors(part, config.num_layers) for part in (None, *parts)]
-        return dataclasses.replace(patterns[0], patterns=tuple(p for one in patterns for p in one.patterns))
+        patterns = [*self.family.kept, *(pattern for part in parts for pattern in part.kept)]
+        if further := self.family.further:
+            patterns += [re.escape(n.removesuffix(further)) for n in source.tensors if n.endswith(f".{further}")]
+        return lambda name: any(re.match(pattern, name) for pattern in patterns)
 
-    def tensors(self, source: TensorSource, config: Any) -> TensorSource:
+    def tensors(self, source: TensorSource) -> TensorSource:
         """The tensors of a folder that may be the model's, by the names of the table."""
-        return text_tensors(source, self.names(source), self.kept(config), self.family.prefix)
+        return text_tensors(source, self.names(source), self.kept(source), self.family.prefix)
 
 
 def form_of_json(content: Mapping[str, Any], where: str) -> Form:
@@ -102,8 +104,8 @@ def _unknown(content: Mapping[str, Any]) -> str:
         lacks = " jaxlm reads this text model alone: save it in a folder of its own."
     elif parts:
         lacks = f" It has {', and '.join(parts)}, which jaxlm does not have."
-    elif not (lacks := _near(level, level is content)) and others:
-        lacks = f" No family of jaxlm has its keys {', '.join(others)}."
+    else:
+        lacks = _nearest(level, others, level is content)
     return f"unknown {given}.{lacks} Known: {known}"
 
 
@@ -112,31 +114,42 @@ def _folder_types(family: Family) -> Iterator[str]:
         yield from part.model_types
 
 
-def _near(level: Mapping[str, Any], is_whole: bool) -> str:
-    """The family whose keys these are, if there is one. Args: is_whole: whether the folder has a text model alone."""
-    distances = [(distance, family) for family in all_families() if (distance := _distance(family, level)) is not None]
-    if not distances:
-        return ""
-    (*_, unread), family = min(distances, key=lambda pair: pair[0])
+def _nearest(level: Mapping[str, Any], others: Sequence[str], is_whole: bool) -> str:
+    """Says how the keys differ from those of the family that has the most of them.
+
+    Args:
+        others: keys that no family has.
+        is_whole: whether the folder has a text model alone.
+    """
+    _, family, problems, unread = min((_distance(family, level) for family in all_families()), key=lambda one: one[0])
     kind = family.model_types[0]
-    but = f", except {', '.join(unread)}" if unread else ""
-    where = "a copy of its config.json" if is_whole else "the config.json of a folder of the text model alone"
-    return (
-        f" Its keys are those of '{kind}'{but}. If it computes the same and its tensors have the same names, set model_type:"
-        f" {kind} in {where}."
-    )
+    if not problems:
+        but = f", except {', '.join(unread)}" if unread else ""
+        where = "a copy of its config.json" if is_whole else "the config.json of a folder of the text model alone"
+        return (
+            f" Its keys are those of '{kind}'{but}. If it computes the same and its tensors have the same names, set"
+            f" model_type: {kind} in {where}."
+        )
+    if others:
+        return f" No family of jaxlm has its keys {', '.join(others)}."
+    lacks = [f"does not read {', '.join(unread)}"] if unread else []
+    lacks += [f"says: {'; '.join(lines)}" for lines in [key_problems(family, level)] if lines]
+    return f" The family with the most of its keys is '{kind}', which {', and '.join(lacks)}."
 
 
-def _distance(family: Family, level: Mapping[str, Any]) -> tuple[bool, int, bool, int, list[str]] | None:
-    """How far a family's keys are from those of a config.json, and the keys that only the latter has. None if the family
-    cannot read the others. Another usual activation counts most: it tells MLPs apart. Of equals, Llama is the likeliest."""
+def _distance(family: Family, level: Mapping[str, Any]) -> tuple[tuple[Any, ...], Family, list[str], list[str]]:
+    """How far a family's keys are from those of a config.json, what is wrong with them, and the keys that it does not read.
+
+    Another usual activation counts most among families that can read them: it tells MLPs apart. Of equals, Llama is the
+    likeliest.
+    """
     names = keys_of(family)
-    if "hidden_size" not in level or key_problems(family, level) or sort_unread(level, set(level) - names)[0]:
-        return None
     unread = sorted(set(level) - names - SILENT)
+    problems = key_problems(family, level) + sort_unread(level, unread)[0] + ([] if _WIDTH in level else [_WIDTH])
     usual = {key.theirs: key.default for key in family.keys if isinstance(key, JsonKey) and key.ours == _ACTIVATION}
     differs = any(level[key] != default for key, default in usual.items() if key in level and default is not REQUIRED)
-    return differs, len(unread), "llama" not in family.model_types, len(names - set(level)), unread
+    is_other, size = "llama" not in family.model_types, len(problems) + len(unread)
+    return (bool(problems), differs, size, is_other, len(names - set(level))), family, problems, unread
 
 
 def _used(level: Mapping[str, Any]) -> list[str]:
@@ -228,5 +241,5 @@ def form_of_source(family: Family, source: Mapping[str, Any]) -> Form | None:
     return None
 
 
-_ACTIVATION = "activation_function"
+_ACTIVATION, _WIDTH = "activation_function", "hidden_size"
 _TIED = "tie_word_embeddings"

@@ -6,6 +6,7 @@ A host reads only the shards of its own devices, one shard of one parameter at a
 import itertools
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import haliax as hax
@@ -113,6 +114,22 @@ def differing_head(tensors: Sequence[Tensor], source: TensorSource, prefix: str)
     return None if all(np.array_equal(first[block], second[block]) for block in blocks) else head
 
 
+def embedding_names(tensors: Sequence[Tensor], source: TensorSource, prefix: str) -> tuple[str, ...]:
+    """The names of the table for the tensors that a source has as its token embedding, if its head is the same."""
+    omitted = _omitted(prefix, source)
+    names = {name: name.removeprefix(omitted) for name in (_embedding(tensors), *_HEADS)}
+    dtypes = {name: source.tensors[theirs].dtype for name, theirs in names.items() if theirs in source.tensors}
+    return tuple(dtypes) if len({*dtypes.values()}) == 1 else ()
+
+
+def with_embedding(tensors: Sequence[Tensor], names: Sequence[str]) -> list[Tensor]:
+    """A table of weights that writes the embedding by all of these names, unless it has a head or there are none."""
+    if not names or any(tensor.name in _HEADS for tensor in tensors):
+        return [*tensors]
+    written = {_embedding(tensors): names}
+    return [replace(tensor, name=name) for tensor in tensors for name in written.get(tensor.name, (tensor.name,))]
+
+
 def _with_embedding(tensors: Sequence[Tensor], source: TensorSource, prefix: str) -> TensorSource:
     """The source with its head as token embedding, if the model ties the two and the source has only the head."""
     embedding = _embedding(tensors).removeprefix(_omitted(prefix, source))
@@ -160,6 +177,8 @@ def misfits(
             problems.append(f"{theirs}: missing; {list(shape)} expected")
         elif not _fits(available[theirs].shape, shape, tensor.longer_dims()):
             problems.append(f"{theirs}: {list(available[theirs].shape)} in the file, {list(shape)} expected")
+        elif tree.is_inexact(leaves.get(tensor.parts[0].path)) and not _is_floating(available[theirs].dtype):
+            problems.append(f"{theirs}: {available[theirs].dtype} in the file, a floating-point dtype expected")
     for name, info in available.items():
         if name not in expected and name not in _HEADS and not any(re.search(pattern, name) for pattern in unused):
             problems.append(f"{name}: {list(info.shape)} in the file, but not used by the model")
@@ -224,9 +243,13 @@ def _read_shard(
     return block
 
 
+def _is_floating(dtype: np.dtype) -> bool:
+    return jnp.issubdtype(dtype, jnp.floating)
+
+
 def _is_finite(part: np.ndarray) -> bool:
     """Compares bits, in blocks: np.isfinite needs ten times as long for bfloat16, and memory for the whole part."""
-    if not jnp.issubdtype(part.dtype, jnp.floating):
+    if not _is_floating(part.dtype):
         return True
     kind = np.dtype(f"u{part.dtype.itemsize}").type
     bits, without_sign = part.reshape(-1).view(kind), kind(np.iinfo(kind).max >> 1)

@@ -66,18 +66,24 @@ def activation(theirs: str, default: Any = REQUIRED, *, written: Mapping[str, st
 
 
 def size_keys(
-    *, length: int, eps: str | None = "rms_norm_eps", eps_default: float = 1e-6, tied: bool = False
+    *,
+    length: int,
+    width: str | None = "intermediate_size",
+    eps: str | None = "rms_norm_eps",
+    eps_default: float = 1e-6,
+    tied: bool = False,
 ) -> tuple[JsonKey, ...]:
     """Model dimensions, by the names that most families use.
 
     Args:
         length, eps_default, tied: defaults for keys that are missing.
+        width: name of the hidden width of MLPs; None if other keys say it.
         eps: name of the epsilon of norms; None if the files do not have it.
     """
     return (
         JsonKey("max_position_embeddings", "seq_len", length),
         JsonKey("hidden_size", "hidden_dim"),
-        JsonKey("intermediate_size", "intermediate_dim"),
+        *(() if width is None else (JsonKey(width, "intermediate_dim"),)),
         JsonKey("num_hidden_layers", "num_layers"),
         JsonKey("num_attention_heads", "num_heads"),
         JsonKey("initializer_range", "initializer_range", 0.02),
@@ -440,10 +446,16 @@ def balanced_experts(
         }
 
     def sizes_to_theirs(config: Any) -> Json:
+        num_shared, rest = divmod(config.shared_expert_intermediate_dim, config.intermediate_dim)
+        if rest:
+            raise ConfigError(
+                f"model.shared_expert_intermediate_dim: {config.shared_expert_intermediate_dim} given, a multiple of"
+                f" model.intermediate_dim ({config.intermediate_dim}) expected: config.json has the number of shared experts"
+            )
         return {
             "first_k_dense_replace": len(config.dense_layers),
             "moe_intermediate_size": config.intermediate_dim,
-            "n_shared_experts": config.shared_expert_intermediate_dim // config.intermediate_dim,
+            "n_shared_experts": num_shared,
             "intermediate_size": config.dense_intermediate_dim or config.intermediate_dim,
         }
 

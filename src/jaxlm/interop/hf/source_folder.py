@@ -21,7 +21,7 @@ from jaxlm.core.safe_io import read_bytes, sha256
 from jaxlm.interop.hf.family import config_from_json
 from jaxlm.interop.hf.form import Form, form_of_json
 from jaxlm.interop.hf.hub import local_folder, repository_of
-from jaxlm.interop.hf.load import differing_head
+from jaxlm.interop.hf.load import differing_head, embedding_names
 from jaxlm.interop.hf.safetensors_file import TensorInfo
 from jaxlm.interop.hf.tensor_files import NamedTensors, TensorSource, most_common_dtype, open_tensors
 from jaxlm.interop.hf.text_part import AS_IN_TABLE, IN_TRANSFORMERS, Modules, Names, without_sections
@@ -61,6 +61,7 @@ class SourceFolder:
         names: how the names of its tensors begin.
         layout: number of the table of weights that fits its tensors.
         untied: whether its weights have a head of their own.
+        embedding: the table's names of the tensors that are its token embedding and its head, if they are one.
         dtype: of most of its tensors.
         dtypes: names of the text model's tensors with another dtype -> the dtype.
         kept: name -> a tensor that exports copy.
@@ -72,6 +73,7 @@ class SourceFolder:
     names: Names = AS_IN_TABLE
     layout: int = 0
     untied: bool = False
+    embedding: tuple[str, ...] = ()
     dtype: str = ""
     dtypes: Mapping[str, str] = field(default_factory=dict)
     kept: Mapping[str, KeptTensor] = field(default_factory=dict)
@@ -86,18 +88,20 @@ class SourceFolder:
             text: the config of its text model.
         """
         form, source = form_of_json(config, str(folder / "config.json")), open_tensors(folder)
-        names, kept = form.names(source), form.kept(text)
-        ours = form.tensors(source, text)
+        names, kept = form.names(source), form.kept(source)
+        ours = form.tensors(source)
         tied = form.table(replace(text, tie_word_embeddings=True)) if hasattr(text, "tie_word_embeddings") else ()
+        untied = bool(tied) and differing_head(tied, ours, form.family.prefix) is not None
         common, vocab = most_common_dtype(ours), form.level(config)["vocab_size"]
-        tensors = {name: info for name, info in source.tensors.items() if kept(name, names)}
+        tensors = {name: info for name, info in source.tensors.items() if kept(name)}
         others = [name for name in source.tensors if name not in tensors]
         return cls(
             config,
             location,
             names,
             form.layout(ours, text, dict(tree.leaves(_abstract(text, vocab)))),
-            bool(tied) and differing_head(tied, ours, form.family.prefix) is not None,
+            untied,
+            embedding_names(tied, ours, form.family.prefix) if tied and not untied else (),
             common.name,
             {name: info.dtype.name for name in others if (info := source.tensors[name]).dtype != common},
             {
@@ -113,7 +117,8 @@ class SourceFolder:
         if not content:
             return cls(config)
         kept = {name: KeptTensor(t["dtype"], tuple(t["shape"]), t["sha256"]) for name, t in content["kept"].items()}
-        return cls(config, **{**content, "names": Names(**content["names"]), "kept": kept})
+        embedding = tuple(content.get("embedding", ()))
+        return cls(config, **{**content, "names": Names(**content["names"]), "kept": kept, "embedding": embedding})
 
     def to_json(self) -> Json:
         """Everything except `config`."""
@@ -225,7 +230,7 @@ class SourceFolder:
             kind = {"model_type": form.family.model_types[0], "architectures": [form.family.architecture]}
             config, layout = {**without_sections(config), **kind}, 0
         config |= {key: 0 for key in _MTP if config.get(key)}
-        return SourceFolder(config, self.location, Names(), layout, self.untied, self.dtype, dtypes)
+        return SourceFolder(config, self.location, Names(), layout, self.untied, self.embedding, self.dtype, dtypes)
 
     def dtype_of(self, dtype: Any) -> Callable[[str, bool], np.dtype]:
         """(Name of a tensor, whether its parameters are float32 in each precision) -> its dtype in an export.

@@ -6,7 +6,7 @@ are neither read nor reported, and exports copy them.
 """
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -16,7 +16,7 @@ from jaxlm.interop.hf.weights import Tensor
 
 Json = dict[str, Any]
 _LEVEL = "text_config"
-_TIED = "tie_word_embeddings"
+_TIED, _WIDTH = "tie_word_embeddings", "hidden_size"
 _EITHER_LEVEL = (
     *("vocab_size", "dtype", "torch_dtype", "bos_token_id", "eos_token_id", "pad_token_id"),
     *("quantization_config", "compression_config"),
@@ -41,19 +41,34 @@ class TextPart:
             one whose text level may lack it has None among them.
         kept: regular expressions for the beginnings of tensor names that belong to other parts.
         defaults: values of keys of the text level that may be missing, where they are not those of the family.
+        fixed: keys of these that have no other value, because transformers does not read them.
     """
 
     model_types: tuple[str, ...]
     text_types: tuple[str | None, ...]
     kept: tuple[str, ...]
     defaults: Mapping[str, Any] = field(default_factory=dict)
+    fixed: tuple[str, ...] = ()
 
     def matches(self, content: Mapping[str, Any]) -> bool:
         """Tells whether a config.json describes such a folder."""
         if content.get("model_type") not in self.model_types:
             return False
         inner = content.get(_LEVEL)
-        return not isinstance(inner, Mapping) or inner.get("model_type") in self.text_types
+        return (inner.get("model_type") if isinstance(inner, Mapping) else None) in self.text_types
+
+    def check(self, content: Mapping[str, Any], where: str) -> None:
+        """Checks what only this kind of folder has. Raises `ConfigError`."""
+        level = self.level(content)
+        if _WIDTH not in level:
+            given = content.get(_LEVEL, "nothing")
+            raise ConfigError(f"{where}: {_LEVEL}: {given} given, an object with the keys of the text model expected")
+        for key in self.fixed:
+            if level[key] != self.defaults[key]:
+                raise ConfigError(
+                    f"{where}: {key}: {level[key]} given, but transformers does not read it in a folder of this kind, and"
+                    f" computes with {self.defaults[key]}. Remove the key if the model was trained so"
+                )
 
     def level(self, content: Mapping[str, Any]) -> Json:
         """The keys of the text model, as in a folder of it alone."""
@@ -88,19 +103,20 @@ def replaced_keys(content: Mapping[str, Any], changed: Mapping[str, Any], droppe
     """A config.json with other values of keys of the text model. All other keys stay, and their order.
 
     Args:
-        changed: key -> value. It is replaced wherever the key is. A new one goes to the text level, if there is one.
+        changed: key -> value. It is replaced wherever the text model's key is. A new one goes to the text level, if there is
+            one, even if another part has a key of this name beside it.
         dropped: keys to leave out.
     """
-    inner = content.get(_LEVEL)
-    inside: Mapping[str, Any] = inner if isinstance(inner, Mapping) else {}
-    new = {key: value for key, value in changed.items() if key not in content and key not in inside}
 
-    def edited(level: Mapping[str, Any], new: Mapping[str, Any]) -> Json:
-        return {key: changed.get(key, value) for key, value in level.items() if key not in dropped} | dict(new)
+    def edited(level: Mapping[str, Any], keys: Callable[[str], bool]) -> Json:
+        rest = {key: value for key, value in level.items() if key not in dropped}
+        return rest | {key: value for key, value in changed.items() if keys(key)}
 
-    if not inside:
-        return edited(content, new)
-    return {**edited(content, {}), _LEVEL: edited(inside, new)}
+    inside, either = content.get(_LEVEL), {*_EITHER_LEVEL, _TIED} & content.keys()
+    if not isinstance(inside, Mapping) or not inside:
+        return edited(content, lambda key: True)
+    beside = edited(content, lambda key: key in either or (key in inside and key in content))
+    return {**beside, _LEVEL: edited(inside, lambda key: key in inside or key not in either)}
 
 
 def with_sections(level: Mapping[str, Any], changed: Mapping[str, Any]) -> Json:
@@ -170,32 +186,11 @@ class Modules:
 TEXT_ALONE = Modules()
 
 
-@dataclass(frozen=True)
-class Kept:
-    """Tells which tensors of a folder are kept.
-
-    Attributes:
-        patterns: regular expressions for the beginnings of their names.
-        num_layers: of the text model. Layers with larger numbers are kept; None keeps none.
-        layer: beginning of a layer's name in the table of weights, up to its number.
-    """
-
-    patterns: tuple[str, ...]
-    num_layers: int | None = None
-    layer: str = "model.layers."
-
-    def __call__(self, name: str, names: Names) -> bool:
-        if any(re.match(pattern, name) for pattern in self.patterns):
-            return True
-        ours = names.in_table(name)
-        number = ours.removeprefix(self.layer).partition(".")[0] if ours.startswith(self.layer) else ""
-        return self.num_layers is not None and number.isdigit() and int(number) >= self.num_layers
-
-
-def text_tensors(source: TensorSource, names: Names, kept: Kept, prefix: str) -> TensorSource:
+def text_tensors(source: TensorSource, names: Names, kept: Callable[[str], bool], prefix: str) -> TensorSource:
     """The tensors of a folder that may be the text model's, by the names of the table.
 
     Args:
+        kept: tells which tensors are not the text model's.
         prefix: of the family's names.
 
     Raises:
@@ -203,7 +198,7 @@ def text_tensors(source: TensorSource, names: Names, kept: Kept, prefix: str) ->
     """
     ours: dict[str, str] = {}
     for theirs in source.tensors:
-        if kept(theirs, names):
+        if kept(theirs):
             continue
         if (name := names.in_table(theirs)) in ours:
             raise ConfigError(f"'{ours[name]}' and '{theirs}' are both '{name}' of the text model. Keep one of them")

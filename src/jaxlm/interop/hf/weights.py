@@ -18,7 +18,7 @@ import jax
 import numpy as np
 
 from jaxlm.core import tree
-from jaxlm.core.axes import EXPERTS, LAYERS, VALUE_LAYERS
+from jaxlm.core.axes import EXPERTS, LAYERS, SHARED_MLP, VALUE_LAYERS
 from jaxlm.core.parameters import declared
 from jaxlm.core.sharding import Layout
 from jaxlm.interop.hf.safetensors_file import TensorInfo, in_shards, shard_names, write_safetensors
@@ -246,7 +246,9 @@ def fused_gated_mlp() -> Iterator[Tensor]:
     yield single(f"{layer}down_proj.weight", f"{BLOCK}mlp.down_proj.weight", "embed | mlp")
 
 
-def experts(module: str, *, gate: str, up: str, down: str) -> Iterator[Tensor]:
+def experts(
+    module: str = "mlp", *, gate: str = "gate_proj", up: str = "up_proj", down: str = "down_proj"
+) -> Iterator[Tensor]:
     """A router and its experts.
 
     Args:
@@ -269,11 +271,25 @@ def correction_bias(module: str) -> Tensor:
     return single(name, f"{BLOCK}mlp.routing.correction_bias", "routes")
 
 
-def stacked_experts(module: str, *, inputs_first: bool = False, interleaved: bool = False) -> Iterator[Tensor]:
+def shared_expert(theirs: str = "shared_expert", *, gate: bool = True) -> Iterator[Tensor]:
+    """The expert that all tokens share. Args: theirs: its name in `mlp`; gate: whether it has one."""
+    yield from gated_mlp(theirs=f"mlp.{theirs}", ours="shared_expert.mlp", features=SHARED_MLP)
+    if gate:
+        yield single(f"model.layers.{{layer}}.mlp.{theirs}_gate.weight", f"{BLOCK}shared_expert.gate", "| embed")
+
+
+def stacked_experts(
+    module: str = "mlp",
+    names: tuple[str, str, str] = ("gate.weight", "experts.gate_up_proj", "experts.down_proj"),
+    *,
+    inputs_first: bool = False,
+    interleaved: bool = False,
+) -> Iterator[Tensor]:
     """A router and its experts, all of a layer in one tensor [experts, out, in] for gate and up and one for down.
 
     Args:
         module: name of the MoE module in a layer.
+        names: of the three tensors in it.
         inputs_first: they are stored as [experts, in, out].
         interleaved: the features of gate and up take turns, instead of all of gate before those of up.
     """
@@ -282,9 +298,9 @@ def stacked_experts(module: str, *, inputs_first: bool = False, interleaved: boo
     if inputs_first:
         inwards, outwards = outwards, inwards
     gate_up = {f"{BLOCK}mlp.{name}_proj.weight": inwards for name in ("gate", "up")}
-    yield single(f"{layer}gate.weight", f"{BLOCK}mlp.router.weight", "routes | embed")
-    yield fused(f"{layer}experts.gate_up_proj", gate_up, along=2 if inputs_first else 1, interleaved=interleaved)
-    yield single(f"{layer}experts.down_proj", f"{BLOCK}mlp.down_proj.weight", outwards)
+    yield single(f"{layer}{names[0]}", f"{BLOCK}mlp.router.weight", "routes | embed")
+    yield fused(f"{layer}{names[1]}", gate_up, along=2 if inputs_first else 1, interleaved=interleaved)
+    yield single(f"{layer}{names[2]}", f"{BLOCK}mlp.down_proj.weight", outwards)
 
 
 def rows_by_stack(

@@ -11,11 +11,10 @@ import jax.numpy as jnp
 from haliax import Axis
 
 from jaxlm.core.axes import CONV_TAPS, HEAD_SIZE, STATE_GROUP, STATE_HEADS, STATE_KEY
-from jaxlm.core.errors import ConfigError, check_divides
+from jaxlm.core.errors import check_divides
 from jaxlm.core.field_types import FilterSize, NonNegativeInt, PositiveInt
 from jaxlm.models.decoder import DecoderConfig, check_sizes, renumbered
-from jaxlm.models.decoders.pre_norm import check_layer_numbers
-from jaxlm.models.flops import MixerWork
+from jaxlm.models.decoders.pre_norm import check_one_of_layers
 from jaxlm.models.linear import Linear
 from jaxlm.models.mixers.gated_delta_net import GatedDeltaNet
 from jaxlm.models.norms import RMSNorm
@@ -81,30 +80,9 @@ class HybridConfig(DecoderConfig):
     def check(self) -> None:
         check_sizes(self)
         check_divides("model.num_state_heads", self.num_state_heads, "model.num_value_heads", self.num_value_heads)
-        every, layers = self.attention_interval, self.attention_layers
-        if (every is None) == (layers is None):
-            raise ConfigError(
-                f"model.attention_layers: {'null' if layers is None else list(layers)} given, and attention_interval:"
-                f" {'null' if every is None else every}. Set one of the two, and the other to null"
-            )
-        check_layer_numbers("model.attention_layers", layers or (), self.num_layers)
+        check_one_of_layers(self, "attention_interval", "attention_layers")
         if self.rope is not None:
             check_rope(self.rope, self.num_heads, self.HeadSize.size)
-
-    def mixer_work(self, layer: int) -> MixerWork:
-        """Of the delta rule, 24 FLOPs for each entry of a state, as Megatron-LM counts; of the convolution, those of its
-        weights."""
-        if layer in self.with_attention:
-            weights = self.attention_weights + self.gate_weights
-            return MixerWork(weights, self.num_heads * self.HeadSize.size, self.kinds[layer].window)
-        keys, values = self.num_state_heads * self.state_key_dim, self.num_value_heads * self.state_value_dim
-        weights = self.hidden_dim * (2 * keys + 3 * values + 2 * self.num_value_heads)
-        return MixerWork(weights, others=24 * values * self.state_key_dim + 6 * self.conv_size * (2 * keys + values))
-
-    @property
-    def gate_weights(self) -> int:
-        """Number of weights of the gate of a layer's attention."""
-        return 0
 
 
 def gated_delta_net(config: HybridConfig, key: jax.Array, *, norm_eps: float, **options: Any) -> GatedDeltaNet:

@@ -4,10 +4,10 @@ import dataclasses
 from typing import Any, ClassVar, Literal
 
 import jax
-from haliax import Axis, NamedArray
+from haliax import NamedArray
 
 from jaxlm.core.field_types import BelowOne, PositiveFloat
-from jaxlm.models.decoder import Decoder, DecoderConfig, gated_mlp, plain_mlp, pre_norm_block, projections, rms_norm
+from jaxlm.models.decoder import DecoderConfig, gated_mlp, plain_mlp, pre_norm_block, projections, rms_norm
 from jaxlm.models.growth import StartsAsIdentity, without_output
 from jaxlm.models.layers import GatedMlp, Mlp
 from jaxlm.models.mixers.attention import SelfAttention
@@ -36,54 +36,73 @@ class ParallelBlock(StartsAsIdentity):
         return dataclasses.replace(self, attn=attn, mlp=mlp)
 
 
-class LlamaBlocks(DecoderConfig):
+class LlamaAttention(DecoderConfig):
     """A family declares those of these values as keys that its config.json has. It may set the others for all its models,
-    without an annotation: `interleaved = True`; `mlp_matrices = 2` gives MLPs without a gate.
+    without an annotation: `use_qk_norm = True`.
 
     Attributes:
         attention_bias: add biases to the query, key, value and output projections.
         attention_out_bias: add a bias to the output projection of attention. Null means `attention_bias`.
-        mlp_bias: add biases to the MLP projections.
         qk_layernorm: apply a LayerNorm to each head's queries and keys, with weights of its own.
-        use_parallel_residual: attention and MLP read the same normed input. False runs the MLP on the output of attention.
+        use_qk_norm: apply an RMSNorm to each head's queries and keys, with the same weights for all heads.
+        clip_qkv: queries and keys, after their norms, and values are clipped to [-clip_qkv, clip_qkv]. Null does not clip.
+        attention_multiplier: attention scores are multiplied by this number, in place of `1 / sqrt(head_dim)`.
         attention_dropout: dropout probability of the attention weights.
-        residual_dropout: dropout probability of the outputs of attention and MLP.
-        embedding_dropout: dropout probability of the token embeddings.
-        logit_scale: logits are multiplied by this number.
     """
 
     attention_bias: bool = False
     attention_out_bias: bool | None = None
-    mlp_bias: bool = False
     qk_layernorm: bool = False
-    use_parallel_residual: bool = False
+    use_qk_norm: bool = False
+    clip_qkv: PositiveFloat | None = None
+    attention_multiplier: PositiveFloat | None = None
     attention_dropout: BelowOne = 0.0
+    norms_all_heads: ClassVar[bool] = False
+    """The RMSNorms of queries and keys are over all heads jointly."""
+    norms_follow_rotation: ClassVar[bool] = False
+    """The norms of queries and keys come after the rotation."""
+
+    def attention(self, keys: jax.Array) -> SelfAttention:
+        """Initializes the attention of one layer. Takes four keys."""
+        heads, (Size, eps) = (self.Heads, self.KVHeads), (self.HeadSize, self.layer_norm_epsilon)
+        norms: list[Any] = [None, None]
+        if self.qk_layernorm:
+            norms = [HeadwiseLayerNorm.init(axis, Size, eps) for axis in heads]
+        elif self.use_qk_norm:
+            norms = [RMSNorm.init((axis, Size) if self.norms_all_heads else Size, eps) for axis in heads]
+        out_bias = self.attention_bias if self.attention_out_bias is None else self.attention_out_bias
+        return SelfAttention(
+            **projections(self, keys, qkv_bias=self.attention_bias, out_bias=out_bias),
+            q_norm=norms[0],
+            k_norm=norms[1],
+            norms_follow_rotation=self.norms_follow_rotation,
+            clip_qkv=self.clip_qkv,
+            scale=self.attention_multiplier,
+            dropout=self.attention_dropout,
+        )
+
+
+class LlamaBlocks(LlamaAttention):
+    """As in `LlamaAttention`, families declare or set these values: `mlp_matrices = 2` gives MLPs without a gate.
+
+    Attributes:
+        mlp_bias: add biases to the MLP projections.
+        use_parallel_residual: attention and MLP read the same normed input. False runs the MLP on the output of attention.
+        residual_dropout: dropout probability of the outputs of attention and MLP.
+    """
+
+    mlp_bias: bool = False
+    use_parallel_residual: bool = False
     residual_dropout: BelowOne = 0.0
-    embedding_dropout: BelowOne = 0.0
-    logit_scale: PositiveFloat = 1.0
+    mlp_matrices: ClassVar[int] = 3
+    """Weight matrices of an MLP: 3 with a gate, 2 without."""
     norms: ClassVar[Literal["rms", "layer", "layer without bias"]] = "rms"
     """The norms over the residual stream: RMSNorms, or LayerNorms."""
-    head_norms: ClassVar[Literal["before rotation", "after rotation"] | None] = None
-    """Where an RMSNorm is applied to each head's queries and keys, with the same weights for all heads."""
 
     def norm(self) -> Norm:
         if self.norms == "rms":
             return rms_norm(self)
         return LayerNorm.init(self.Embed, self.layer_norm_epsilon, use_bias=self.norms == "layer")
-
-    def attention(self, keys: jax.Array) -> SelfAttention:
-        """Initializes the attention of one layer. Takes four keys."""
-        out_bias = self.attention_bias if self.attention_out_bias is None else self.attention_out_bias
-        maps = projections(self, keys, qkv_bias=self.attention_bias, out_bias=out_bias)
-        q_norm, k_norm = None, None
-        if self.head_norms is not None:
-            q_norm, k_norm = (RMSNorm.init(self.HeadSize, self.layer_norm_epsilon) for _ in range(2))
-        if self.qk_layernorm:
-            heads = (self.Heads, self.KVHeads)
-            q_norm, k_norm = (HeadwiseLayerNorm.init(axis, self.HeadSize, self.layer_norm_epsilon) for axis in heads)
-        follow = self.head_norms == "after rotation"
-        options: dict[str, Any] = {"norms_follow_rotation": follow, "dropout": self.attention_dropout}
-        return SelfAttention(**maps, q_norm=q_norm, k_norm=k_norm, **options)
 
     def mlp(self, keys: jax.Array) -> Mlp | GatedMlp:
         """Initializes the MLP of one layer. Takes three keys."""
@@ -96,8 +115,3 @@ class LlamaBlocks(DecoderConfig):
         if self.use_parallel_residual:
             return ParallelBlock(self.norm(), attn, mlp)
         return pre_norm_block(self, attn, mlp, dropout=self.residual_dropout)
-
-    def build(self, Vocab: Axis, *, key: jax.Array) -> Decoder:
-        scale = None if self.logit_scale == 1.0 else self.logit_scale
-        dropped = self.embedding_dropout
-        return Decoder.init(self, Vocab, final_norm=self.norm(), key=key, embed_dropout=dropped, final_scale=scale)

@@ -1,22 +1,20 @@
 """Base config of families with a mixture of experts in place of Llama's MLP."""
 
-import abc
 import dataclasses
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import equinox as eqx
 import haliax as hax
 import jax
 from haliax import Axis, NamedArray
 
-from jaxlm.core.axes import EMBED, EXPERTS, MLP, ROUTES, SHARED_MLP
+from jaxlm.core.axes import EXPERTS, MLP, ROUTES, SHARED_MLP
 from jaxlm.core.errors import ConfigError, check_at_least, check_divides
 from jaxlm.core.field_types import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
-from jaxlm.core.parameters import SCALE, DeclaresParameters, Parameter
-from jaxlm.core.products.matmul import dot
-from jaxlm.models.decoder import DecoderBlock, gated_mlp, pre_norm_block, renumbered, rms_norm
+from jaxlm.core.rules import Rules, ordered
+from jaxlm.models.decoder import DecoderBlock, DecoderConfig, gated_mlp, pre_norm_block, renumbered, rms_norm
 from jaxlm.models.decoders.pre_norm import (
     PreNormConfig,
     check_layer_numbers,
@@ -24,33 +22,12 @@ from jaxlm.models.decoders.pre_norm import (
     local_kinds,
 )
 from jaxlm.models.growth import StartsAsIdentity, without_output
-from jaxlm.models.layers import GatedMlp
 from jaxlm.models.linear import ExpertLinear, Linear
 from jaxlm.models.mixers.base import ForCache, LayerCache, LayerContext, Mixer
-from jaxlm.models.moe import Experts
-from jaxlm.models.norms import Norm, RMSNorm
-from jaxlm.models.routers import Router, RouterStats, SigmoidRouter, SoftmaxRouter
+from jaxlm.models.moe import Experts, SharedExpert
+from jaxlm.models.norms import Norm
+from jaxlm.models.routing import RouterStats, Routing, SigmoidRouting, SoftmaxRouting
 from jaxlm.models.stacks import Block, LayerKind
-
-
-class SharedExpert(DeclaresParameters):
-    """An MLP that every token goes through, times sigmoid(gate . x).
-
-    Attributes:
-        gate: {embed}; None leaves out the factor.
-    """
-
-    mlp: GatedMlp
-    gate: NamedArray | None
-
-    def __call__(self, x: NamedArray) -> NamedArray:
-        if self.gate is None:
-            return self.mlp(x)
-        share = hax.nn.sigmoid(dot(x, self.gate, EMBED)).astype(x.dtype)
-        return self.mlp(x) * share
-
-    def parameters(self) -> dict[str, Parameter]:
-        return {"gate": SCALE}
 
 
 class MoeBlock(StartsAsIdentity):
@@ -90,17 +67,36 @@ class MoeBlock(StartsAsIdentity):
         return out if self.residual_scale == 1.0 else out * self.residual_scale
 
 
-class ExpertsConfig(PreNormConfig):
-    """What layers with experts may have beside them. Families declare these values as config keys, or keep those here."""
+class ExpertsConfig(DecoderConfig):
+    """A family declares those of these values as keys that its config.json has. It may set the others for all its models.
+
+    Attributes:
+        shared_expert_intermediate_dim: width of the expert that all tokens share.
+        dense_intermediate_dim: hidden width of the MLP of dense layers. Null if there are none.
+        residual_multiplier: the outputs of attention and experts are multiplied by this number before they are added.
+        norm_topk_prob: normalize the scores of a token's experts to sum to 1.
+        routed_scaling_factor: the outputs of experts are multiplied by this number, apart from those of the shared one.
+        num_expert_groups: experts form this many groups of equal size. 1 for none.
+        num_groups_per_token: number of groups that each token chooses its experts from.
+        router_bias_step: in each update, the bias of an expert goes down by this number if more than its share of the batch's
+            tokens were sent to it, and up if fewer were. A model that is read from a folder of Hugging Face has 0.
+    """
 
     shared_expert_intermediate_dim: NonNegativeInt = 0
     shared_expert_has_gate: ClassVar[bool] = True
     dense_intermediate_dim: PositiveInt | None = None
     residual_multiplier: PositiveFloat = 1.0
+    norm_topk_prob: bool = True
+    routed_scaling_factor: PositiveFloat = 1.0
+    num_expert_groups: PositiveInt = 1
+    num_groups_per_token: PositiveInt = 1
+    router_bias_step: NonNegativeFloat = 0.001
+    scores: ClassVar[Literal["softmax", "sigmoid"]] = "softmax"
+    """What the scores of experts are of the logits. Those of sigmoids have a correction bias and float32 products."""
 
 
 @dataclass(frozen=True)
-class MoeConfig(ExpertsConfig):
+class RoutedConfig(ExpertsConfig):
     """A family with a mixture of experts. Each expert is `intermediate_dim` wide.
 
     Attributes:
@@ -115,10 +111,30 @@ class MoeConfig(ExpertsConfig):
     num_experts_per_token: PositiveInt = 2
     router_aux_loss_coef: NonNegativeFloat = 0.001
     router_z_loss_coef: NonNegativeFloat = 0.0
+    key_rules: ClassVar[Rules] = (ordered("num_experts_per_token", "num_experts"),)
 
-    @abc.abstractmethod
-    def routing(self) -> Router:
-        """Initializes what chooses the experts of a layer."""
+    def routing(self) -> Routing:
+        """Initializes what chooses the experts of a layer. A correction bias begins at 0."""
+        options: dict[str, Any] = {
+            "num_chosen": self.num_experts_per_token,
+            "normalised": self.norm_topk_prob,
+            "balance_weight": self.router_aux_loss_coef,
+            "z_weight": self.router_z_loss_coef,
+        }
+        if self.scores == "softmax":
+            return SoftmaxRouting(**options)
+        return SigmoidRouting(
+            correction_bias=hax.zeros(Axis(ROUTES, self.num_experts)),
+            num_groups=self.num_expert_groups,
+            groups_chosen=self.num_groups_per_token,
+            scale=self.routed_scaling_factor,
+            bias_step=self.router_bias_step,
+            **options,
+        )
+
+
+class MoeConfig(RoutedConfig, PreNormConfig):
+    """A pre-norm family with a mixture of experts in place of the MLP."""
 
     @property
     def kinds(self) -> tuple[LayerKind, ...]:
@@ -131,16 +147,6 @@ class MoeConfig(ExpertsConfig):
             return {}
         return {"local_layers": list(renumbered(self.local_layers, kept))}
 
-    @property
-    def mlp_weights(self) -> int:
-        """Of the experts, only those that the token is routed to and the shared one count."""
-        width = self.num_experts_per_token * self.Mlp.size + self.shared_expert_intermediate_dim
-        has_gate = self.shared_expert_has_gate and self.shared_expert_intermediate_dim > 0
-        router = self.hidden_dim * (self.num_experts + has_gate)
-        num_dense, per_width = len(self.dense_layers), self.mlp_matrices * self.hidden_dim
-        sparse = (self.num_layers - num_dense) * (per_width * width + router)
-        return sparse + num_dense * per_width * (self.dense_intermediate_dim or 0)
-
     def block(self, *, key: jax.Array) -> MoeBlock:
         keys = jax.random.split(key, 8)
         chosen = experts(self, keys[4:])
@@ -152,7 +158,7 @@ class MoeConfig(ExpertsConfig):
         return MoeBlock(rms_norm(self), attn, rms_norm(self), chosen, shared, residual_scale=scale)
 
 
-def shared_expert(config: Any, key: jax.Array, *, gate: bool) -> SharedExpert:
+def shared_expert(config: RoutedConfig, key: jax.Array, *, gate: bool) -> SharedExpert:
     """Initializes the expert that all tokens share. Args: gate: whether it has one."""
     keys = jax.random.split(key, 4)
     vector = hax.random.normal(keys[3], config.Embed) * config.initializer_range if gate else None
@@ -160,58 +166,31 @@ def shared_expert(config: Any, key: jax.Array, *, gate: bool) -> SharedExpert:
     return SharedExpert(gated_mlp(config, keys[:3], Features=Features), vector)
 
 
-def experts(config: Any, keys: jax.Array) -> Experts:
-    """Initializes the router and the experts of a layer of a config with the keys of `MoeConfig`. Takes four keys."""
+def experts(config: RoutedConfig, keys: jax.Array) -> Experts:
+    """Initializes the router and the experts of a layer. Takes four keys."""
     std, Embed, Mlp, Expert = config.initializer_range, config.Embed, config.Mlp, Axis(EXPERTS, config.num_experts)
-    routing, router = config.routing(), Linear.init(Embed, Axis(ROUTES, config.num_experts), std=std, key=keys[0])
+    router = Linear.init(Embed, Axis(ROUTES, config.num_experts), std=std, key=keys[0])
     return Experts(
-        router=dataclasses.replace(router, float32=routing.float32_logits),
+        router=dataclasses.replace(router, float32=config.scores == "sigmoid"),
         gate_proj=ExpertLinear.init(Expert, Embed, Mlp, std=std, key=keys[1]),
         up_proj=ExpertLinear.init(Expert, Embed, Mlp, std=std, key=keys[2]),
         down_proj=ExpertLinear.init(Expert, Mlp, Embed, std=std, key=keys[3]),
-        routing=routing,
+        routing=config.routing(),
         activation=config.activation_function,
-    )
-
-
-def softmax_routing(config: Any, *, normalised: bool) -> SoftmaxRouter:
-    """A router by probabilities. Args: normalised: those of a token's experts are normalized to sum to 1."""
-    return SoftmaxRouter(
-        num_chosen=config.num_experts_per_token,
-        normalised=normalised,
-        balance_weight=config.router_aux_loss_coef,
-        z_weight=config.router_z_loss_coef,
-    )
-
-
-def joint_norms(config: MoeConfig) -> dict[str, Any]:
-    """Norms of queries and keys over all heads jointly, by their names in `SelfAttention`."""
-    axes = {"q_norm": config.Heads, "k_norm": config.KVHeads}
-    return {name: RMSNorm.init((heads, config.HeadSize), config.layer_norm_epsilon) for name, heads in axes.items()}
-
-
-def sigmoid_routing(
-    config: Any, *, normalised: bool = True, scale: float = 1.0, groups: int = 1, groups_chosen: int = 1
-) -> SigmoidRouter:
-    """A router by scores and a correction bias, which begins at 0. Args: as the attributes of `SigmoidRouter`."""
-    return SigmoidRouter(
-        correction_bias=hax.zeros(Axis(ROUTES, config.num_experts)),
-        num_chosen=config.num_experts_per_token,
-        num_groups=groups,
-        groups_chosen=groups_chosen,
-        normalised=normalised,
-        scale=scale,
-        bias_step=config.router_bias_step,
-        balance_weight=config.router_aux_loss_coef,
-        z_weight=config.router_z_loss_coef,
     )
 
 
 def check_moe(config: MoeConfig) -> None:
     """Raises `ConfigError` if the keys of `MoeConfig` are invalid."""
     check_pre_norm(config)
-    check_at_least("model.num_experts", config.num_experts, config.num_experts_per_token)
     check_layer_numbers("model.local_layers", config.local_layers or (), config.num_layers)
+
+
+class UniformMoeConfig(MoeConfig):
+    """A family all of whose layers have experts."""
+
+    def check(self) -> None:
+        check_moe(self)
 
 
 @dataclass(frozen=True)
@@ -222,7 +201,6 @@ class MixedMoeConfig(MoeConfig):
         decoder_sparse_step: layers are grouped by this number; the last of each group has experts, the others are dense: they
             have one MLP. 1 gives all layers experts.
         mlp_only_layers: numbers of additional dense layers, counted from 0.
-        dense_intermediate_dim: hidden width of the MLP of dense layers. Null if there are none.
     """
 
     decoder_sparse_step: PositiveInt = 1
@@ -268,39 +246,24 @@ class BalancedMoeConfig(MixedMoeConfig):
     """A family whose routers have a correction bias, with an expert that all tokens share (DeepSeek-V3, GLM-4.5).
 
     Attributes:
-        shared_expert_intermediate_dim: width of the expert that all tokens share.
         router_aux_loss_coef: coefficient of the load-balancing loss; the bias balances the experts without it.
-        norm_topk_prob: normalize the scores of a token's experts to sum to 1.
-        routed_scaling_factor: the outputs of experts are multiplied by this number, apart from those of the shared one.
-        num_expert_groups: experts form this many groups of equal size. 1 for none.
-        num_groups_per_token: number of groups that each token chooses its experts from.
-        router_bias_step: in each update, the bias of an expert goes down by this number if more than its share of the batch's
-            tokens were sent to it, and up if fewer were. A model that is read from a folder of Hugging Face has 0.
     """
 
     mlp_only_layers: list[NonNegativeInt] = field(default_factory=lambda: [0])
     shared_expert_intermediate_dim: PositiveInt = 1408
     shared_expert_has_gate: ClassVar[bool] = False
+    scores = "sigmoid"
     router_aux_loss_coef: NonNegativeFloat = 0.0
     norm_topk_prob: bool = True
     routed_scaling_factor: PositiveFloat = 1.0
     num_expert_groups: PositiveInt = 1
     num_groups_per_token: PositiveInt = 1
     router_bias_step: NonNegativeFloat = 0.001
-
-    def routing(self) -> SigmoidRouter:
-        return sigmoid_routing(
-            self,
-            normalised=self.norm_topk_prob,
-            scale=self.routed_scaling_factor,
-            groups=self.num_expert_groups,
-            groups_chosen=self.num_groups_per_token,
-        )
+    key_rules: ClassVar[Rules] = (ordered("num_groups_per_token", "num_expert_groups"),)
 
     def check(self) -> None:
         super().check()
         check_divides("model.num_expert_groups", self.num_expert_groups, "model.num_experts", self.num_experts)
-        check_at_least("model.num_expert_groups", self.num_expert_groups, self.num_groups_per_token)
         size = self.num_experts // self.num_expert_groups
         check_at_least("model.num_groups_per_token", self.num_groups_per_token, -(-self.num_experts_per_token // size))
         if self.num_expert_groups > 1:

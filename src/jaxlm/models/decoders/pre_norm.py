@@ -67,6 +67,17 @@ def check_layer_numbers(key: str, layers: Sequence[int], num_layers: int) -> Non
         )
 
 
+def check_one_of_layers(config: DecoderConfig, every: str, listed: str) -> None:
+    """Raises `ConfigError` unless either the key for a number of layers or that for a list of them is null."""
+    number, layers = getattr(config, every), getattr(config, listed)
+    if (number is None) == (layers is None):
+        raise ConfigError(
+            f"model.{listed}: {'null' if layers is None else list(layers)} given, and {every}:"
+            f" {'null' if number is None else number}. Set one of the two, and the other to null"
+        )
+    check_layer_numbers(f"model.{listed}", layers or (), config.num_layers)
+
+
 @dataclass(frozen=True)
 class PatternConfig(DecoderConfig):
     """A family with local and global layers. Subclasses define the rotary embeddings.
@@ -119,13 +130,7 @@ class PatternConfig(DecoderConfig):
 
     def check(self) -> None:
         check_sizes(self)
-        every, local = self.sliding_window_pattern, self.local_layers
-        if (every is None) == (local is None):
-            raise ConfigError(
-                f"model.local_layers: {'null' if local is None else list(local)} given, and sliding_window_pattern:"
-                f" {'null' if every is None else every}. Set one of the two, and the other to null"
-            )
-        check_layer_numbers("model.local_layers", local or (), self.num_layers)
+        check_one_of_layers(self, "sliding_window_pattern", "local_layers")
         if self.sliding_window is None and self._local:
             raise ConfigError(
                 f"model.sliding_window: null given, but layers {list(self._local)} are local (sliding_window_pattern,"

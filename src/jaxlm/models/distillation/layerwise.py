@@ -25,6 +25,7 @@ from jaxlm.core.axes import BATCH, EMBED, HEAD_SIZE, KV_HEADS, LAYERS, POSITION,
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.values.permutation import text_index
 from jaxlm.models.base import EMBEDDING, Hidden, Inputs, LanguageModel, layer_tap
+from jaxlm.models.flops import MixerWork
 from jaxlm.models.mixers.attention import Attention
 from jaxlm.models.mixers.base import ForCache, LayerCache, LayerContext
 from jaxlm.models.stacks import Block, Body
@@ -211,6 +212,9 @@ class _Recorder(Attention):
 
     def task(self, *args: Any) -> Any:
         return self.base.task(*args)
+
+    def work(self, window: int | None) -> MixerWork:
+        return self.base.work(window)
 
     def init_cache(self, Batch: Axis, capacity: int, dtype: Any) -> LayerCache:
         return self.base.init_cache(Batch, capacity, dtype)

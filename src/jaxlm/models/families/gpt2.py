@@ -71,7 +71,6 @@ class Gpt2Config(TransformerConfig):
     upcast_attn: bool = False
     use_bias: bool = True
     tie_word_embeddings: bool = True
-    mlp_matrices = 2
 
     @property
     def kinds(self) -> tuple[LayerKind, ...]:

@@ -34,7 +34,6 @@ class GptNeoxConfig(RotaryDecoderConfig):
     use_parallel_residual: bool = True
     rope: RotaryConfig = field(default_factory=lambda: DefaultRotary(partial_rotary_factor=0.25))
     attention_bias: bool = True
-    mlp_matrices = 2
 
     def block(self, *, key: jax.Array) -> DecoderBlock:
         keys = jax.random.split(key, 6)

@@ -5,35 +5,22 @@ Parametrization (Yang et al. 2022, arXiv:2203.03466).
 """
 
 import jax
-from haliax import Axis
 
 from jaxlm.core.field_types import BelowOne, NumLayers, PositiveFloat, PositiveInt
 from jaxlm.models.base import ModelConfig
-from jaxlm.models.decoder import (
-    Decoder,
-    DecoderBlock,
-    gated_mlp,
-    pre_norm_block,
-    projections,
-    rms_norm,
-)
+from jaxlm.models.decoder import DecoderBlock, gated_mlp, pre_norm_block
+from jaxlm.models.decoders.llama_blocks import LlamaAttention
 from jaxlm.models.decoders.pre_norm import RotaryDecoderConfig
-from jaxlm.models.mixers.attention import SelfAttention
 from jaxlm.reading.choices import choice
 
 
 @choice(ModelConfig, "granite")
-class GraniteConfig(RotaryDecoderConfig):
+class GraniteConfig(LlamaAttention, RotaryDecoderConfig):
     """Granite 3. The defaults are Granite 3.0 8B.
 
     Attributes:
-        attention_bias: add biases to the query, key, value and output projections.
         mlp_bias: add biases to the MLP projections.
-        embedding_multiplier: token embeddings are multiplied by this number.
-        attention_multiplier: attention scores are multiplied by this number, in place of `1 / sqrt(head_dim)`.
         residual_multiplier: the outputs of attention and MLP are multiplied by this number before they are added.
-        logits_scaling: logits are divided by this number.
-        attention_dropout: dropout probability of the attention weights.
     """
 
     seq_len: PositiveInt = 4096
@@ -51,17 +38,5 @@ class GraniteConfig(RotaryDecoderConfig):
 
     def block(self, *, key: jax.Array) -> DecoderBlock:
         keys = jax.random.split(key, 7)
-        maps = projections(self, keys[:4], qkv_bias=self.attention_bias, out_bias=self.attention_bias)
-        attn = SelfAttention(**maps, scale=self.attention_multiplier, dropout=self.attention_dropout)
-        mlp = gated_mlp(self, keys[4:], use_bias=self.mlp_bias)
+        attn, mlp = self.attention(keys[:4]), gated_mlp(self, keys[4:], use_bias=self.mlp_bias)
         return pre_norm_block(self, attn, mlp, residual_scale=self.residual_multiplier)
-
-    def build(self, Vocab: Axis, *, key: jax.Array) -> Decoder:
-        return Decoder.init(
-            self,
-            Vocab,
-            final_norm=rms_norm(self),
-            key=key,
-            embed_scale=self.embedding_multiplier,
-            final_scale=1 / self.logits_scaling,
-        )

@@ -32,7 +32,6 @@ class MptConfig(DecoderConfig):
     alibi_bias_max: NonNegativeFloat = 8.0
     softmax_scale: PositiveFloat | None = None
     clip_qkv: PositiveFloat | None = None
-    mlp_matrices = 2
 
     @property
     def kinds(self) -> tuple[LayerKind, ...]:

@@ -12,10 +12,9 @@ from jaxlm.core.field_types import NonNegativeFloat, NonNegativeInt, NumLayers, 
 from jaxlm.core.rules import Rules, needs
 from jaxlm.models.base import ModelConfig
 from jaxlm.models.decoder import projections
-from jaxlm.models.decoders.moe_decoder import MixedMoeConfig, softmax_routing
+from jaxlm.models.decoders.moe_decoder import MixedMoeConfig
 from jaxlm.models.mixers.attention import SelfAttention
 from jaxlm.models.rope import DefaultRotary, RotaryConfig
-from jaxlm.models.routers import SoftmaxRouter
 from jaxlm.reading.choices import choice
 
 
@@ -25,8 +24,6 @@ class Qwen2MoeConfig(MixedMoeConfig):
 
     Attributes:
         local_layers: numbers of the layers that `sliding_window` applies to, counted from 0. Null means all layers.
-        shared_expert_intermediate_dim: width of the expert that all tokens share.
-        norm_topk_prob: normalize the probabilities of a token's experts to sum to 1.
         qkv_bias: add biases to the query, key and value projections.
     """
 
@@ -44,9 +41,6 @@ class Qwen2MoeConfig(MixedMoeConfig):
     shared_expert_intermediate_dim: PositiveInt = 5632
     norm_topk_prob: bool = False
     qkv_bias: bool = True
-
-    def routing(self) -> SoftmaxRouter:
-        return softmax_routing(self, normalised=self.norm_topk_prob)
 
     def attention(self, keys: jax.Array) -> SelfAttention:
         return SelfAttention(**projections(self, keys, qkv_bias=self.qkv_bias, out_bias=False))

@@ -5,25 +5,17 @@ Source: Yang et al. 2025 (arXiv:2505.09388), section 2.
 
 from dataclasses import field
 
-import jax
-
 from jaxlm.core.field_types import NonNegativeFloat, NumLayers, PositiveInt
 from jaxlm.models.base import ModelConfig
-from jaxlm.models.decoder import DecoderConfig, projections
+from jaxlm.models.decoders.llama_blocks import LlamaAttention
 from jaxlm.models.decoders.pre_norm import LateWindowConfig
-from jaxlm.models.mixers.attention import SelfAttention
-from jaxlm.models.norms import RMSNorm
 from jaxlm.models.rope import DefaultRotary, RotaryConfig
 from jaxlm.reading.choices import choice
 
 
 @choice(ModelConfig, "qwen3")
-class Qwen3Config(LateWindowConfig):
-    """Qwen3. The defaults are Qwen3 0.6B.
-
-    Attributes:
-        attention_bias: add biases to the query, key, value and output projections.
-    """
+class Qwen3Config(LlamaAttention, LateWindowConfig):
+    """Qwen3. The defaults are Qwen3 0.6B."""
 
     seq_len: PositiveInt = 4096
     hidden_dim: PositiveInt = 1024
@@ -36,13 +28,4 @@ class Qwen3Config(LateWindowConfig):
     tie_word_embeddings: bool = True
     rope: RotaryConfig = field(default_factory=lambda: DefaultRotary(theta=1e6))
     attention_bias: bool = False
-
-    def attention(self, keys: jax.Array) -> SelfAttention:
-        return normed_attention(self, keys, use_bias=self.attention_bias)
-
-
-def normed_attention(config: DecoderConfig, keys: jax.Array, *, use_bias: bool) -> SelfAttention:
-    """Initializes attention with a norm on each head's queries and keys. Takes four keys."""
-    q_norm, k_norm = (RMSNorm.init(config.HeadSize, config.layer_norm_epsilon) for _ in range(2))
-    maps = projections(config, keys, qkv_bias=use_bias, out_bias=use_bias)
-    return SelfAttention(**maps, q_norm=q_norm, k_norm=k_norm)
+    use_qk_norm = True

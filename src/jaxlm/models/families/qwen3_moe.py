@@ -5,26 +5,17 @@ Source: Yang et al. 2025 (arXiv:2505.09388), section 2.
 
 from dataclasses import field
 
-import jax
-
 from jaxlm.core.field_types import NonNegativeFloat, NumLayers, PositiveInt
 from jaxlm.models.base import ModelConfig
-from jaxlm.models.decoders.moe_decoder import MixedMoeConfig, softmax_routing
-from jaxlm.models.families.qwen3 import normed_attention
-from jaxlm.models.mixers.attention import SelfAttention
+from jaxlm.models.decoders.llama_blocks import LlamaAttention
+from jaxlm.models.decoders.moe_decoder import MixedMoeConfig
 from jaxlm.models.rope import DefaultRotary, RotaryConfig
-from jaxlm.models.routers import SoftmaxRouter
 from jaxlm.reading.choices import choice
 
 
 @choice(ModelConfig, "qwen3_moe")
-class Qwen3MoeConfig(MixedMoeConfig):
-    """Qwen3 MoE. The defaults are Qwen3 30B-A3B.
-
-    Attributes:
-        attention_bias: add biases to the query, key, value and output projections.
-        norm_topk_prob: normalize the probabilities of a token's experts to sum to 1.
-    """
+class Qwen3MoeConfig(LlamaAttention, MixedMoeConfig):
+    """Qwen3 MoE. The defaults are Qwen3 30B-A3B."""
 
     seq_len: PositiveInt = 4096
     hidden_dim: PositiveInt = 2048
@@ -39,9 +30,4 @@ class Qwen3MoeConfig(MixedMoeConfig):
     num_experts_per_token: PositiveInt = 8
     attention_bias: bool = False
     norm_topk_prob: bool = True
-
-    def routing(self) -> SoftmaxRouter:
-        return softmax_routing(self, normalised=self.norm_topk_prob)
-
-    def attention(self, keys: jax.Array) -> SelfAttention:
-        return normed_attention(self, keys, use_bias=self.attention_bias)
+    use_qk_norm = True

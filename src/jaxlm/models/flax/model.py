@@ -14,7 +14,7 @@ import inspect
 import json
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import equinox as eqx
@@ -403,9 +403,7 @@ class FlaxModel(LanguageModel, DeclaresParameters):
     def parameters(self) -> dict[str, Parameter]:
         """Flax multiplies from the right: the first side of a kernel is its input."""
         held = {f"params.{path}": leaf.axes for path, leaf in self.params.items() if isinstance(leaf, NamedArray)}
-        return {
-            path: Parameter(self._matrix_axes(path, axes), judged(path, axes).decays) for path, axes in held.items()
-        }
+        return {path: replace(judged(path, axes), matrix=self._matrix_axes(path, axes)) for path, axes in held.items()}
 
     def _matrix_axes(self, path: str, axes: Sequence[Axis]) -> MatrixAxes | None:
         sides = matrix_sides(axes)

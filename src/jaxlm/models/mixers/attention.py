@@ -1,6 +1,7 @@
 """Attention of tokens to earlier ones, or to all."""
 
 import abc
+import math
 from typing import Any
 
 import equinox as eqx
@@ -9,12 +10,14 @@ import jax
 import jax.numpy as jnp
 from haliax import Axis, NamedArray
 
+from jaxlm.core import tree
 from jaxlm.core.axes import HEAD_SIZE, HEADS, KV_HEADS, axes_of
 from jaxlm.models.attention.api import AttentionSpec, as_keys, attention
 from jaxlm.models.attention.backends.blockwise import UNMODIFIED_SCORES
 from jaxlm.models.attention.choose import AttentionTask
 from jaxlm.models.attention.scores import ScoreRule
 from jaxlm.models.attention.sharding import AttentionSharding
+from jaxlm.models.flops import MixerWork
 from jaxlm.models.inference.cached_attention import cached_attention
 from jaxlm.models.linear import Linear
 from jaxlm.models.mixers.base import ForCache, LayerContext, Mixer
@@ -31,6 +34,15 @@ class Attention(Mixer):
         self, platform: str, capability: tuple[int, int] | None, dtype: jnp.dtype, seq_len: int, window: int | None
     ) -> AttentionTask:
         """Describes what the backend must support in training, with inputs of `dtype`."""
+
+    @property
+    def takes_order(self) -> bool:
+        return True
+
+
+def other_mixer(model: Any) -> str | None:
+    """Returns the name of the kind of a mixer that is no attention, for surgeries that change attention; None if all are."""
+    return next((type(one).__name__ for one in tree.modules(model, Mixer) if not isinstance(one, Attention)), None)
 
 
 class SelfAttention(Attention):
@@ -141,6 +153,9 @@ class SelfAttention(Attention):
 
     def init_cache(self, Batch: Axis, capacity: int, dtype: Any) -> KeyValueCache:
         return KeyValueCache.empty(Batch, capacity, self.k_proj.Out, self.v_proj.Out, dtype)
+
+    def work(self, window: int | None) -> MixerWork:
+        return MixerWork(math.prod(axis.size for axis in axes_of(self.q_proj.Out)), window)
 
     def _normalized(self, q: NamedArray, k: NamedArray) -> tuple[NamedArray, NamedArray]:
         return q if self.q_norm is None else self.q_norm(q), k if self.k_norm is None else self.k_norm(k)

@@ -15,6 +15,7 @@ from jaxlm.core.axes import BATCH, KEY_POSITION
 from jaxlm.core.tree import is_named
 from jaxlm.models.attention.api import AttentionMask
 from jaxlm.models.attention.choose import AUTO
+from jaxlm.models.flops import MixerWork
 from jaxlm.models.rope import Rotation
 
 ForCache = Any
@@ -117,3 +118,12 @@ class Mixer(eqx.Module):
         Args:
             dtype: dtype of keys and values. int8 adds a quantization scale per head and token.
         """
+
+    @property
+    @abc.abstractmethod
+    def takes_order(self) -> bool:
+        """Tells whether tokens may be in another order than the text, which `LayerContext.order` says."""
+
+    @abc.abstractmethod
+    def work(self, window: int | None) -> MixerWork:
+        """What it computes of a token. Args: window: as in `LayerContext`."""

@@ -27,6 +27,7 @@ from jaxlm.core.parameters import SCALE, DeclaresParameters, Parameter
 from jaxlm.models.attention.api import AttentionSpec, NullSlot, as_keys, attention
 from jaxlm.models.attention.choose import AttentionTask
 from jaxlm.models.attention.sharding import AttentionSharding
+from jaxlm.models.flops import MixerWork
 from jaxlm.models.inference.cached_attention import cached_attention
 from jaxlm.models.linear import Linear
 from jaxlm.models.mixers.attention import Attention
@@ -164,6 +165,10 @@ class DecoupledAttention(Attention):
         Heads = Heads.alias(KV_HEADS) if Heads.name == HEADS else Heads  # keys that are queries
         Keys = (Heads, Axis(HEAD_SIZE, _size(self.q_sem) + _size(self.q_geo)))
         return KeyValueCache.empty(Batch, capacity, Keys, self.v_proj.Out, dtype)
+
+    def work(self, window: int | None) -> MixerWork:
+        heads, value_size = (axis.size for axis in axes_of(self.o_proj.In))
+        return MixerWork(heads * (_size(self.q_sem) + _size(self.q_geo) + value_size) // 2, window)
 
     def _parts(self, x: NamedArray, context: LayerContext) -> Iterator[tuple[NamedArray, NamedArray, NamedArray]]:
         """The semantic and the geometric part of queries without and with rotation, and of keys, {.., head_size}.

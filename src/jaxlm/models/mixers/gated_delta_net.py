@@ -8,6 +8,7 @@ Shapes: as in `delta_rule`; W taps of the convolution.
 """
 
 import functools
+import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -21,6 +22,7 @@ from jax import ad_checkpoint
 from jaxlm.core.axes import BATCH, CONV_TAPS, HEAD_SIZE, POSITION, STATE_GROUP, STATE_HEADS, STATE_KEY, axes_of
 from jaxlm.core.parameters import FLOAT32_VECTOR, VECTOR, DeclaresParameters, Parameter
 from jaxlm.models.attention.backends.blockwise import ATTENTION
+from jaxlm.models.flops import MixerWork
 from jaxlm.models.linear import Linear
 from jaxlm.models.mixers.base import LayerCache, LayerContext, Mixer
 from jaxlm.models.mixers.delta_rule import State, Tokens, delta_rule, filled, last_segment, transition, unit_vectors
@@ -135,6 +137,15 @@ class GatedDeltaNet(Mixer, DeclaresParameters):
     def init_cache(self, Batch: Axis, capacity: int, dtype: Any) -> DeltaCache:
         dtypes = (jnp.float32, jnp.float32, jnp.float32, jnp.int32, jnp.float32)
         return DeltaCache(*(hax.zeros(axes, kind) for axes, kind in zip(self._cache_axes(Batch), dtypes, strict=True)))
+
+    @property
+    def takes_order(self) -> bool:
+        return True
+
+    def work(self, window: int | None) -> MixerWork:
+        """24 FLOPs for each entry of a state, as Megatron-LM counts, and those of the weights of the convolution."""
+        entries = math.prod(axis.size for axis in self._axes)
+        return MixerWork(others=24 * entries + 6 * (self.q_conv.size + self.k_conv.size + self.v_conv.size))
 
     def parameters(self) -> dict[str, Parameter]:
         convs = ("q_conv", "k_conv", "v_conv")

@@ -29,6 +29,7 @@ from jaxlm.hardware.topologies import Topology, chip_of, speed_of
 from jaxlm.models.base import LanguageModel
 from jaxlm.models.linear import Linear
 from jaxlm.models.mixers.attention import Attention
+from jaxlm.models.mixers.base import Mixer
 from jaxlm.models.stacks import HeterogeneousBody, Stack
 from jaxlm.reading.decode import choice_name
 
@@ -118,6 +119,12 @@ class Rows:
             if not section.batch_spec(seq_len).takes_order
         ]
         axes = {axis for model in models for _, leaf in tree.leaves(model) if tree.is_named(leaf) for axis in leaf.axes}
+        unordered += [
+            f"{type(mixer).__name__} layers read tokens in the order of the text"
+            for model in models
+            for mixer in tree.modules(model, Mixer)
+            if not mixer.takes_order
+        ]
         opaque = [
             f"a model of type {type(model).__name__} computes attention by the index of each token in its row"
             for model in models

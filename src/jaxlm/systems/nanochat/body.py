@@ -23,7 +23,7 @@ import jax.numpy as jnp
 from haliax import Axis, NamedArray
 
 from jaxlm.core.axes import KEY_POSITION, LAYERS, STACKED_LAYERS, VALUE_LAYERS
-from jaxlm.core.parameters import SCALE, VECTOR, DeclaresParameters, Parameter
+from jaxlm.core.parameters import SCALE, TABLE, DeclaresParameters, Parameter
 from jaxlm.core.products.float32_sums import scaled
 from jaxlm.core.sharding import current_layout, current_platform, for_compute
 from jaxlm.core.tree import is_named
@@ -163,7 +163,7 @@ class NanoBody(HeterogeneousBody, DeclaresParameters):
         return self.layers.Block
 
     def parameters(self) -> dict[str, Parameter]:
-        return {"resid_lambdas": SCALE, "x0_lambdas": SCALE, "value_embedding": VECTOR}
+        return {"resid_lambdas": SCALE, "x0_lambdas": SCALE, "value_embedding": TABLE}
 
     def unstacked(self) -> "UnstackedNanoBody":
         layers, all_values = self._layers(None, None, 0, self.Layers.size), self._values()

@@ -47,7 +47,7 @@ from jaxlm.core.axes import (
 )
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.field_types import NonNegativeInt, PositiveFloat, PositiveInt
-from jaxlm.core.parameters import VECTOR, DeclaresParameters, Parameter
+from jaxlm.core.parameters import TABLE, DeclaresParameters, Parameter
 from jaxlm.core.rules import Rules, only
 from jaxlm.core.sharding import current_layout, current_platform, for_compute
 from jaxlm.core.tracing import CustomVjp, trace_options
@@ -447,7 +447,7 @@ class LookupLayer(DeclaresParameters):
         )
 
     def parameters(self) -> dict[str, Parameter]:
-        return {"keys_embedding": VECTOR, "values_embedding": VECTOR}
+        return {"keys_embedding": TABLE, "values_embedding": TABLE}
 
     def __call__(self, x: NamedArray, tokens: NamedArray) -> NamedArray:
         """Maps {batch, position, embed} and int {batch, position} to the shape of x."""

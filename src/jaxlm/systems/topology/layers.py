@@ -116,10 +116,6 @@ class LayerNode(Node):
     def init(self, width: int, std: float, *, key: jax.Array) -> Any:
         """Initializes the layer for `width` features, with weights of this standard deviation."""
 
-    def num_weights(self, width: int) -> int:
-        """Number of weights in the matrix products of a token."""
-        return 0
-
 
 _DECOUPLED = ("sem_dim", "geo_dim", "rotary_dim", "num_key_heads", "rope_semantic", "tie_qk", "gate", "null_slot")
 
@@ -234,9 +230,6 @@ class AttentionNode(LayerNode):
             out = dataclasses.replace(out, weight=attention.o_proj.weight)
         return dataclasses.replace(attention, o_proj=out, dropout=self.dropout)
 
-    def num_weights(self, width: int) -> int:
-        return self.family(width).attention_weights
-
 
 @choice(Node, "rms_norm")
 class RmsNormNode(LayerNode):
@@ -315,9 +308,6 @@ class LinearNode(LayerNode):
         Out = Axis(MLP, self.output_width(width))
         return Projection(Linear.init(Axis(EMBED, width), Out, std=std, key=key, use_bias=self.bias))
 
-    def num_weights(self, width: int) -> int:
-        return width * self.output_width(width)
-
 
 class _MlpNode(LayerNode):
     """A layer with hidden features."""
@@ -345,9 +335,6 @@ class _GatedNode(_MlpNode):
 
     def init(self, width: int, std: float, *, key: jax.Array) -> GatedMlp:
         return gated_mlp(self.family(width, std), jax.random.split(key, 3), use_bias=self.bias)
-
-    def num_weights(self, width: int) -> int:
-        return 3 * width * self.intermediate_dim
 
 
 @choice(Node, "swiglu")
@@ -395,9 +382,6 @@ class MlpNode(_MlpNode):
     def init(self, width: int, std: float, *, key: jax.Array) -> Mlp:
         return plain_mlp(self.family(width, std), jax.random.split(key, 2), use_bias=self.bias)
 
-    def num_weights(self, width: int) -> int:
-        return 2 * width * self.intermediate_dim
-
 
 @choice(Node, "moe")
 class MoeNode(LayerNode):
@@ -442,9 +426,6 @@ class MoeNode(LayerNode):
             **self.router_keys,
         )
         return experts(config, jax.random.split(key, 4))
-
-    def num_weights(self, width: int) -> int:
-        return 3 * width * self.intermediate_dim * self.num_experts_per_token + width * self.num_experts
 
 
 class Dropout(eqx.Module):

@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import field
 from typing import Any, NoReturn
 
@@ -16,9 +16,9 @@ from jaxlm.core.errors import ConfigError
 from jaxlm.core.field_types import NonNegativeFloat, PositiveInt, check_fields
 from jaxlm.core.sharding import for_lookup
 from jaxlm.models.base import Inputs, ModelConfig, as_family
-from jaxlm.models.decoder import DecoderConfig, TransformerModel, initial_body, transformer_traits
+from jaxlm.models.decoder import DecoderConfig, TransformerModel, decoder_flops, initial_body, transformer_traits
 from jaxlm.models.families.mixtral import MixtralConfig
-from jaxlm.models.flops import FlopsPerToken, MixerWork
+from jaxlm.models.flops import FlopsPerToken
 from jaxlm.models.layers import Embedding, token_embeddings
 from jaxlm.models.linear import Linear
 from jaxlm.models.stacks import Body, LayerKind
@@ -106,10 +106,9 @@ class TopologyConfig(ModelConfig):
         std = self.initializer_range
         head = None if self.tie_word_embeddings else Linear.init(self.Embed, Vocab, std=std, key=k_head)
         tokens = Embedding.init(Vocab, self.Embed, std=std, key=k_tokens)
-        item, layers = final_norm(self.topology), self.layers
+        item = final_norm(self.topology)
         norm: Any = eqx.nn.Identity() if item is None else item.init(self.hidden_dim, 0.0, key=k_layers)
-        block = lambda layer: functools.partial(layers[layer].init, std)  # noqa: E731
-        body = initial_body(self, block, self.kinds, norm, key=k_layers)
+        body = initial_body(self, self._block, self.kinds, norm, key=k_layers)
         traits = dataclasses.replace(transformer_traits(self), reads_beyond=True)
         return TopologyModel(tokens, body, head, self, traits=traits)
 
@@ -123,17 +122,10 @@ class TopologyConfig(ModelConfig):
         return dataclasses.replace(self, topology=StackedNode(layers=groups if norm is None else [*groups, norm.node]))
 
     def flops_per_token(self, vocab_size: int) -> FlopsPerToken:
-        """FLOPs per training token. Of the experts, only those that the token is routed to count."""
-        weights = sum(node.num_weights(width) for layer in self.layers for node, width in layer.layers())
-        weights += vocab_size * self.hidden_dim
-        mixers = [
-            MixerWork(
-                attention_dim=layer.family.num_heads * (layer.family.KeySize.size + layer.family.HeadSize.size) // 2,
-                window=layer.attention.sliding_window,
-            )
-            for layer in self.layers
-        ]
-        return FlopsPerToken.of(weights=weights, mixers=mixers, seq_len=self.seq_len)
+        return decoder_flops(self, self._block, vocab_size)
+
+    def _block(self, layer: int) -> Callable[..., Any]:
+        return functools.partial(self.layers[layer].init, self.initializer_range)
 
 
 @as_family.register

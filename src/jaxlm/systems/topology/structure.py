@@ -24,7 +24,7 @@ from jaxlm.models.mixers.attention import Attention, SelfAttention
 from jaxlm.models.mixers.base import ForCache, LayerCache, LayerContext
 from jaxlm.models.moe import Experts
 from jaxlm.models.norms import LayerNorm, Norm, RMSNorm, UnweightedLayerNorm, UnweightedRMSNorm
-from jaxlm.models.routers import RouterStats
+from jaxlm.models.routing import RouterStats
 from jaxlm.models.stacks import Block, LayerKind
 from jaxlm.systems.topology.layers import (
     AttentionNode,

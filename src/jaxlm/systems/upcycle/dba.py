@@ -80,6 +80,7 @@ class DbaConfig(PreNormConfig):
 
     @property
     def KeySize(self) -> Axis:
+        """Features of a key, which may differ from those of a value (`HeadSize`)."""
         return Axis(HEAD_SIZE, self.SemSize.size + self.GeoSize.size)
 
     @property
@@ -104,15 +105,6 @@ class DbaConfig(PreNormConfig):
     def has_output_bias(self) -> bool:
         """Tells whether the output projection of attention has a bias."""
         return self.attention_bias if self.output_bias is None else self.output_bias
-
-    @property
-    def attention_weights(self) -> int:
-        key_heads = self.num_heads + self.KeyHeads.size
-        semantic = (self.num_heads if self.tie_qk else key_heads) * self.SemSize.size
-        gates = self.num_heads if self.gate == "dynamic" else 0
-        values = (self.num_heads + self.KVHeads.size) * self.HeadSize.size
-        features = semantic + key_heads * self.GeoSize.size + values + gates
-        return self.hidden_dim * features
 
     def check(self) -> None:
         check_sizes(self)

@@ -44,8 +44,7 @@ from jaxlm.models.base import Inputs, LanguageModel, ModelConfig, vocab_axis
 from jaxlm.models.decoder import Decoder, DecoderBlock
 from jaxlm.models.layers import GatedMlp
 from jaxlm.models.linear import Linear
-from jaxlm.models.mixers.attention import Attention, SelfAttention
-from jaxlm.models.mixers.base import Mixer
+from jaxlm.models.mixers.attention import SelfAttention, other_mixer
 from jaxlm.models.norms import RMSNorm, UnweightedRMSNorm
 from jaxlm.models.rope import Places, RotaryConfig
 from jaxlm.models.stacks import LayerKind
@@ -353,8 +352,8 @@ def _problem(model: LanguageModel) -> str | None:
     """Explains why no `DbaConfig` describes the model with other attention."""
     if not isinstance(model, Decoder):
         return "its layers are not known"
-    if recurrent := next((one for one in tree.modules(model, Mixer) if not isinstance(one, Attention)), None):
-        return f"some of its layers are {type(recurrent).__name__}, which has no scores"
+    if kind := other_mixer(model):
+        return f"some of its layers are {kind}, which has no scores"
     if len(model.body.stacks) > 1 or not isinstance(_block_of(model).mlp, GatedMlp):
         return "its MLPs are not all of the same kind, with a gate and without experts"
     block, attention, kinds = _block_of(model), _block_of(model).attn, set(model.body.kinds_by_layer)

@@ -43,8 +43,7 @@ from jaxlm.core.values.logged import LayerTable
 from jaxlm.models.base import Inputs, LanguageModel, ModelConfig, vocab_axis
 from jaxlm.models.decoder import Decoder, DecoderConfig
 from jaxlm.models.linear import Linear
-from jaxlm.models.mixers.attention import Attention, SelfAttention
-from jaxlm.models.mixers.base import Mixer
+from jaxlm.models.mixers.attention import Attention, SelfAttention, other_mixer
 from jaxlm.models.norms import HeadwiseLayerNorm, RMSNorm
 from jaxlm.models.stacks import Body
 from jaxlm.reading.choices import choice
@@ -290,8 +289,7 @@ def _problem(config: ModelConfig, model: LanguageModel) -> str | None:
     attentions = tree.modules(model, Attention)
     if not isinstance(config, DecoderConfig) or not isinstance(model, Decoder):
         return "its config has no number of key/value heads that can change alone. Remove the surgery"
-    if recurrent := next((one for one in tree.modules(model, Mixer) if not isinstance(one, Attention)), None):
-        kind = type(recurrent).__name__
+    if kind := other_mixer(model):
         return f"some of its layers are {kind}, whose heads are not those of attention. Remove the surgery"
     if other := next((a for a in attentions if not isinstance(a, SelfAttention)), None):
         return f"its attention is {type(other).__name__}. Put pool_kv_heads before the surgery that makes it"

@@ -30,7 +30,7 @@ class Exaone4Config(PatternConfig, LlamaBlocks):
     intermediate_dim: PositiveInt = 16384
     rope: RotaryConfig = field(default_factory=DefaultRotary)
     sliding_window_pattern: PositiveInt | None = 4
-    head_norms = "before rotation"
+    use_qk_norm = True
 
     @property
     def rotations(self) -> tuple[RotaryConfig, RotaryConfig | None]:

@@ -6,9 +6,6 @@ Source: GLM-4.5 Team 2025 (arXiv:2508.06471), section 2.1.
 from collections.abc import Iterator
 from dataclasses import field
 
-import jax
-
-from jaxlm.core.axes import SHARED_MLP
 from jaxlm.core.field_types import NumLayers, PositiveInt
 from jaxlm.interop.hf.family import Family, FixedKey, JsonKey, KeyGroup
 from jaxlm.interop.hf.shared_keys import balanced_experts, rope, usual_keys
@@ -22,18 +19,17 @@ from jaxlm.interop.hf.weights import (
     pre_norms,
     qk_norms,
     rows_by_stack,
+    shared_expert,
 )
 from jaxlm.models.base import ModelConfig
-from jaxlm.models.decoder import projections
+from jaxlm.models.decoders.llama_blocks import LlamaAttention
 from jaxlm.models.decoders.moe_decoder import BalancedMoeConfig
-from jaxlm.models.mixers.attention import SelfAttention
-from jaxlm.models.norms import RMSNorm
 from jaxlm.models.rope import DefaultRotary, RotaryConfig
 from jaxlm.reading.choices import choice
 
 
 @choice(ModelConfig, "glm4_moe")
-class Glm4MoeConfig(BalancedMoeConfig):
+class Glm4MoeConfig(LlamaAttention, BalancedMoeConfig):
     """GLM-4.5 to 4.7. The defaults are GLM-4.5 Air.
 
     Attributes:
@@ -53,13 +49,7 @@ class Glm4MoeConfig(BalancedMoeConfig):
     num_experts_per_token: PositiveInt = 8
     attention_bias: bool = True
     use_qk_norm: bool = False
-
-    def attention(self, keys: jax.Array) -> SelfAttention:
-        maps = projections(self, keys, qkv_bias=self.attention_bias, out_bias=False)
-        q_norm, k_norm = (
-            RMSNorm.init(self.HeadSize, self.layer_norm_epsilon) if self.use_qk_norm else None for _ in range(2)
-        )
-        return SelfAttention(**maps, q_norm=q_norm, k_norm=k_norm)
+    attention_out_bias = False
 
 
 def _attention(config: Glm4MoeConfig) -> Iterator[Tensor]:
@@ -70,9 +60,9 @@ def _attention(config: Glm4MoeConfig) -> Iterator[Tensor]:
 
 
 def _experts() -> Iterator[Tensor]:
-    yield from experts("mlp", gate="gate_proj", up="up_proj", down="down_proj")
+    yield from experts()
     yield correction_bias("mlp.gate")
-    yield from gated_mlp(theirs="mlp.shared_experts", ours="shared_expert.mlp", features=SHARED_MLP)
+    yield from shared_expert("shared_experts", gate=False)
 
 
 FAMILY = Family(
@@ -81,11 +71,7 @@ FAMILY = Family(
     config=Glm4MoeConfig,
     aliases={"num_local_experts": "n_routed_experts", "num_nextn_predict_layers": "num_mtp_layers"},
     keys=(
-        *(
-            key
-            for key in usual_keys(length=131072, eps_default=1e-5, rotary=rope(partial=0.5, rotates_part=True))
-            if key.theirs != "intermediate_size"
-        ),
+        *usual_keys(length=131072, width=None, eps_default=1e-5, rotary=rope(partial=0.5, rotates_part=True)),
         *balanced_experts(width=1408, dense_width=10944, num_experts=128, chosen=8, num_dense=1),
         JsonKey("use_qk_norm", "use_qk_norm", False),
         JsonKey("attention_bias", "attention_bias", False),
@@ -101,5 +87,5 @@ FAMILY = Family(
             dense=(*_attention(config), *gated_mlp()),
         )
     ),
-    keeps_later_layers=True,
+    further="eh_proj.weight",
 )

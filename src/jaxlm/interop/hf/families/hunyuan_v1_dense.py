@@ -25,7 +25,8 @@ class HunyuanDenseConfig(RotaryDecoderConfig, LlamaBlocks):
     intermediate_dim: PositiveInt = 14336
     num_kv_heads: PositiveInt | None = 8
     attention_bias: bool = False
-    head_norms = "after rotation"
+    use_qk_norm = True
+    norms_follow_rotation = True
 
 
 def _to_ours(theirs: Mapping[str, Any]) -> Json:

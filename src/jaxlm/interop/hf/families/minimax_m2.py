@@ -7,29 +7,21 @@ from collections.abc import Mapping
 from dataclasses import field
 from typing import Any
 
-import jax
-
 from jaxlm.core.field_types import NonNegativeFloat, NumLayers, PositiveInt
 from jaxlm.interop.hf.family import Family, FixedKey, Json, KeyGroup
 from jaxlm.interop.hf.shared_keys import correction_bias, rope, router, usual_keys
 from jaxlm.interop.hf.weights import attention, embeddings_and_head, experts, pre_norms, qk_norms
 from jaxlm.interop.hf.weights import correction_bias as bias_tensor
 from jaxlm.models.base import ModelConfig
-from jaxlm.models.decoder import projections
-from jaxlm.models.decoders.moe_decoder import MoeConfig, check_moe, joint_norms, sigmoid_routing
-from jaxlm.models.mixers.attention import SelfAttention
+from jaxlm.models.decoders.llama_blocks import LlamaAttention
+from jaxlm.models.decoders.moe_decoder import UniformMoeConfig
 from jaxlm.models.rope import DefaultRotary, RotaryConfig
-from jaxlm.models.routers import SigmoidRouter
 from jaxlm.reading.choices import choice
 
 
 @choice(ModelConfig, "minimax_m2")
-class MiniMaxM2Config(MoeConfig):
-    """MiniMax-M2. The defaults are those of the published model.
-
-    Attributes:
-        router_bias_step: as in glm4_moe.
-    """
+class MiniMaxM2Config(LlamaAttention, UniformMoeConfig):
+    """MiniMax-M2. The defaults are those of the published model."""
 
     seq_len: PositiveInt = 4096
     hidden_dim: PositiveInt = 3072
@@ -43,15 +35,9 @@ class MiniMaxM2Config(MoeConfig):
     num_experts: PositiveInt = 256
     num_experts_per_token: PositiveInt = 8
     router_bias_step: NonNegativeFloat = 0.001
-
-    def check(self) -> None:
-        check_moe(self)
-
-    def routing(self) -> SigmoidRouter:
-        return sigmoid_routing(self)
-
-    def attention(self, keys: jax.Array) -> SelfAttention:
-        return SelfAttention(**projections(self, keys, qkv_bias=False, out_bias=False), **joint_norms(self))
+    scores = "sigmoid"
+    use_qk_norm = True
+    norms_all_heads = True
 
 
 _ROPE = rope(5e6, rotates_part=True)

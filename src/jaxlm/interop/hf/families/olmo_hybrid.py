@@ -12,9 +12,8 @@ import jax
 import jax.numpy as jnp
 
 from jaxlm.core.field_types import NonNegativeFloat, NumLayers, PositiveInt
-from jaxlm.interop.hf.families.qwen3_5 import state_tensors
 from jaxlm.interop.hf.family import Family, FixedKey, Json, JsonKey, KeyGroup
-from jaxlm.interop.hf.hybrid_keys import hybrid_layers
+from jaxlm.interop.hf.hybrids import PARTS, STATE, hybrid_layers, state_tensors
 from jaxlm.interop.hf.shared_keys import activation, kv_heads, rope, size_keys
 from jaxlm.interop.hf.weights import (
     BLOCK,
@@ -67,13 +66,6 @@ class OlmoHybridConfig(HybridConfig):
         return pre_norm_block(self, mixer, initial_mlp(self, keys[1:4]))
 
 
-_STATE, _HEADS = "model.layers.{layer}.linear_attn.", "state_heads state_group"
-_KEYS, _VALUES = "state_heads state_key", "state_heads state_group head_size"
-# theirs -> ours and the outputs.
-_PROJECTIONS = {"q": ("q", _KEYS), "k": ("k", _KEYS), "v": ("v", _VALUES), "g": ("gate", _VALUES)}
-_PROJECTIONS |= {"a": ("decay", _HEADS), "b": ("beta", _HEADS)}
-
-
 def _attention_tensors(norm: str) -> Iterator[Tensor]:
     yield from block_norms(attn_post_norm=norm, mlp_post_norm="post_feedforward_layernorm")
     yield from attention()
@@ -82,10 +74,12 @@ def _attention_tensors(norm: str) -> Iterator[Tensor]:
 
 def _recurrent_tensors() -> Iterator[Tensor]:
     yield from block_norms(attn_norm="attention_layer_norm", mlp_norm="feedforward_layer_norm")
-    for theirs, (ours, outputs) in _PROJECTIONS.items():
-        yield single(f"{_STATE}{theirs}_proj.weight", f"{BLOCK}attn.{ours}_proj.weight", f"{outputs} | embed")
-    for name, outputs in (("q", _KEYS), ("k", _KEYS), ("v", _VALUES)):
-        yield single(f"{_STATE}{name}_conv1d.weight", f"{BLOCK}attn.{name}_conv", f"{outputs} | | conv_taps")
+    heads = "state_heads state_group"
+    outputs = {**PARTS, "gate": PARTS["v"], "decay": heads, "beta": heads}
+    for theirs, ours in zip("qkvgab", outputs, strict=True):
+        yield single(f"{STATE}{theirs}_proj.weight", f"{BLOCK}attn.{ours}_proj.weight", f"{outputs[ours]} | embed")
+    for name, out in PARTS.items():
+        yield single(f"{STATE}{name}_conv1d.weight", f"{BLOCK}attn.{name}_conv", f"{out} | | conv_taps")
     yield from state_tensors("o_norm", "o_proj")
 
 

@@ -3,29 +3,20 @@
 Source: Muennighoff et al. 2024 (arXiv:2409.02060), section 2.
 """
 
-import jax
-
 from jaxlm.core.field_types import NumLayers, PositiveFloat, PositiveInt
-from jaxlm.interop.hf.family import Family, FixedKey, JsonKey
-from jaxlm.interop.hf.shared_keys import router, usual_keys
-from jaxlm.interop.hf.weights import biased_attention, embeddings_and_head, experts, pre_norms, qk_norms
+from jaxlm.interop.hf.block_rows import llama_rows
+from jaxlm.interop.hf.family import Family, FixedKey
+from jaxlm.interop.hf.shared_keys import router, same_keys, usual_keys
+from jaxlm.interop.hf.weights import experts
 from jaxlm.models.base import ModelConfig
-from jaxlm.models.decoder import projections
-from jaxlm.models.decoders.moe_decoder import MoeConfig, check_moe, joint_norms, softmax_routing
-from jaxlm.models.mixers.attention import SelfAttention
-from jaxlm.models.routers import SoftmaxRouter
+from jaxlm.models.decoders.llama_blocks import LlamaAttention
+from jaxlm.models.decoders.moe_decoder import UniformMoeConfig
 from jaxlm.reading.choices import choice
 
 
 @choice(ModelConfig, "olmoe")
-class OlmoeConfig(MoeConfig):
-    """OLMoE. The defaults are OLMoE 1B-7B.
-
-    Attributes:
-        attention_bias: add biases to the query, key, value and output projections.
-        clip_qkv: queries and keys, after their norms, and values are clipped to [-clip_qkv, clip_qkv]. Null does not clip.
-        norm_topk_prob: normalize the probabilities of a token's experts to sum to 1.
-    """
+class OlmoeConfig(LlamaAttention, UniformMoeConfig):
+    """OLMoE. The defaults are OLMoE 1B-7B."""
 
     seq_len: PositiveInt = 4096
     hidden_dim: PositiveInt = 2048
@@ -37,16 +28,8 @@ class OlmoeConfig(MoeConfig):
     attention_bias: bool = False
     clip_qkv: PositiveFloat | None = None
     norm_topk_prob: bool = False
-
-    def check(self) -> None:
-        check_moe(self)
-
-    def routing(self) -> SoftmaxRouter:
-        return softmax_routing(self, normalised=self.norm_topk_prob)
-
-    def attention(self, keys: jax.Array) -> SelfAttention:
-        maps = projections(self, keys, qkv_bias=self.attention_bias, out_bias=self.attention_bias)
-        return SelfAttention(**maps, **joint_norms(self), clip_qkv=self.clip_qkv)
+    use_qk_norm = True
+    norms_all_heads = True
 
 
 FAMILY = Family(
@@ -57,16 +40,8 @@ FAMILY = Family(
     keys=(
         *usual_keys(length=4096, eps_default=1e-5),
         *router("num_experts", num_experts=64, chosen=8, aux_loss_coef=0.01),
-        JsonKey("norm_topk_prob", "norm_topk_prob", False),
-        JsonKey("attention_bias", "attention_bias", False),
-        JsonKey("clip_qkv", "clip_qkv", None),
+        *same_keys(norm_topk_prob=False, attention_bias=False, clip_qkv=None),
         FixedKey("attention_dropout", 0.0),
     ),
-    tensors=lambda config: (
-        *embeddings_and_head(config),
-        *pre_norms(),
-        *biased_attention(config),
-        *qk_norms("heads head_size", "kv_heads head_size"),
-        *experts("mlp", gate="gate_proj", up="up_proj", down="down_proj"),
-    ),
+    tensors=lambda config: (*llama_rows(config, mlp=None), *experts()),
 )

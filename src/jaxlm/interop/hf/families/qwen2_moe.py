@@ -5,19 +5,14 @@ from typing import Any
 
 from jaxlm.interop.hf.family import Family, FixedKey, Json, JsonKey, KeyGroup
 from jaxlm.interop.hf.shared_keys import (
-    activation,
     check_has_window,
     expert_layers,
-    head_dim,
-    kv_heads,
     layer_types,
     local_layers,
-    rope,
     router,
-    size_keys,
+    usual_keys,
 )
 from jaxlm.interop.hf.weights import (
-    BLOCK,
     Tensor,
     attention,
     embeddings_and_head,
@@ -25,15 +20,9 @@ from jaxlm.interop.hf.weights import (
     gated_mlp,
     pre_norms,
     rows_by_stack,
-    single,
+    shared_expert,
 )
 from jaxlm.models.families.qwen2_moe import Qwen2MoeConfig
-
-
-def _experts() -> Iterator[Tensor]:
-    yield from experts("mlp", gate="gate_proj", up="up_proj", down="down_proj")
-    yield from gated_mlp(theirs="mlp.shared_expert", ours="shared_expert.mlp", features="shared_mlp")
-    yield single("model.layers.{layer}.mlp.shared_expert_gate.weight", f"{BLOCK}shared_expert.gate", "| embed")
 
 
 def _windows_to_ours(theirs: Mapping[str, Any]) -> Json:
@@ -66,13 +55,9 @@ FAMILY = Family(
     architecture="Qwen2MoeForCausalLM",
     config=Qwen2MoeConfig,
     keys=(
-        *(key for key in size_keys(length=32768) if key.theirs != "intermediate_size"),
+        *usual_keys(length=32768, width=None),
         expert_layers(width=1408, dense_width=5632),
         JsonKey("shared_expert_intermediate_size", "shared_expert_intermediate_dim", 5632),
-        kv_heads(),
-        head_dim(),
-        rope(),
-        activation("hidden_act", "silu"),
         KeyGroup(_WINDOWS, _windows_to_ours, _windows_to_theirs),
         *router("num_experts", num_experts=60, chosen=4),
         JsonKey("norm_topk_prob", "norm_topk_prob", False),
@@ -83,7 +68,7 @@ FAMILY = Family(
         rows_by_stack(
             config,
             embeddings_and_head(config),
-            experts=(*_attention(config), *_experts()),
+            experts=(*_attention(config), *experts(), *shared_expert()),
             dense=(*_attention(config), *gated_mlp()),
         )
     ),

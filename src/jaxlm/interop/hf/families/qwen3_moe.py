@@ -8,15 +8,11 @@ from typing import Any
 
 from jaxlm.interop.hf.family import Family, FixedKey, Json, JsonKey, KeyGroup
 from jaxlm.interop.hf.shared_keys import (
-    activation,
     expert_layers,
-    head_dim,
-    kv_heads,
     local_layers,
-    rope,
     router,
-    size_keys,
     unused_window_notes,
+    usual_keys,
 )
 from jaxlm.interop.hf.text_part import TextPart
 from jaxlm.interop.hf.weights import (
@@ -58,12 +54,8 @@ FAMILY = Family(
     config=Qwen3MoeConfig,
     aliases={"num_local_experts": "num_experts"},
     keys=(
-        *(key for key in size_keys(length=32768) if key.theirs != "intermediate_size"),
+        *usual_keys(length=32768, width=None),
         expert_layers(width=768, dense_width=6144),
-        kv_heads(),
-        head_dim(),
-        rope(),
-        activation("hidden_act", "silu"),
         KeyGroup(
             _WINDOWS,
             _window_to_ours,
@@ -78,11 +70,11 @@ FAMILY = Family(
         JsonKey("attention_bias", "attention_bias", False),
         FixedKey("attention_dropout", 0.0),
     ),
-    tensors=lambda config: _tensors(config, experts("mlp", gate="gate_proj", up="up_proj", down="down_proj")),
+    tensors=lambda config: _tensors(config, experts()),
     # Published folders of Qwen3-VL have the inputs first, those that transformers 5 saves the outputs.
     layouts=(
-        lambda config: _tensors(config, stacked_experts("mlp", inputs_first=True)),
-        lambda config: _tensors(config, stacked_experts("mlp")),
+        lambda config: _tensors(config, stacked_experts(inputs_first=True)),
+        lambda config: _tensors(config, stacked_experts()),
     ),
     text=(
         TextPart(
@@ -98,6 +90,7 @@ FAMILY = Family(
                 "norm_topk_prob": True,
                 "rope_theta": 5e5,
             },
+            fixed=("norm_topk_prob",),
         ),
     ),
 )

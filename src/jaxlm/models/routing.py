@@ -14,7 +14,6 @@ Shapes: B batch, S position, K experts per token, E experts, G groups, L layers.
 """
 
 import abc
-from typing import ClassVar
 
 import equinox as eqx
 import haliax as hax
@@ -79,7 +78,7 @@ class Routes(eqx.Module):
     stats: RouterStats
 
 
-class Router(eqx.Module):
+class Routing(eqx.Module):
     """Chooses experts.
 
     Attributes:
@@ -87,8 +86,6 @@ class Router(eqx.Module):
         balance_weight, z_weight: coefficients of the load-balancing loss and the z-loss.
     """
 
-    float32_logits: ClassVar[bool]
-    """Whether the logits are products in float32 even in a model that computes in another dtype."""
     num_chosen: eqx.AbstractVar[int]
     balance_weight: eqx.AbstractVar[float]
     z_weight: eqx.AbstractVar[float]
@@ -121,14 +118,13 @@ class Router(eqx.Module):
         )
 
 
-class SoftmaxRouter(Router):
+class SoftmaxRouting(Routing):
     """The experts of the largest probabilities; a share is the probability.
 
     Attributes:
         normalised: normalize the probabilities of the chosen experts to sum to 1.
     """
 
-    float32_logits: ClassVar[bool] = False
     num_chosen: int = eqx.field(static=True)
     normalised: bool = eqx.field(static=True)
     balance_weight: float = eqx.field(static=True)
@@ -146,7 +142,7 @@ class SoftmaxRouter(Router):
 _SMALLEST_SUM = 1e-20
 
 
-class SigmoidRouter(Router, DeclaresParameters):
+class SigmoidRouting(Routing, DeclaresParameters):
     """The experts of the largest scores plus bias; a share is the score, without the bias.
 
     The bias keeps the loads of the experts equal without a loss. Its gradient is defined as the number of tokens that were
@@ -162,7 +158,6 @@ class SigmoidRouter(Router, DeclaresParameters):
         bias_step: how far the bias moves in each update; with 0 its gradient is 0 too.
     """
 
-    float32_logits: ClassVar[bool] = True
     correction_bias: NamedArray
     num_chosen: int = eqx.field(static=True)
     num_groups: int = eqx.field(static=True)

@@ -15,7 +15,7 @@ from jaxlm.core.mesh import AxisMappings, make_layout, mesh_shape
 from jaxlm.interop.hf.families.glm4_moe import Glm4MoeConfig
 from jaxlm.models.base import Inputs, vocab_axis
 from jaxlm.models.linear import Linear
-from jaxlm.models.routers import Router, Routes, SigmoidRouter, SoftmaxRouter
+from jaxlm.models.routing import Routes, Routing, SigmoidRouting, SoftmaxRouting
 from jaxlm.optim.elementwise import AdamConfig
 from jaxlm.optim.muon import MuonConfig
 from tests.engine.helpers import AXES, VOCAB, TinyRun, arrays, batch, layout, one_device, phase
@@ -23,9 +23,9 @@ from tests.engine.helpers import AXES, VOCAB, TinyRun, arrays, batch, layout, on
 BATCH, POSITION, EMBED = Axis("batch", 3), Axis("position", 40), Axis("embed", 16)
 
 
-def sigmoid(experts=12, chosen=3, groups=1, groups_chosen=1, *, bias=None, step=0.0, **options) -> SigmoidRouter:
+def sigmoid(experts=12, chosen=3, groups=1, groups_chosen=1, *, bias=None, step=0.0, **options) -> SigmoidRouting:
     bias = np.zeros(experts) if bias is None else bias
-    return SigmoidRouter(
+    return SigmoidRouting(
         correction_bias=hax.named(jnp.asarray(bias, jnp.float32), Axis("routes", experts)),
         num_chosen=chosen,
         num_groups=groups,
@@ -34,11 +34,11 @@ def sigmoid(experts=12, chosen=3, groups=1, groups_chosen=1, *, bias=None, step=
     )
 
 
-def softmax(chosen=3, *, normalised=True) -> SoftmaxRouter:
-    return SoftmaxRouter(chosen, normalised, 0.0, 0.0)
+def softmax(chosen=3, *, normalised=True) -> SoftmaxRouting:
+    return SoftmaxRouting(chosen, normalised, 0.0, 0.0)
 
 
-def routed(router: Router, weight: np.ndarray, x: np.ndarray, segments: np.ndarray | None = None) -> Routes:
+def routed(router: Routing, weight: np.ndarray, x: np.ndarray, segments: np.ndarray | None = None) -> Routes:
     """Args: weight: [routes, embed]; x: [batch, position, embed]."""
     Route = Axis("routes", weight.shape[0])
     linear = Linear(hax.named(jnp.asarray(weight), (Route, EMBED)), None, EMBED, Route)
@@ -199,7 +199,7 @@ def loads(run: TinyRun, made: dict[str, np.ndarray]) -> np.ndarray:
     """How often each expert was chosen, [layer, expert], counted one token at a time."""
     inputs_ = Inputs.of(jax.tree.map(lambda c: c["microbatch", 0], batch(made, one_device()), is_leaf=tree.is_named))
     seen: list[np.ndarray] = []
-    kept = SigmoidRouter.__call__
+    kept = SigmoidRouting.__call__
 
     def observed(self, logits, segment_ids):
         routes = kept(self, logits, segment_ids)
@@ -207,7 +207,7 @@ def loads(run: TinyRun, made: dict[str, np.ndarray]) -> np.ndarray:
         return routes
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(SigmoidRouter, "__call__", observed)
+        patch.setattr(SigmoidRouting, "__call__", observed)
         jax.block_until_ready(jax.jit(lambda model: model.hidden(inputs_).final.array)(run.state.model))
         jax.effects_barrier()
     real = made["segment_ids"] != 0
