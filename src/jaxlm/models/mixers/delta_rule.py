@@ -10,6 +10,10 @@ Decays are sums over the tokens between two tokens, never differences of cumulat
 leave the others without digits. The triangular system is inverted by blocks: powers of its matrix, as in a Neumann series,
 grow before they cancel if keys repeat.
 
+On GPUs, memory traffic decides: a product of a chunk reads and writes far more than it computes. So the loop over chunks has
+only the recurrence (`_Chunk`: two products), and everything else is computed for all chunks of a group at once. A chunk's
+update is `write` times errors, not keys times changes, which alternate in sign if keys repeat.
+
 Shapes: N chunks, B batch, T position, C tokens of a chunk (and I, J two of them), K key heads, R value heads per key head,
 D key size, V value size. State and decays are float32. Products have operands in the dtype of the values and float32 sums.
 """
@@ -26,7 +30,7 @@ from jaxlm.core.tracing import CustomVjp
 CHUNK = 64
 _GROUP = 128  # chunks that are prepared together, and whose states at their start are in memory together
 STATE = "state"
-"""Checkpoint name of the states at the start of chunks, in remat policies."""
+"""Checkpoint name of what the backward pass reads of chunks or groups, in remat policies."""
 
 
 class State(NamedTuple):
@@ -109,8 +113,8 @@ def empty_state(batch: int, key_heads: int, group: int, key_size: int, value_siz
 def delta_rule(tokens: Tokens, start: State | None = None) -> tuple[jax.Array, State]:
     """Applies the rule to tokens in the order of the text; returns the outputs [B, T, K, R, V] and the state after them.
 
-    The backward pass saves the states at the start of chunks, or of groups of 128 chunks if there are more, and computes
-    everything else again.
+    The backward pass reads the states at the start of chunks and their errors, or the states at the start of groups of 128
+    chunks if there are more, and computes everything else again.
 
     Args:
         start: the state before them; None for that before the first token.
@@ -236,6 +240,7 @@ def _chunked(group: _Group) -> _Chunk:
     decay, entering = _decays(g, s_NBC, before_NB)
     products, scores = (jnp.einsum("nbkid,nbkjd->nbkij", x, k, preferred_element_type=jnp.float32) for x in (k, q))
     below = jnp.tril(beta[..., None] * products[:, :, :, None] * decay, -1)
+    # The barrier: otherwise XLA computes the matrix again for each level of the inverse.
     solve = unit_lower_inverse(jax.lax.optimization_barrier(below)) * beta[..., None, :]
     merged = lambda x, count: x.reshape(x.shape[0], -1, *x.shape[count + 1 :])  # noqa: E731
     q, k = (merged(x, 2) for x in (q, k))

@@ -196,8 +196,9 @@ def mixed(
         padded = [_taken(x, places) for x in padded]
         back = jnp.argsort(places, axis=1)[:, num_before:]
         fill = [jnp.pad(x, [(0, 0), (num_before, 0)] + [(0, 0)] * (x.ndim - 2)) for x in padded]
-    functions = (_queries, _keys, convolved)
-    q, k, v = (function(x, conv, fill[3]) for function, x, conv in zip(functions, fill, convs, strict=False))
+    lengths = (fill[0].shape[-1] ** -0.5, 1.0)
+    q, k = (_directions(x, conv, fill[3], n) for x, conv, n in zip(fill, convs, lengths, strict=False))
+    v = convolved(fill[2], convs[2], fill[3])
     if back is not None:
         q, k, v = (_taken(x, back) for x in (q, k, v))
     rule = Tokens(q, k, v, *tokens[3:])
@@ -230,17 +231,11 @@ def passed_state(devices: SharedRows, tokens: Tokens) -> State:
     return State(devices.own_pieces(starts), segment)
 
 
-# The backward pass computes their sums again where it needs them, rather than once for the rule and once more from memory.
-@jax.checkpoint
-def _queries(x: jax.Array, conv: jax.Array, segments: jax.Array) -> jax.Array:
-    q = convolved(x, conv, segments)
-    return (unit_vectors(q) * q.shape[-1] ** -0.5).astype(q.dtype)
-
-
-@jax.checkpoint
-def _keys(x: jax.Array, conv: jax.Array, segments: jax.Array) -> jax.Array:
-    k = convolved(x, conv, segments)
-    return unit_vectors(k).astype(k.dtype)
+@jax.checkpoint  # XLA for GPUs would save the float32 sums for the gradient; reading their inputs again takes less time
+def _directions(x: jax.Array, conv: jax.Array, segments: jax.Array, length: float) -> jax.Array:
+    """Queries or keys as vectors of this length. Args: as those of `convolved`."""
+    out = convolved(x, conv, segments)
+    return (unit_vectors(out) * length).astype(out.dtype)
 
 
 def convolved(x: jax.Array, conv: jax.Array, segments: jax.Array) -> jax.Array:
