@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from jaxlm.core.errors import ConfigError
+from jaxlm.interop.hf.families.qwen3_5_moe import Qwen35MoeConfig
 from jaxlm.models.attention.backends.blockwise import Reach, query_blocks
 from jaxlm.models.base import Inputs, ModelConfig, vocab_axis
 from jaxlm.models.families.gemma2 import Gemma2Config
@@ -120,6 +121,18 @@ def test_flops_of_bidirectional_attention():
     assert flops.causal == flops.palm
     causal = dataclasses.replace(both, use_bidirectional_attention=False).flops_per_token(0)
     assert flops.palm - causal.causal == 12 * 64 * 16
+
+
+def test_flops_of_recurrent_layers_and_experts():
+    """Qwen3.5 35B-A3B: what a token meets of each kind of layer, by the published sizes."""
+    width, length, vocab = 2048, 8192, 248_320
+    recurrent = width * (2 * 16 * 128 + 3 * 32 * 128 + 2 * 32)
+    attention = width * (2 * 16 + 2 * 2 + 16) * 256
+    experts = width * (3 * 512 * (8 + 1) + 256 + 1)
+    weights = 30 * recurrent + 10 * attention + 40 * experts + width * vocab
+    states = 30 * (24 * 32 * 128 * 128 + 6 * 4 * (2 * 16 + 32) * 128)
+    expected = 6 * weights + states + 10 * 12 * 16 * 256 * length / 2
+    assert Qwen35MoeConfig(seq_len=length).flops_per_token(vocab).causal == expected
 
 
 def jitted_build(config, vocab):

@@ -1,7 +1,7 @@
-"""Routers: how a mixture of experts chooses the experts of each token, and how much each of them counts.
+"""Routing: how a mixture of experts chooses the experts of each token, and how much each of them counts.
 
-Choices, shares and statistics are float32, whatever the dtype of the activations. A router reads the logits of a linear
-layer, `Experts.router`, which stays a layer of its own for adapters and checkpoints. If several experts have the same score,
+Choices, shares and statistics are float32, whatever the dtype of the activations. It reads the logits of a linear layer,
+`Experts.router`, which is a layer of its own for adapters and checkpoints. If several experts have the same score,
 the first ones are chosen.
 
 Source: softmax: Shazeer et al. 2017 (arXiv:1701.06538), with the softmax before the choice as in Mixtral (Jiang et al. 2024,

@@ -10,12 +10,15 @@ Decays are sums over the tokens between two tokens, never differences of cumulat
 leave the others without digits. The triangular system is inverted by blocks: powers of its matrix, as in a Neumann series,
 grow before they cancel if keys repeat.
 
+On GPUs, memory traffic decides: a product of a chunk reads and writes far more than it computes. So the loop over chunks has
+only the recurrence (`_Chunk`: two products), and everything else is computed for all chunks of a group at once. A chunk's
+update is `write` times errors, not keys times changes, which alternate in sign if keys repeat.
+
 Shapes: N chunks, B batch, T position, C tokens of a chunk (and I, J two of them), K key heads, R value heads per key head,
 D key size, V value size. State and decays are float32. Products have operands in the dtype of the values and float32 sums.
 """
 
 import functools
-import math
 from typing import NamedTuple
 
 import jax
@@ -27,10 +30,10 @@ from jaxlm.core.tracing import CustomVjp
 CHUNK = 64
 _GROUP = 128  # chunks that are prepared together, and whose states at their start are in memory together
 STATE = "state"
-"""Checkpoint name of the states at the start of chunks, in remat policies."""
+"""Checkpoint name of what the backward pass reads of chunks or groups, in remat policies."""
 
 
-class State(NamedTuple):
+class DeltaState(NamedTuple):
     """What tokens have left for later ones.
 
     Attributes:
@@ -61,37 +64,57 @@ class Tokens(NamedTuple):
 
 
 class _Chunk(NamedTuple):
-    """One chunk, or several with an axis N in front.
+    """One chunk, or several with an axis N in front. H is B, K and R together, G is B and K.
+
+    Tokens that miss their values by e = v - `entered(k)` S add `write` e to the decayed state, and `read` e to the outputs
+    `entered(q)` S.
 
     Attributes:
-        q, k: [B, K, C, D].
-        v: [B, K, R, C, V].
-        scores: [B, K, R, I, J], q k^T with decays.
-        solve: [B, K, R, I, J], the inverse of the triangular matrix times beta of token J.
-        entering, leaving: [B, K, R, C], decay from the state before the chunk to each token, and from there to its end.
+        q, k: [G, C, D].
+        v: [H, C, V].
+        read: [H, C, C].
+        write: [H, D, C].
+        entering: float32 [H, C], decay from the state before the chunk to each token.
     """
 
     q: jax.Array
     k: jax.Array
     v: jax.Array
-    scores: jax.Array
-    solve: jax.Array
+    read: jax.Array
+    write: jax.Array
     entering: jax.Array
-    leaving: jax.Array
+
+    def entered(self, x_GCD: jax.Array) -> jax.Array:
+        """Queries or keys of value heads, [H, C, D], decayed from the state before the chunk."""
+        return _decayed(self.entering, x_GCD)
+
+    def error(self, S_HDV: jax.Array) -> jax.Array:
+        """By how much values differ from what the state before the chunk has for their keys."""
+        return (self.v - _product("...cd,...dv->...cv", self.entered(self.k), S_HDV)).astype(self.v.dtype)
+
+    def decayed(self, S_HDV: jax.Array) -> jax.Array:
+        """What is left of a state after the chunk; or its gradient before it, of that after it."""
+        return self.entering[..., -1, None, None] * S_HDV
 
 
-def empty_state(batch: int, key_heads: int, group: int, key_size: int, value_size: int) -> State:
+def _decayed(decay_HC: jax.Array, x_GCD: jax.Array) -> jax.Array:
+    *leading, groups, size, features = x_GCD.shape
+    decay = decay_HC.reshape(*leading, groups, -1, size, 1)
+    return (decay * x_GCD[..., None, :, :]).astype(x_GCD.dtype).reshape(*leading, -1, size, features)
+
+
+def empty_state(batch: int, key_heads: int, group: int, key_size: int, value_size: int) -> DeltaState:
     """The state before the first token."""
     memory = jnp.zeros((batch, key_heads, group, key_size, value_size), jnp.float32)
-    return State(memory, jnp.zeros((batch,), jnp.int32))
+    return DeltaState(memory, jnp.zeros((batch,), jnp.int32))
 
 
 @jax.named_scope("delta_rule")
-def delta_rule(tokens: Tokens, start: State | None = None) -> tuple[jax.Array, State]:
+def delta_rule(tokens: Tokens, start: DeltaState | None = None) -> tuple[jax.Array, DeltaState]:
     """Applies the rule to tokens in the order of the text; returns the outputs [B, T, K, R, V] and the state after them.
 
-    The backward pass saves the states at the start of chunks, or of groups of 128 chunks if there are more, and computes
-    everything else again.
+    The backward pass reads the states at the start of chunks and their errors, or the states at the start of groups of 128
+    chunks if there are more, and computes everything else again.
 
     Args:
         start: the state before them; None for that before the first token.
@@ -101,7 +124,7 @@ def delta_rule(tokens: Tokens, start: State | None = None) -> tuple[jax.Array, S
     if length == 1:
         return _one_token(tokens, start)
     out, memory = _rule(tokens, start)  # pyright: ignore[reportGeneralTypeIssues]
-    return out, State(memory, last_segment(tokens.segments, start.segment))
+    return out, DeltaState(memory, last_segment(tokens.segments, start.segment))
 
 
 def transition(tokens: Tokens, segment_B: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -118,12 +141,8 @@ def transition(tokens: Tokens, segment_B: jax.Array) -> tuple[jax.Array, jax.Arr
     identity = jnp.broadcast_to(jnp.eye(key_size), (batch, key_heads, group, key_size, key_size))
 
     @functools.partial(jax.checkpoint, prevent_cse=False)
-    def chunk_forward(memory: jax.Array, chunk: _Chunk) -> tuple[jax.Array, None]:
-        return _advanced(memory, chunk)[0], None
-
-    @functools.partial(jax.checkpoint, prevent_cse=False)
     def group_forward(memory: jax.Array, group: _Group) -> tuple[jax.Array, None]:
-        return jax.lax.scan(chunk_forward, memory, _chunked(group))
+        return _run(memory, _chunked(group))[0], None
 
     after, _ = jax.lax.scan(group_forward, jnp.concatenate([zeros, identity], axis=-1), _grouped(wider, segment_B))
     return after[..., value_size:], after[..., :value_size]
@@ -131,7 +150,7 @@ def transition(tokens: Tokens, segment_B: jax.Array) -> tuple[jax.Array, jax.Arr
 
 def last_segment(segments_BT: jax.Array, before_B: jax.Array) -> jax.Array:
     """The document of the last token that is not padding, [B]; `before_B` if there is none."""
-    return filled(segments_BT, before_B)[:, -1]
+    return unpadded(segments_BT, before_B)[:, -1]
 
 
 def unit_vectors(x: jax.Array) -> jax.Array:
@@ -140,7 +159,7 @@ def unit_vectors(x: jax.Array) -> jax.Array:
     return x * jax.lax.rsqrt(jnp.sum(x * x, axis=-1, keepdims=True) + 1e-6)
 
 
-def _one_token(tokens: Tokens, start: State) -> tuple[jax.Array, State]:
+def _one_token(tokens: Tokens, start: DeltaState) -> tuple[jax.Array, DeltaState]:
     """The definition, in float32."""
     q_BKD, k_BKD, v_BKRV, g_BKR, beta_BKR = (array[:, 0].astype(jnp.float32) for array in tokens[:5])
     segment = tokens.segments[:, 0]
@@ -150,13 +169,13 @@ def _one_token(tokens: Tokens, start: State) -> tuple[jax.Array, State]:
     memory = decayed + _exact_sum("bkd,bkrv->bkrdv", k_BKD, beta_BKR[..., None] * error_BKRV)
     out_BKRV = _exact_sum("bkd,bkrdv->bkrv", q_BKD, memory)
     out = jnp.where(is_token[..., 0], out_BKRV, 0).astype(tokens.v.dtype)[:, None]
-    return out, State(jnp.where(is_token, memory, start.memory), jnp.where(segment != 0, segment, start.segment))
+    return out, DeltaState(jnp.where(is_token, memory, start.memory), jnp.where(segment != 0, segment, start.segment))
 
 
 _exact_sum = functools.partial(jnp.einsum, precision=jax.lax.Precision.HIGHEST)
 
 
-def filled(segments_BT: jax.Array, before_B: jax.Array) -> jax.Array:
+def unpadded(segments_BT: jax.Array, before_B: jax.Array) -> jax.Array:
     """Segments in which padding belongs to the document before it, so that it ends none."""
     extended = jnp.concatenate([before_B[:, None], segments_BT], axis=1)
     places = jnp.where(segments_BT != 0, jnp.arange(1, extended.shape[1]), 0)
@@ -200,7 +219,7 @@ def _grouped(tokens: Tokens, before_B: jax.Array) -> _Group:
     is_token = (tokens.segments != 0)[..., None, None]
     g, beta = (jnp.where(is_token, array.astype(jnp.float32), 0) for array in (tokens.g, tokens.beta))
     # What fills up the last chunk belongs to the last document: otherwise it would end it.
-    segments = _split(filled(tokens.segments, before_B), "edge")
+    segments = _split(unpadded(tokens.segments, before_B), "edge")
     before = jnp.concatenate([before_B[None], segments[:-1, :, -1]])
     return _Group._make((*(_split(x) for x in (tokens.q, tokens.k, tokens.v, g, beta)), segments, before))
 
@@ -219,54 +238,81 @@ def _chunked(group: _Group) -> _Chunk:
     v = split(group.v).transpose(0, 1, 3, 4, 2, 5)
     g, beta = (split(x).transpose(0, 1, 3, 4, 2) for x in (group.g, group.beta))
     decay, entering = _decays(g, s_NBC, before_NB)
-    products = jnp.einsum("nbkid,nbkjd->nbkij", k, k, preferred_element_type=jnp.float32)
-    scores = jnp.einsum("nbkid,nbkjd->nbkij", q, k, preferred_element_type=jnp.float32)
+    products, scores = (jnp.einsum("nbkid,nbkjd->nbkij", x, k, preferred_element_type=jnp.float32) for x in (k, q))
     below = jnp.tril(beta[..., None] * products[:, :, :, None] * decay, -1)
-    solve = unit_lower_inverse(below) * beta[..., None, :]
-    return _Chunk(q, k, v, scores[:, :, :, None] * decay, solve, entering, decay[..., -1, :])
+    # The barrier: otherwise XLA computes the matrix again for each level of the inverse.
+    solve = unit_lower_inverse(jax.lax.optimization_barrier(below)) * beta[..., None, :]
+    merged = lambda x, count: x.reshape(x.shape[0], -1, *x.shape[count + 1 :])  # noqa: E731
+    q, k = (merged(x, 2) for x in (q, k))
+    v, scores, solve, entering, leaving = (
+        merged(x, 3) for x in (v, scores[:, :, :, None] * decay, solve, entering, decay[..., -1, :])
+    )
+    read = _product("nhij,nhjl->nhil", scores.astype(v.dtype), solve)
+    write = _product("nhjd,nhjl->nhdl", _decayed(leaving, k), solve)
+    return _Chunk(q, k, v, read.astype(v.dtype), write.astype(v.dtype), entering)
 
 
 def _decays(g_NBKRC: jax.Array, s_NBC: jax.Array, before_NB: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Decay from token J to token I, and from the state before the chunk to token I; 0 from other documents."""
-    lower = jnp.tril(jnp.ones((s_NBC.shape[-1],) * 2, jnp.float32))
-    # Entry (l, j): g of token l, if it is behind token j.
-    behind = g_NBKRC[..., None] * jnp.tril(lower, -1)
-    between = jnp.einsum("il,nbkrlj->nbkrij", lower, behind, precision=jax.lax.Precision.HIGHEST)
-    same = (s_NBC[..., :, None] == s_NBC[..., None, :]) & (lower > 0)
+    place = jnp.arange(s_NBC.shape[-1])
+    lower = place[:, None] >= place
+    # Entry (l, i, j): whether token l is behind token j, and not behind token i.
+    sums = functools.partial(jnp.einsum, precision=jax.lax.Precision.HIGHEST)
+    between = sums("nbkrl,lij->nbkrij", g_NBKRC, (lower.T[:, :, None] & ~lower.T[:, None]).astype(jnp.float32))
+    same = (s_NBC[..., :, None] == s_NBC[..., None, :]) & lower
     first = (s_NBC == before_NB[..., None])[:, :, None, None]
     # Masked before the exponential: otherwise its derivative is infinity times zero.
     decay = jnp.exp(jnp.where(same[:, :, None, None], between, -jnp.inf))
-    return decay, jnp.exp(jnp.where(first, jnp.cumsum(g_NBKRC, axis=-1), -jnp.inf))
+    total = sums("nbkrl,il->nbkri", g_NBKRC, lower.astype(jnp.float32))
+    return decay, jnp.exp(jnp.where(first, total, -jnp.inf))
 
 
-def _forward(tokens: Tokens, start: State) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
-    """The outputs, the last state, and the states at the start of groups [groups, ...] and of chunks [groups, N, ...]."""
+def _run(memory: jax.Array, chunks: _Chunk) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """The state after chunks; and, in the dtype of the values, those at their starts, [N, H, D, V], and errors, [N, H, C, V].
+
+    Nothing else is in the loop, whose steps wait for each other.
+    """
 
     @functools.partial(jax.checkpoint, prevent_cse=False)
-    def chunk_forward(memory: jax.Array, chunk: _Chunk) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
-        after, out = _step(memory, chunk)
-        return after, (out, memory)
+    def step(carry: tuple[jax.Array, jax.Array], chunk: _Chunk):
+        memory, start = carry
+        error = chunk.error(start)
+        after = chunk.decayed(memory) + _product("hdc,hcv->hdv", chunk.write, error)
+        return (after, after.astype(start.dtype)), (start, error)
+
+    merged = memory.reshape(-1, *memory.shape[-2:])
+    (after, _), (starts, errors) = jax.lax.scan(step, (merged, merged.astype(chunks.v.dtype)), chunks)
+    return after.reshape(memory.shape), starts, errors
+
+
+def _forward(tokens: Tokens, start: DeltaState) -> tuple[jax.Array, jax.Array, jax.Array, tuple[jax.Array, jax.Array]]:
+    """The outputs; the last state; the states at the start of groups, [groups, ...]; what `_run` returns of their chunks."""
+    batch, length, *heads, value_size = tokens.v.shape
 
     @functools.partial(jax.checkpoint, prevent_cse=False)
     def group_forward(memory: jax.Array, group: _Group):
-        after, (out, starts) = jax.lax.scan(chunk_forward, memory, _chunked(group))
-        return after, (out, memory, starts)
+        chunks = _chunked(group)
+        after, *of_chunks = _run(memory, chunks)
+        starts, errors = of_chunks
+        out = _product("nhcd,nhdv->nhcv", chunks.entered(chunks.q), starts)
+        out = out + _product("nhij,nhjv->nhiv", chunks.read, errors)
+        return after, (out.astype(starts.dtype), memory, tuple(of_chunks))
 
-    memory, (out, first, starts) = jax.lax.scan(group_forward, start.memory, _grouped(tokens, start.segment))
-    # From [groups, N, B, K, R, C, V].
-    out = out.transpose(2, 0, 1, 5, 3, 4, 6).reshape(out.shape[2], -1, *tokens.v.shape[2:])[:, : tokens.v.shape[1]]
-    return jnp.where((tokens.segments != 0)[..., None, None, None], out, 0), memory, first, starts
+    memory, (out, first, of_chunks) = jax.lax.scan(group_forward, start.memory, _grouped(tokens, start.segment))
+    out = out.reshape(*out.shape[:2], batch, *heads, -1, value_size)  # [groups, N, B, K, R, C, V]
+    out = out.transpose(2, 0, 1, 5, 3, 4, 6).reshape(batch, -1, *heads, value_size)[:, :length]
+    return jnp.where((tokens.segments != 0)[..., None, None, None], out, 0), memory, first, of_chunks
 
 
 @CustomVjp
-def _rule(tokens: Tokens, start: State) -> tuple[jax.Array, jax.Array]:
+def _rule(tokens: Tokens, start: DeltaState) -> tuple[jax.Array, jax.Array]:
     """The outputs and the last state."""
     return _forward(tokens, start)[:2]
 
 
-def _rule_forward(tokens: Tokens, start: State):
-    out, memory, first, starts = _forward(tokens, start)
-    saved = (None, starts) if starts.shape[0] == 1 else (first, None)
+def _rule_forward(tokens: Tokens, start: DeltaState):
+    out, memory, first, of_chunks = _forward(tokens, start)
+    saved = (None, of_chunks) if first.shape[0] == 1 else (first, None)
     return (out, memory), (tokens, start.segment, jax.tree.map(lambda x: checkpoint_name(x, STATE), saved))
 
 
@@ -274,53 +320,58 @@ def _rule_backward(residuals, cotangents):
     (tokens, before_B, saved), (d_out, d_memory) = residuals, cotangents
     d_out = jnp.where((tokens.segments != 0)[..., None, None, None], d_out, 0)
     groups, count, size = _sizes(d_out.shape[1])
-    # To [groups, N, B, K, R, C, V].
     d_out = _split(d_out).reshape(groups, d_out.shape[0], count, size, *d_out.shape[2:]).transpose(0, 2, 1, 4, 5, 3, 6)
+    d_out = d_out.reshape(groups, count, -1, size, d_out.shape[-1])  # [groups, N, H, C, V]
+    dtype = tokens.v.dtype
 
-    def chunk_backward(d_memory, part):
-        memory, chunk, d_out = part
-        _, pullback = jax.vjp(_step, memory, chunk)
-        return pullback((d_memory, d_out))
+    def chunk_backward(carry, part):
+        (d_memory, d_after, d_ends, d_errors), (n, chunk, d_out) = carry, part
+        d_error = jax.lax.dynamic_index_in_dim(d_errors, n, keepdims=False)
+        d_error = (d_error + _product("hdc,hdv->hcv", chunk.write, d_after)).astype(dtype)
+        # One product, so that its result is written once.
+        left = jnp.concatenate([chunk.entered(chunk.q), -chunk.entered(chunk.k)], axis=1)
+        d_start = _product("hcd,hcv->hdv", left, jnp.concatenate([d_out, d_error], axis=1))
+        d_memory = chunk.decayed(d_memory) + d_start
+        d_ends = jax.lax.dynamic_update_index_in_dim(d_ends, d_after, n, axis=0)
+        d_errors = jax.lax.dynamic_update_index_in_dim(d_errors, d_error, n, axis=0)
+        return (d_memory, d_memory.astype(dtype), d_ends, d_errors), None
 
     def group_backward(d_memory, part):
-        (first, starts), group, d_out = part
-        prepare = lambda *arrays: _chunked(_Group._make((*arrays, group.segments, group.before)))  # noqa: E731
-        chunks, pullback = jax.vjp(prepare, *group[:5])
-        if starts is None:
-            _, starts = jax.lax.scan(lambda memory, chunk: (_advanced(memory, chunk)[0], memory), first, chunks)
-        d_memory, d_chunks = jax.lax.scan(chunk_backward, d_memory, (starts, chunks, d_out), reverse=True)
-        return d_memory, pullback(d_chunks)
+        (first, of_chunks), group, d_out = part
+
+        def prepare(*arrays):
+            chunks = _chunked(_Group._make((*arrays, group.segments, group.before)))
+            q, k = (chunks.entered(x) for x in (chunks.q, chunks.k))
+            return (q, k, chunks.v, chunks.read, chunks.write, chunks.entering[..., -1]), chunks
+
+        _, pullback, chunks = jax.vjp(prepare, *group[:5], has_aux=True)
+        starts, errors = _run(first, chunks)[1:] if of_chunks is None else of_chunks
+        d_errors = _product("nhij,nhiv->nhjv", chunks.read, d_out).astype(dtype)
+        merged = d_memory.reshape(starts.shape[1:])
+        # In place, and not as outputs: XLA for GPUs would make the zeros that those begin with, for all layers, at once.
+        zero, d_errors = jax.lax.optimization_barrier((jnp.zeros((), dtype), d_errors))
+        carry = (merged, merged.astype(dtype), jnp.broadcast_to(zero, starts.shape), d_errors)
+        carry, _ = jax.lax.scan(chunk_backward, carry, (jnp.arange(count), chunks, d_out), reverse=True)
+        merged, _, d_ends, d_errors = carry
+        pairs = ((d_out, starts), (-d_errors, starts), (d_out, errors), (d_ends, errors))
+        d_q, d_k, d_read, d_write = (_product("nhiv,nhjv->nhij", x, y).astype(dtype) for x, y in pairs)
+        d_kept = jnp.sum(d_ends.astype(jnp.float32) * starts.astype(jnp.float32), axis=(-2, -1))
+        return merged.reshape(d_memory.shape), pullback((d_q, d_k, d_errors, d_read, d_write, d_kept))
 
     grouped, ungroup = jax.vjp(
         lambda *arrays: _grouped(Tokens._make((*arrays, tokens.segments)), before_B)[:5], *tokens[:5]
     )
     group = _Group._make((*grouped, *_grouped(tokens, before_B)[5:]))
     d_memory, d_group = jax.lax.scan(group_backward, d_memory, (saved, group, d_out), reverse=True)
-    return Tokens._make((*ungroup(d_group), None)), State._make((d_memory, None))
+    return Tokens._make((*ungroup(d_group), None)), DeltaState._make((d_memory, None))
 
 
 _rule.defvjp(_rule_forward, _rule_backward)
 
 
-def _advanced(S_BKRDV: jax.Array, chunk: _Chunk) -> tuple[jax.Array, jax.Array]:
-    """The state after a chunk, and by how much its tokens change their values, [B, K, R, C, V]."""
-    product = functools.partial(_product, chunk.v.dtype)
-    recalled = chunk.entering[..., None] * product("bkcd,bkrdv->bkrcv", chunk.k, S_BKRDV)
-    change = product("bkrij,bkrjv->bkriv", chunk.solve, chunk.v - recalled)
-    added = product("bkcd,bkrcv->bkrdv", chunk.k, chunk.leaving[..., None] * change)
-    return chunk.entering[..., -1, None, None] * S_BKRDV + added, change
-
-
-def _step(S_BKRDV: jax.Array, chunk: _Chunk) -> tuple[jax.Array, jax.Array]:
-    """The state after a chunk and the outputs of its tokens, [B, K, R, C, V]."""
-    product = functools.partial(_product, chunk.v.dtype)
-    after, change = _advanced(S_BKRDV, chunk)
-    out = chunk.entering[..., None] * product("bkcd,bkrdv->bkrcv", chunk.q, S_BKRDV)
-    return after, (out + product("bkrij,bkrjv->bkriv", chunk.scores, change)).astype(chunk.v.dtype)
-
-
-def _product(dtype, subscripts: str, x: jax.Array, y: jax.Array) -> jax.Array:
-    return jnp.einsum(subscripts, x.astype(dtype), y.astype(dtype), preferred_element_type=jnp.float32)
+def _product(subscripts: str, x: jax.Array, y: jax.Array) -> jax.Array:
+    """A product of operands in the dtype of the first, with float32 sums."""
+    return jnp.einsum(subscripts, x, y.astype(x.dtype), preferred_element_type=jnp.float32)
 
 
 @jax.custom_jvp
@@ -329,18 +380,15 @@ def unit_lower_inverse(below: jax.Array) -> jax.Array:
 
     By blocks: the inverse of [[A, 0], [B, D]] is [[A', 0], [-D' B A', D']]. Tangents take two products, not these levels.
     """
-    *leading, size, _ = below.shape
-    inverse = jnp.ones((*leading, size, 1, 1), below.dtype)
-    for level in range(int(math.log2(size))):
-        half, count = 1 << level, size >> (level + 1)
-        grid = below.reshape(*leading, count, 2 * half, count, 2 * half)
-        on_diagonal = jnp.sum(jnp.where(jnp.eye(count, dtype=bool)[:, None, :, None], grid, 0), axis=-2)
-        corner = on_diagonal[..., half:, :half]
-        upper, lower = inverse[..., 0::2, :, :], inverse[..., 1::2, :, :]
-        corner = -_exact(_exact(lower, corner), upper)
-        top = jnp.concatenate([upper, jnp.zeros_like(upper)], axis=-1)
-        inverse = jnp.concatenate([top, jnp.concatenate([corner, lower], axis=-1)], axis=-2)
-    return inverse[..., 0, :, :]
+    *_, size, _ = below.shape
+    if size <= 2:
+        return jnp.eye(size, dtype=below.dtype) - below
+    half = size // 2
+    blocks = jnp.stack([below[..., :half, :half], below[..., half:, half:]], axis=-3)
+    upper, lower = jnp.moveaxis(unit_lower_inverse(blocks), -3, 0)
+    corner = -_exact(_exact(lower, below[..., half:, :half]), upper)
+    top = jnp.concatenate([upper, jnp.zeros_like(upper)], axis=-1)
+    return jnp.concatenate([top, jnp.concatenate([corner, lower], axis=-1)], axis=-2)
 
 
 @unit_lower_inverse.defjvp

@@ -25,7 +25,15 @@ from jaxlm.models.attention.backends.blockwise import ATTENTION
 from jaxlm.models.flops import MixerWork
 from jaxlm.models.linear import Linear
 from jaxlm.models.mixers.base import LayerCache, LayerContext, Mixer
-from jaxlm.models.mixers.delta_rule import State, Tokens, delta_rule, filled, last_segment, transition, unit_vectors
+from jaxlm.models.mixers.delta_rule import (
+    DeltaState,
+    Tokens,
+    delta_rule,
+    last_segment,
+    transition,
+    unit_vectors,
+    unpadded,
+)
 from jaxlm.models.mixers.shared_rows import SharedRows
 from jaxlm.models.norms import RMSNorm
 from jaxlm.models.remat import KEY, QUERY, VALUE, checkpoint_name
@@ -115,7 +123,8 @@ class GatedDeltaNet(Mixer, DeclaresParameters):
         by_token = lambda layer: layer(x).rearrange((BATCH, POSITION, *axes_of(layer.Out))).array  # noqa: E731
         rate, bias = (a.rearrange((Heads, Group)).array.astype(jnp.float32) for a in (self.A_log, self.dt_bias))
         decay, beta = (by_token(layer).astype(jnp.float32) for layer in (self.decay_proj, self.beta_proj))
-        q, k, v = map(by_token, (self.q_proj, self.k_proj, self.v_proj))
+        projected = zip(map(by_token, (self.q_proj, self.k_proj, self.v_proj)), (QUERY, KEY, VALUE), strict=True)
+        q, k, v = (ad_checkpoint.checkpoint_name(x, name) for x, name in projected)
         g, beta = -jnp.exp(rate) * jax.nn.softplus(decay + bias), self.max_beta * jax.nn.sigmoid(beta)
         tokens = Tokens(q, k, v, g, beta, segments.rearrange((BATCH, POSITION)).array)
         convs = [
@@ -187,7 +196,7 @@ def mixed(
         last = [_last(x, num_before) for x in inputs]
         before = [devices.before(x, jnp.zeros_like(devices.in_text(x)[0])) for x in last]
         padded = [jnp.concatenate(pair, axis=1) for pair in zip(before, inputs, strict=True)]
-        q, k, v = (convolved(x, conv, padded[3]) for x, conv in zip(padded, convs, strict=False))
+        fill, back = padded, None
     else:
         padded = [jnp.concatenate([one.astype(x.dtype), x], axis=1) for one, x in zip(earlier, inputs, strict=False)]
         # Padding between the earlier tokens and these is not in the way of the convolution.
@@ -195,11 +204,13 @@ def mixed(
         padded = [_taken(x, places) for x in padded]
         back = jnp.argsort(places, axis=1)[:, num_before:]
         fill = [jnp.pad(x, [(0, 0), (num_before, 0)] + [(0, 0)] * (x.ndim - 2)) for x in padded]
-        q, k, v = (_taken(convolved(x, conv, fill[3]), back) for x, conv in zip(fill, convs, strict=False))
-    q, k, v = (ad_checkpoint.checkpoint_name(x, name) for x, name in zip((q, k, v), (QUERY, KEY, VALUE), strict=True))
-    scaled = (unit_vectors(q) * q.shape[-1] ** -0.5).astype(v.dtype)
-    rule = Tokens(scaled, unit_vectors(k).astype(v.dtype), v, *tokens[3:])
-    start = None if earlier is None else State(earlier.memory, earlier.segments[:, -1])
+    lengths = (fill[0].shape[-1] ** -0.5, 1.0)
+    q, k = (_directions(x, conv, fill[3], n) for x, conv, n in zip(fill, convs, lengths, strict=False))
+    v = convolved(fill[2], convs[2], fill[3])
+    if back is not None:
+        q, k, v = (_taken(x, back) for x in (q, k, v))
+    rule = Tokens(q, k, v, *tokens[3:])
+    start = None if earlier is None else DeltaState(earlier.memory, earlier.segments[:, -1])
     if devices.passed:
         start = passed_state(devices, rule)
     out, state = delta_rule(rule, start)
@@ -212,11 +223,11 @@ def mixed(
     return devices.own_tokens(out if order is None else _taken(out, order)), later
 
 
-def passed_state(devices: SharedRows, tokens: Tokens) -> State:
+def passed_state(devices: SharedRows, tokens: Tokens) -> DeltaState:
     """The state before each of the device's pieces, after the pieces before it in the text."""
     nothing = jnp.zeros_like(devices.in_text(tokens.segments[:, 0])[0])
     last = devices.in_text(last_segment(tokens.segments, jnp.zeros_like(tokens.segments[:, 0])))  # [pieces, B]
-    segments = jnp.concatenate([nothing[None], filled(last.T, nothing).T[:-1]])
+    segments = jnp.concatenate([nothing[None], unpadded(last.T, nothing).T[:-1]])
     segment = devices.own_pieces(segments)
     maps = [devices.in_text(x) for x in transition(tokens, segment)]
 
@@ -225,7 +236,14 @@ def passed_state(devices: SharedRows, tokens: Tokens) -> State:
         return jnp.matmul(M, memory, precision=jax.lax.Precision.HIGHEST) + B, memory
 
     _, starts = jax.lax.scan(step, jnp.zeros_like(maps[1][0]), maps)
-    return State(devices.own_pieces(starts), segment)
+    return DeltaState(devices.own_pieces(starts), segment)
+
+
+@jax.checkpoint  # XLA for GPUs would save the float32 sums for the gradient; reading their inputs again takes less time
+def _directions(x: jax.Array, conv: jax.Array, segments: jax.Array, length: float) -> jax.Array:
+    """Queries or keys as vectors of this length. Args: as those of `convolved`."""
+    out = convolved(x, conv, segments)
+    return (unit_vectors(out) * length).astype(out.dtype)
 
 
 def convolved(x: jax.Array, conv: jax.Array, segments: jax.Array) -> jax.Array:
