@@ -97,6 +97,23 @@ models/chunked_loss.py: tests/models/test_loss.py tests/models
 models/layers.py: tests/objectives/test_neftune.py tests/models
 - lengths_BS = jax.vmap(lambda ids: jnp.bincount(ids, length=Pos.size + 1)[ids])(ids_BS)
 + lengths_BS = jnp.full(ids_BS.shape, Pos.size)
+models/mixers/delta_rule.py: tests/models/test_delta_rule.py tests/models/test_mixers.py
+- jnp.exp(jnp.where(same[:, :, None, None], between, -jnp.inf))
++ jnp.exp(between)
+- filled(tokens.segments, before_B), "edge")
++ filled(tokens.segments, before_B))
+models/mixers/gated_delta_net.py: tests/models/test_gated_delta_net.py tests/models/test_mixers.py
+- jnp.where(same, part * conv[..., tap].astype(jnp.float32), 0)
++ part * conv[..., tap].astype(jnp.float32)
+models/routing.py: tests/models/test_routing.py
+- jnp.take_along_axis(scores_BSE, ids_BSK, axis=-1)
++ jnp.take_along_axis(chooses_BSE, ids_BSK, axis=-1)
+- by_group, -jnp.inf).reshape
++ by_group, 0.0).reshape
+- load_E * load_E.size - jnp.sum(load_E)
++ load_E
+- (segment_ids.array != 0).astype(jnp.float32), segment_ids.axes)
++ jnp.ones(segment_ids.array.shape, jnp.float32), segment_ids.axes)
 models/rope.py: tests/interop/test_longrope.py tests/models/test_configs.py tests/interop tests/models
 - return unscaled * (smooth + (1 - smooth) / self.factor)
 + return unscaled * (1 - smooth + smooth / self.factor)

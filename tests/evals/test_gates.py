@@ -18,7 +18,7 @@ from jaxlm.core.values.sums import TokenScores
 from jaxlm.evals.base import EvalConfig, EvalContext, GateError, Limit, Limits, ValidationSet
 from jaxlm.evals.compare import CompareEvalConfig, FidelityEvalConfig, L1Limits
 from jaxlm.evals.loss import perplexity
-from jaxlm.models.base import EMBEDDING, Hidden, Inputs, LanguageModel, layer_tap, vocab_axis
+from jaxlm.models.base import EMBEDDING, Hidden, Inputs, LanguageModel, ModelConfig, layer_tap, vocab_axis
 from jaxlm.models.distillation.layerwise import layer_streams
 from jaxlm.models.families.gpt2 import Gpt2Config
 from jaxlm.models.families.llama import LlamaConfig
@@ -28,6 +28,7 @@ from jaxlm.reading.decode import decode
 from jaxlm.reading.yaml import ConfigSource
 from tests.engine.helpers import F32, MODEL, VOCAB, arrays, layout, one_device
 from tests.engine.helpers import batch as training_batch
+from tests.small_runs import MODELS
 
 WHERE = {"one device": one_device, "fsdp 8": layout}
 
@@ -183,6 +184,14 @@ def test_a_model_equals_itself_in_every_layer(where):
     assert set(found.values()) == {0.0}
     layers = {f"compare/attention/layer_{layer}/{name}" for layer in range(2) for name in ("l1", "relative")}
     assert layers < found.keys()
+
+
+def test_layers_without_attention_are_not_compared_and_the_error_names_the_key():
+    config = decode(ModelConfig, ConfigSource(MODELS["qwen3_5"]))
+    model = jax.eval_shape(lambda: config.build(vocab_axis(VOCAB), key=jax.random.key(0)))
+    with pytest.raises(ConfigError, match=r"compare: attention: a layer .* has 0 attention modules.* Set it to null$"):
+        CompareEvalConfig().check_model(model, {"teacher": model})
+    CompareEvalConfig(attention=None).check_model(model, {"teacher": model})
 
 
 def attention_outputs(model: Any, inputs: Inputs) -> list[Any]:

@@ -76,7 +76,7 @@ class CompareEvalConfig(PairGateConfig):
         if self.attention is None or references is None:
             return
         key, reference = "evals: type compare: attention", references[self.reference]
-        own, theirs = (layer_body(one, _ATTENTION, key).num_layers for one in (model, reference))
+        own, theirs = (layer_body(one, _ATTENTION, key, "Set it to null").num_layers for one in (model, reference))
         if own != theirs:
             raise ConfigError(
                 f"{key}: the model has {own} layers and the reference {theirs}, so it is not known which of them to compare."

@@ -62,11 +62,15 @@ class LayerErrors(eqx.Module):
     size: NamedArray
 
 
-def layer_body(model: Any, target: Target, what: str) -> Body:
+_RESIDUAL = "Compare the residual stream instead (target: residual)"
+
+
+def layer_body(model: Any, target: Target, what: str, otherwise: str = _RESIDUAL) -> Body:
     """The layers of a model. Leaves may be missing (None).
 
     Args:
         what: names the model, or the key that needs its layers, for messages.
+        otherwise: what to do if they have no such target.
 
     Raises:
         ConfigError: they cannot be run one by one, or have no such target.
@@ -78,7 +82,7 @@ def layer_body(model: Any, target: Target, what: str) -> Body:
         if (found := len(tree.modules_by_path(block, Attention))) != 1:
             raise ConfigError(
                 f"{what}: a layer of type {type(block).__name__} has {found} attention modules, so that it is not known what"
-                f" its {target} is. Compare the residual stream instead (target: residual)"
+                f" its {target} is. {otherwise}"
             )
     return body
 
