@@ -263,9 +263,10 @@ def test_layers_that_predict_further_tokens_survive_training(imported, kind, wor
 
 
 def write_start_of(place, folder):
-    """The YAML of a run that starts from a folder, with its tokenizer."""
+    """The YAML of a run that starts from a folder, with its tokenizer. A cache of tokens has those of one tokenizer."""
     text = place.write(FROM.format(folder=folder)).read_text()
     text = text[: text.index("model:")] + text[text.index("trainer:") :]
+    text = text.replace(f"cache_dir: {place.cache}\n", "cache_dir: cache\n")
     (place.folder / "run.yaml").write_text(text.replace("  vocab_size: 300\n", f"  tokenizer: {folder}\n"))
 
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from jaxlm.core.tracing import tracing
-from jaxlm.models.mixers.delta_rule import State, Tokens, delta_rule, transition, unit_lower_inverse
+from jaxlm.models.mixers.delta_rule import DeltaState, Tokens, delta_rule, transition, unit_lower_inverse
 
 KEY_HEADS, GROUP, KEY_SIZE, VALUE_SIZE = 2, 2, 16, 8
 
@@ -190,5 +190,5 @@ def test_second_derivatives():
 
 def test_a_state_of_another_document_is_dropped():
     tokens = _tokens(10)
-    start = State(jnp.ones((2, KEY_HEADS, GROUP, KEY_SIZE, VALUE_SIZE)), jnp.asarray([7, 7], jnp.int32))
+    start = DeltaState(jnp.ones((2, KEY_HEADS, GROUP, KEY_SIZE, VALUE_SIZE)), jnp.asarray([7, 7], jnp.int32))
     assert (delta_rule(tokens, start)[0] == delta_rule(tokens)[0]).all()

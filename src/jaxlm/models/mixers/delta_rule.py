@@ -33,7 +33,7 @@ STATE = "state"
 """Checkpoint name of what the backward pass reads of chunks or groups, in remat policies."""
 
 
-class State(NamedTuple):
+class DeltaState(NamedTuple):
     """What tokens have left for later ones.
 
     Attributes:
@@ -103,14 +103,14 @@ def _decayed(decay_HC: jax.Array, x_GCD: jax.Array) -> jax.Array:
     return (decay * x_GCD[..., None, :, :]).astype(x_GCD.dtype).reshape(*leading, -1, size, features)
 
 
-def empty_state(batch: int, key_heads: int, group: int, key_size: int, value_size: int) -> State:
+def empty_state(batch: int, key_heads: int, group: int, key_size: int, value_size: int) -> DeltaState:
     """The state before the first token."""
     memory = jnp.zeros((batch, key_heads, group, key_size, value_size), jnp.float32)
-    return State(memory, jnp.zeros((batch,), jnp.int32))
+    return DeltaState(memory, jnp.zeros((batch,), jnp.int32))
 
 
 @jax.named_scope("delta_rule")
-def delta_rule(tokens: Tokens, start: State | None = None) -> tuple[jax.Array, State]:
+def delta_rule(tokens: Tokens, start: DeltaState | None = None) -> tuple[jax.Array, DeltaState]:
     """Applies the rule to tokens in the order of the text; returns the outputs [B, T, K, R, V] and the state after them.
 
     The backward pass reads the states at the start of chunks and their errors, or the states at the start of groups of 128
@@ -124,7 +124,7 @@ def delta_rule(tokens: Tokens, start: State | None = None) -> tuple[jax.Array, S
     if length == 1:
         return _one_token(tokens, start)
     out, memory = _rule(tokens, start)  # pyright: ignore[reportGeneralTypeIssues]
-    return out, State(memory, last_segment(tokens.segments, start.segment))
+    return out, DeltaState(memory, last_segment(tokens.segments, start.segment))
 
 
 def transition(tokens: Tokens, segment_B: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -150,7 +150,7 @@ def transition(tokens: Tokens, segment_B: jax.Array) -> tuple[jax.Array, jax.Arr
 
 def last_segment(segments_BT: jax.Array, before_B: jax.Array) -> jax.Array:
     """The document of the last token that is not padding, [B]; `before_B` if there is none."""
-    return filled(segments_BT, before_B)[:, -1]
+    return unpadded(segments_BT, before_B)[:, -1]
 
 
 def unit_vectors(x: jax.Array) -> jax.Array:
@@ -159,7 +159,7 @@ def unit_vectors(x: jax.Array) -> jax.Array:
     return x * jax.lax.rsqrt(jnp.sum(x * x, axis=-1, keepdims=True) + 1e-6)
 
 
-def _one_token(tokens: Tokens, start: State) -> tuple[jax.Array, State]:
+def _one_token(tokens: Tokens, start: DeltaState) -> tuple[jax.Array, DeltaState]:
     """The definition, in float32."""
     q_BKD, k_BKD, v_BKRV, g_BKR, beta_BKR = (array[:, 0].astype(jnp.float32) for array in tokens[:5])
     segment = tokens.segments[:, 0]
@@ -169,13 +169,13 @@ def _one_token(tokens: Tokens, start: State) -> tuple[jax.Array, State]:
     memory = decayed + _exact_sum("bkd,bkrv->bkrdv", k_BKD, beta_BKR[..., None] * error_BKRV)
     out_BKRV = _exact_sum("bkd,bkrdv->bkrv", q_BKD, memory)
     out = jnp.where(is_token[..., 0], out_BKRV, 0).astype(tokens.v.dtype)[:, None]
-    return out, State(jnp.where(is_token, memory, start.memory), jnp.where(segment != 0, segment, start.segment))
+    return out, DeltaState(jnp.where(is_token, memory, start.memory), jnp.where(segment != 0, segment, start.segment))
 
 
 _exact_sum = functools.partial(jnp.einsum, precision=jax.lax.Precision.HIGHEST)
 
 
-def filled(segments_BT: jax.Array, before_B: jax.Array) -> jax.Array:
+def unpadded(segments_BT: jax.Array, before_B: jax.Array) -> jax.Array:
     """Segments in which padding belongs to the document before it, so that it ends none."""
     extended = jnp.concatenate([before_B[:, None], segments_BT], axis=1)
     places = jnp.where(segments_BT != 0, jnp.arange(1, extended.shape[1]), 0)
@@ -219,7 +219,7 @@ def _grouped(tokens: Tokens, before_B: jax.Array) -> _Group:
     is_token = (tokens.segments != 0)[..., None, None]
     g, beta = (jnp.where(is_token, array.astype(jnp.float32), 0) for array in (tokens.g, tokens.beta))
     # What fills up the last chunk belongs to the last document: otherwise it would end it.
-    segments = _split(filled(tokens.segments, before_B), "edge")
+    segments = _split(unpadded(tokens.segments, before_B), "edge")
     before = jnp.concatenate([before_B[None], segments[:-1, :, -1]])
     return _Group._make((*(_split(x) for x in (tokens.q, tokens.k, tokens.v, g, beta)), segments, before))
 
@@ -257,14 +257,14 @@ def _decays(g_NBKRC: jax.Array, s_NBC: jax.Array, before_NB: jax.Array) -> tuple
     place = jnp.arange(s_NBC.shape[-1])
     lower = place[:, None] >= place
     # Entry (l, i, j): whether token l is behind token j, and not behind token i.
-    sums = functools.partial(jnp.einsum, precision=jax.lax.Precision.HIGHEST)
-    between = sums("nbkrl,lij->nbkrij", g_NBKRC, (lower.T[:, :, None] & ~lower.T[:, None]).astype(jnp.float32))
+    behind = (lower.T[:, :, None] & ~lower.T[:, None]).astype(jnp.float32)
+    # The barrier: XLA for GPUs does not find tiles for this product together with what makes g, if R is 3.
+    between = _exact_sum("nbkrl,lij->nbkrij", *jax.lax.optimization_barrier((g_NBKRC, behind)))
     same = (s_NBC[..., :, None] == s_NBC[..., None, :]) & lower
     first = (s_NBC == before_NB[..., None])[:, :, None, None]
     # Masked before the exponential: otherwise its derivative is infinity times zero.
     decay = jnp.exp(jnp.where(same[:, :, None, None], between, -jnp.inf))
-    total = sums("nbkrl,il->nbkri", g_NBKRC, lower.astype(jnp.float32))
-    return decay, jnp.exp(jnp.where(first, total, -jnp.inf))
+    return decay, jnp.exp(jnp.where(first, between[..., 0] + g_NBKRC[..., :1], -jnp.inf))
 
 
 def _run(memory: jax.Array, chunks: _Chunk) -> tuple[jax.Array, jax.Array, jax.Array]:
@@ -285,7 +285,7 @@ def _run(memory: jax.Array, chunks: _Chunk) -> tuple[jax.Array, jax.Array, jax.A
     return after.reshape(memory.shape), starts, errors
 
 
-def _forward(tokens: Tokens, start: State) -> tuple[jax.Array, jax.Array, jax.Array, tuple[jax.Array, jax.Array]]:
+def _forward(tokens: Tokens, start: DeltaState) -> tuple[jax.Array, jax.Array, jax.Array, tuple[jax.Array, jax.Array]]:
     """The outputs; the last state; the states at the start of groups, [groups, ...]; what `_run` returns of their chunks."""
     batch, length, *heads, value_size = tokens.v.shape
 
@@ -305,12 +305,12 @@ def _forward(tokens: Tokens, start: State) -> tuple[jax.Array, jax.Array, jax.Ar
 
 
 @CustomVjp
-def _rule(tokens: Tokens, start: State) -> tuple[jax.Array, jax.Array]:
+def _rule(tokens: Tokens, start: DeltaState) -> tuple[jax.Array, jax.Array]:
     """The outputs and the last state."""
     return _forward(tokens, start)[:2]
 
 
-def _rule_forward(tokens: Tokens, start: State):
+def _rule_forward(tokens: Tokens, start: DeltaState):
     out, memory, first, of_chunks = _forward(tokens, start)
     saved = (None, of_chunks) if first.shape[0] == 1 else (first, None)
     return (out, memory), (tokens, start.segment, jax.tree.map(lambda x: checkpoint_name(x, STATE), saved))
@@ -363,7 +363,7 @@ def _rule_backward(residuals, cotangents):
     )
     group = _Group._make((*grouped, *_grouped(tokens, before_B)[5:]))
     d_memory, d_group = jax.lax.scan(group_backward, d_memory, (saved, group, d_out), reverse=True)
-    return Tokens._make((*ungroup(d_group), None)), State._make((d_memory, None))
+    return Tokens._make((*ungroup(d_group), None)), DeltaState._make((d_memory, None))
 
 
 _rule.defvjp(_rule_forward, _rule_backward)

@@ -25,7 +25,15 @@ from jaxlm.models.attention.backends.blockwise import ATTENTION
 from jaxlm.models.flops import MixerWork
 from jaxlm.models.linear import Linear
 from jaxlm.models.mixers.base import LayerCache, LayerContext, Mixer
-from jaxlm.models.mixers.delta_rule import State, Tokens, delta_rule, filled, last_segment, transition, unit_vectors
+from jaxlm.models.mixers.delta_rule import (
+    DeltaState,
+    Tokens,
+    delta_rule,
+    last_segment,
+    transition,
+    unit_vectors,
+    unpadded,
+)
 from jaxlm.models.mixers.shared_rows import SharedRows
 from jaxlm.models.norms import RMSNorm
 from jaxlm.models.remat import KEY, QUERY, VALUE, checkpoint_name
@@ -202,7 +210,7 @@ def mixed(
     if back is not None:
         q, k, v = (_taken(x, back) for x in (q, k, v))
     rule = Tokens(q, k, v, *tokens[3:])
-    start = None if earlier is None else State(earlier.memory, earlier.segments[:, -1])
+    start = None if earlier is None else DeltaState(earlier.memory, earlier.segments[:, -1])
     if devices.passed:
         start = passed_state(devices, rule)
     out, state = delta_rule(rule, start)
@@ -215,11 +223,11 @@ def mixed(
     return devices.own_tokens(out if order is None else _taken(out, order)), later
 
 
-def passed_state(devices: SharedRows, tokens: Tokens) -> State:
+def passed_state(devices: SharedRows, tokens: Tokens) -> DeltaState:
     """The state before each of the device's pieces, after the pieces before it in the text."""
     nothing = jnp.zeros_like(devices.in_text(tokens.segments[:, 0])[0])
     last = devices.in_text(last_segment(tokens.segments, jnp.zeros_like(tokens.segments[:, 0])))  # [pieces, B]
-    segments = jnp.concatenate([nothing[None], filled(last.T, nothing).T[:-1]])
+    segments = jnp.concatenate([nothing[None], unpadded(last.T, nothing).T[:-1]])
     segment = devices.own_pieces(segments)
     maps = [devices.in_text(x) for x in transition(tokens, segment)]
 
@@ -228,7 +236,7 @@ def passed_state(devices: SharedRows, tokens: Tokens) -> State:
         return jnp.matmul(M, memory, precision=jax.lax.Precision.HIGHEST) + B, memory
 
     _, starts = jax.lax.scan(step, jnp.zeros_like(maps[1][0]), maps)
-    return State(devices.own_pieces(starts), segment)
+    return DeltaState(devices.own_pieces(starts), segment)
 
 
 @jax.checkpoint  # XLA for GPUs would save the float32 sums for the gradient; reading their inputs again takes less time
