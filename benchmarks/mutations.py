@@ -61,8 +61,8 @@ core/parameters.py: tests/core/test_parameters.py tests/optim/test_own_rules.py
 - -self.size * jnp.sign(g)
 + -self.size * g
 core/precision.py: tests/core/test_parameters.py
-- return rule or (widened if path in float32 else self)
-+ return widened if path in float32 else rule or self
+- return replace(rule, params=sum_dtype(rule.params), compute=sum_dtype(rule.compute))
++ return rule
 optim/groups.py: tests/optim/test_own_rules.py
 - moved, after = optimizer.update(others(updates), state
 + moved, after = optimizer.update(updates, state
@@ -100,8 +100,8 @@ models/layers.py: tests/objectives/test_neftune.py tests/models
 models/mixers/delta_rule.py: tests/models/test_delta_rule.py tests/models/test_mixers.py
 - jnp.exp(jnp.where(same[:, :, None, None], between, -jnp.inf))
 + jnp.exp(between)
-- filled(tokens.segments, before_B), "edge")
-+ filled(tokens.segments, before_B))
+- unpadded(tokens.segments, before_B), "edge")
++ unpadded(tokens.segments, before_B))
 models/mixers/gated_delta_net.py: tests/models/test_gated_delta_net.py tests/models/test_mixers.py
 - jnp.where(same, part * conv[..., tap].astype(jnp.float32), 0)
 + part * conv[..., tap].astype(jnp.float32)

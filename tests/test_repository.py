@@ -234,3 +234,12 @@ def test_every_command_is_listed():
     files = [*SOURCE.glob("*.py"), *(path for path in MODULES if path.parent.name == "commands")]
     runnable = {path.stem for path in files if 'if __name__ == "__main__"' in path.read_text()}
     assert set(commands()) == runnable - {"__main__"}
+
+
+def test_every_mutation_fits_the_code(monkeypatch):
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    import mutations
+
+    for one in mutations.mutations():
+        assert (ROOT / "src/jaxlm" / one.file).read_text().count(one.right) == 1, one
+        assert all((ROOT / tests).exists() for tests in one.tests), one

@@ -29,6 +29,11 @@ class Numbers:
     count: PositiveInt = 1
 
 
+@dataclass(frozen=True)
+class Outer:
+    inner: Numbers = Numbers()
+
+
 def test_a_positive_number_is_one_that_programs_can_divide_by():
     for name in ("positive", "share", "proper"):
         least = Numbers(**{name: SMALLEST_FLOAT})
@@ -63,9 +68,16 @@ def test_a_positive_number_is_one_that_programs_can_divide_by():
         ({"other": -1e39}, "other: -1e+39 given, a finite number of 0 or more expected"),
         ({"count": [4, 4]}, "count: [4, 4] given, an integer of 1 or more expected"),
         ({"share": {}}, "share: {} given, a finite number above 0 and at most 1 expected"),
+        ({"count": Numbers()}, "given, an integer of 1 or more expected"),
     ],
 )
 def test_messages_name_the_limits(given, message):
     with pytest.raises(ConfigError) as caught:
         check_fields(Numbers(**given))
     assert str(caught.value).endswith(message)
+
+
+@pytest.mark.parametrize("value", [[1], {"count": 1}, 1])
+def test_a_section_is_neither_a_list_nor_a_mapping(value):
+    with pytest.raises(ConfigError, match=r"inner: .* given, "):
+        check_fields(Outer(value))

@@ -909,6 +909,10 @@ REFUSED: dict[str, tuple[Json, str]] = {
         {"model_type": "gptj", "n_embd": 4096, "n_head": 16, "n_layer": 28, "n_positions": 2048, "rotary_dim": 64},
         r"'gptj'. The family with the most of its keys is 'gpt2', which does not read rotary_dim. Known: ",
     ),
+    "gpt2-of-another-name": (
+        {"model_type": "gpt2x", "n_embd": 768, "n_head": 12, "n_layer": 12, "n_positions": 1024},
+        r"'gpt2x'. Its keys are those of 'gpt2'. If it computes the same .*, set model_type: gpt2 in a copy",
+    ),
     "Qwen3-VL-MoE-not-normalized": (
         {
             "model_type": "qwen3_vl_moe",

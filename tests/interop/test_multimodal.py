@@ -171,18 +171,18 @@ def test_parts_follow_one_another_or_take_turns(along, interleaved):
         np.testing.assert_array_equal(table.read(whole, number, sizes, axes), part)
 
 
-@pytest.mark.parametrize("with_embedding", [True, False])
+@pytest.mark.parametrize("with_tied_names", [True, False])
 @pytest.mark.parametrize(
     ("kind", "head"), [("qwen2_5_vl", "lm_head.weight"), ("gemma3", "language_model.lm_head.weight")]
 )
-def test_a_tied_head_in_the_files_is_written_back(kind, head, with_embedding, tmp_path):
+def test_a_tied_head_in_the_files_is_written_back(kind, head, with_tied_names, tmp_path):
     """Beside the embedding, or in its place."""
     pytest.importorskip("transformers")
     folder = saved(kind, tmp_path / "hf")
     file = SafetensorsFile(folder / "model.safetensors")
     arrays = {name: np.array(file.view(name)) for name in file.tensors}
     embedding = next(name for name in arrays if name.endswith("embed_tokens.weight"))
-    arrays[head] = arrays[embedding] if with_embedding else arrays.pop(embedding)
+    arrays[head] = arrays[embedding] if with_tied_names else arrays.pop(embedding)
     write_safetensors(folder / "new", {n: TensorInfo(a.shape, a.dtype) for n, a in arrays.items()}, arrays.values())
     (folder / "new").rename(folder / "model.safetensors")
     model, config = load(folder)

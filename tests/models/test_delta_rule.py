@@ -79,13 +79,14 @@ CASES = {
 
 @functools.partial(jax.jit, static_argnums=(0, 2))
 def _with_gradients(rule, tokens: Tokens, dtype):
-    weights = jnp.asarray(np.random.default_rng(1).normal(size=tokens.v.shape), dtype)
+    """Args: dtype: of all that tokens have; None for what it is."""
+    weights = jnp.asarray(np.random.default_rng(1).normal(size=tokens.v.shape), dtype or jnp.float32)
 
     def loss(arrays):
         out, state = rule(Tokens._make((*arrays, tokens.segments)))
         return jnp.sum(weights * out), (out, state)
 
-    gradients, (out, state) = jax.grad(loss, has_aux=True)(tuple(a.astype(dtype) for a in tokens[:5]))
+    gradients, (out, state) = jax.grad(loss, has_aux=True)(tuple(a.astype(dtype or a.dtype) for a in tokens[:5]))
     return out, state, gradients
 
 
@@ -106,6 +107,33 @@ def test_chunks_compute_the_definition(case):
     for name, one, other in zip(Tokens._fields, gradients, wanted, strict=False):
         assert np.isfinite(one).all(), name
         assert np.abs(one - other).max() <= 1e-5 * max(1, np.abs(other).max()), name
+
+
+def _in_bfloat16(tokens: Tokens) -> Tokens:
+    """Activations are; decays and step sizes never."""
+    return tokens._replace(**{name: getattr(tokens, name).astype(jnp.bfloat16) for name in ("q", "k", "v")})
+
+
+def test_bfloat16_rounds_only_what_products_read():
+    tokens = _in_bfloat16(_tokens(200, common=0.5, segments=_documents(1, 30, 63, 37, 69), decay=-0.01))
+    out, state, gradients = _with_gradients(delta_rule, tokens, None)
+    with jax.enable_x64(True):
+        expected, last, wanted = jax.tree.map(np.asarray, _with_gradients(_definition, tokens, jnp.float64))
+    assert (out.dtype, state.memory.dtype) == (jnp.bfloat16, jnp.float32)
+    for one, other in ((out, expected), (state.memory, last), *zip(gradients, wanted, strict=True)):
+        assert np.abs(np.asarray(one, np.float64) - other).max() <= 0.02 * np.abs(other).max()
+
+
+def test_a_state_of_bfloat16_values_follows_updates_that_bfloat16_would_lose():
+    """With the same key k in all tokens, k S moves to v by the factor (1 - beta) for each."""
+    beta, length = 2e-5, 1024
+    tokens = _in_bfloat16(_tokens(length, common=1.0, decay=0.0, beta=beta))
+    tokens = tokens._replace(v=jnp.full_like(tokens.v, 1.5))
+    key = tokens.k[:, 0].astype(jnp.float32)
+    memory = jnp.broadcast_to(key[:, :, None, :, None], (2, KEY_HEADS, GROUP, KEY_SIZE, VALUE_SIZE))
+    _, state = delta_rule(tokens, DeltaState(memory, tokens.segments[:, 0]))
+    moved = jnp.einsum("bkd,bkrdv->bkrv", key, state.memory - memory)
+    np.testing.assert_allclose(moved, 0.5 * (1 - (1 - beta) ** length), rtol=0.02)
 
 
 @pytest.mark.slow

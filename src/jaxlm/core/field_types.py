@@ -202,16 +202,16 @@ def _members(hint: Any) -> tuple[Any, ...]:
 
 def _check(hint: Any, value: Any, path: str) -> None:
     members = _members(hint)
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        check_fields(value, path)
-    elif all(map(_is_simple, members)):
+    if all(map(_is_simple, members)):
         check_simple(hint, value, path)
-    elif isinstance(value, Mapping):
+    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+        check_fields(value, path)
+    elif isinstance(value, Mapping) and (kind := _items(members, dict)):
         for key, item in value.items():
-            _check(_items(members, dict), item, f"{path}.{key}")
-    elif isinstance(value, (list, tuple)):
+            _check(kind, item, f"{path}.{key}")
+    elif isinstance(value, (list, tuple)) and (kind := _items(members, list)):
         for number, item in enumerate(value):
-            _check(_items(members, list), item, f"{path}.{number}")
+            _check(kind, item, f"{path}.{number}")
     else:
         check_simple(hint, value, path)
 
@@ -223,8 +223,8 @@ def _is_simple(member: Any) -> bool:
 
 
 def _items(members: tuple[Any, ...], container: type) -> Any:
-    """The type of the items of the container among `members`."""
-    return next((typing.get_args(member)[-1] for member in members if typing.get_origin(member) is container), Any)
+    """The type of the items of the container among `members`; None if there is none, or if it does not say."""
+    return next((typing.get_args(member)[-1] for member in members if typing.get_origin(member) is container), None)
 
 
 def _accepts(member: Any, value: Any) -> bool:

@@ -7,8 +7,9 @@
              of recurrent layers, the output and the states
     full     saves only each layer's input (Chen et al. 2016, arXiv:1604.06174)
     [names]  saves the layer's input and the named activations: query, key, value, attention, mlp, expert,
-             state (of recurrent layers, the states at the start of chunks of 64 tokens and how far their values are from
-             them, or the states at the start of groups in rows of more than 8,192; save it together with attention)
+             state (of recurrent layers, the states at the start of chunks of 64 tokens and the chunks' errors, which are
+             values minus what the state has for their keys; in rows of more than 8,192 tokens, the states at the start of
+             groups of chunks; save it together with attention)
     offload  saves some of them in the host's memory, and the layer's input too if its name is there: residual
     modules  saves nothing inside of the modules of each layer whose names match a regular expression, except their inputs,
              and everything in the others

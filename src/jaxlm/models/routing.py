@@ -1,6 +1,6 @@
 """Routing: how a mixture of experts chooses the experts of each token, and how much each of them counts.
 
-Choices, shares and statistics are float32, whatever the dtype of the activations. It reads the logits of a linear layer,
+Choices, shares and statistics are float32, whatever the dtype of the activations. Routing reads the logits of a linear layer,
 `Experts.router`, which is a layer of its own for adapters and checkpoints. If several experts have the same score,
 the first ones are chosen.
 

@@ -19,6 +19,7 @@ from jaxlm.models.attention.backends.splash import splash_attention
 from jaxlm.models.attention.choose import AttentionTask, choose_attention
 from jaxlm.models.base import Inputs, vocab_axis
 from jaxlm.models.decoder import Decoder
+from jaxlm.models.flops import matrix_operations
 from jaxlm.models.inference.generate import GenerationConfig, generate, generate_tokens
 from jaxlm.models.inference.unstacked import Generator, stack, unstack
 from jaxlm.models.rope import DefaultRotary
@@ -84,6 +85,15 @@ def inputs(positions=None, segments=None, length=LENGTH, batch=BATCH) -> Inputs:
 @jax.jit
 def logits(model, read):
     return model.logits(model.hidden(read).final).rearrange(("batch", "position", "vocab")).array
+
+
+@pytest.mark.parametrize("config", VARIANTS.values(), ids=VARIANTS.keys())
+def test_flops_are_those_of_the_products_in_the_program(config):
+    """The program computes the scores of masked tokens too. A null slot would be one more key."""
+    config = dataclasses.replace(config, seq_len=LENGTH, null_slot=False)
+    model = jax.eval_shape(lambda key: config.build(VOCAB, key=key), jax.random.key(0))
+    program = jax.make_jaxpr(lambda model: logits(model, inputs()))(model)
+    assert 3 * matrix_operations(program.jaxpr) == BATCH * LENGTH * config.flops_per_token(VOCAB.size).palm
 
 
 @pytest.mark.slow

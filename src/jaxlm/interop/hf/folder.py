@@ -21,7 +21,7 @@ from jaxlm.core.sharding import Layout
 from jaxlm.interop.hf.classifier import SCORE, classifier_keys, classifier_tensors, is_classifier, is_reward_model
 from jaxlm.interop.hf.family import Family, Json, config_from_json, family_of_config
 from jaxlm.interop.hf.form import Form, edited_json, form_of_json, form_of_source
-from jaxlm.interop.hf.load import Change, differing_head, load_weights, with_embedding
+from jaxlm.interop.hf.load import Change, differing_head, load_weights, with_tied_names
 from jaxlm.interop.hf.source_folder import NO_SOURCE, SourceFolder
 from jaxlm.interop.hf.tensor_files import most_common_dtype, open_tensors, renamed, unread_indices
 from jaxlm.interop.hf.text_part import Names, replaced_keys
@@ -178,9 +178,10 @@ def _tied(path: Path, config: Any) -> tuple[ModelConfig, tuple[str, ...]]:
 
 
 def _without(content: Json, skip_keys: Sequence[str], where: str, file: Path) -> Json:
+    level = form_of_json(content, str(file)).level(content)
     for name in skip_keys:
-        if replaced_keys(content, {}, [name]) == content:
-            raise ConfigError(f"{where}'{name}' given, but {file} has no such key. Remove it")
+        if name not in level or replaced_keys(content, {}, [name]) == content:
+            raise ConfigError(f"{where}'{name}' given, but {file} has no such key of the model. Remove it")
     return replaced_keys(content, {}, skip_keys)
 
 
@@ -263,7 +264,7 @@ def save_folder(
         described |= classifier_keys(family.architecture, special_ids)
         table, left_out = classifier_tensors(table)
     elif form:
-        table = with_embedding(table, source.embedding)
+        table = with_tied_names(table, source.embedding)
     names = Names() if form is None else source.names
     writer = TensorWriter(model, names.of_table(table), layout, source.dtype_of(dtype), left_out)
     if not is_main_process():

@@ -145,7 +145,10 @@ def _distance(family: Family, level: Mapping[str, Any]) -> tuple[tuple[Any, ...]
     """
     names = keys_of(family)
     unread = sorted(set(level) - names - SILENT)
-    problems = key_problems(family, level) + sort_unread(level, unread)[0] + ([] if _WIDTH in level else [_WIDTH])
+    problems = key_problems(family, level) + sort_unread(level, unread)[0]
+    (width,) = (key.theirs for key in family.keys if isinstance(key, JsonKey) and key.ours == "hidden_dim")
+    if not {width, *(alias for alias, own in family.aliases.items() if own == width)} & level.keys():
+        problems.append(width)
     usual = {key.theirs: key.default for key in family.keys if isinstance(key, JsonKey) and key.ours == _ACTIVATION}
     differs = any(level[key] != default for key, default in usual.items() if key in level and default is not REQUIRED)
     is_other, size = "llama" not in family.model_types, len(problems) + len(unread)
@@ -241,5 +244,5 @@ def form_of_source(family: Family, source: Mapping[str, Any]) -> Form | None:
     return None
 
 
-_ACTIVATION, _WIDTH = "activation_function", "hidden_size"
+_ACTIVATION = "activation_function"
 _TIED = "tie_word_embeddings"

@@ -47,11 +47,11 @@ def hybrid_layers(default: int = 4) -> KeyGroup:
     return KeyGroup(("layer_types", "full_attention_interval"), to_ours, to_theirs)
 
 
-STATE = "model.layers.{layer}.linear_attn."
+GDN = "model.layers.{layer}.linear_attn."
 """Path prefix of the recurrent layers' tensors."""
 _HEADS = "state_heads state_group"
 _KEYS, _VALUES = "state_heads state_key", f"{_HEADS} head_size"
-PARTS = {"q": _KEYS, "k": _KEYS, "v": _VALUES}
+OUTPUTS = {"q": _KEYS, "k": _KEYS, "v": _VALUES}
 """Output axes of their projections to queries, keys and values."""
 
 
@@ -66,18 +66,18 @@ def attention_tensors() -> Iterator[Tensor]:
 
 def separate_projections() -> Iterator[Tensor]:
     """The projections of recurrent layers: queries, keys and values as one matrix, the others alone."""
-    parts = {f"{BLOCK}attn.{name}_proj.weight": f"{out} | embed" for name, out in PARTS.items()}
-    yield fused(f"{STATE}in_proj_qkv.weight", parts)
+    parts = {f"{BLOCK}attn.{name}_proj.weight": f"{out} | embed" for name, out in OUTPUTS.items()}
+    yield fused(f"{GDN}in_proj_qkv.weight", parts)
     for theirs, ours, out in (("z", "gate", _VALUES), ("b", "beta", _HEADS), ("a", "decay", _HEADS)):
-        yield single(f"{STATE}in_proj_{theirs}.weight", f"{BLOCK}attn.{ours}_proj.weight", f"{out} | embed")
+        yield single(f"{GDN}in_proj_{theirs}.weight", f"{BLOCK}attn.{ours}_proj.weight", f"{out} | embed")
 
 
 def state_tensors(norm: str, out: str) -> Iterator[Tensor]:
     """What recurrent layers of all families have. Args: norm, out: names of the norm and of the last projection."""
-    yield single(f"{STATE}A_log", f"{BLOCK}attn.A_log", _HEADS)
-    yield single(f"{STATE}dt_bias", f"{BLOCK}attn.dt_bias", _HEADS)
-    yield single(f"{STATE}{norm}.weight", f"{BLOCK}attn.norm.weight", "head_size")
-    yield single(f"{STATE}{out}.weight", f"{BLOCK}attn.o_proj.weight", f"embed | {_VALUES}")
+    yield single(f"{GDN}A_log", f"{BLOCK}attn.A_log", _HEADS)
+    yield single(f"{GDN}dt_bias", f"{BLOCK}attn.dt_bias", _HEADS)
+    yield single(f"{GDN}{norm}.weight", f"{BLOCK}attn.norm.weight", "head_size")
+    yield single(f"{GDN}{out}.weight", f"{BLOCK}attn.o_proj.weight", f"embed | {_VALUES}")
 
 
 def qwen_hybrid_keys() -> tuple[JsonKey | FixedKey | KeyGroup, ...]:
@@ -130,8 +130,8 @@ def qwen_hybrid_tensors(
 
     def recurrent() -> Iterator[Tensor]:
         yield from projections()
-        filters = {f"{BLOCK}attn.{name}_conv": f"{out} | | conv_taps" for name, out in PARTS.items()}
-        yield fused(f"{STATE}conv1d.weight", filters)
+        filters = {f"{BLOCK}attn.{name}_conv": f"{out} | | conv_taps" for name, out in OUTPUTS.items()}
+        yield fused(f"{GDN}conv1d.weight", filters)
         yield from state_tensors("norm", "out_proj")
 
     def rows(layer: int) -> tuple[Tensor, ...]:

@@ -59,7 +59,7 @@ def load_weights(
     Raises:
         ConfigError: lists all tensors that are missing, unexpected, or have another shape; or one has NaN or infinity.
     """
-    leaves, source = dict(tree.leaves(abstract)), _with_embedding(tensors, source, prefix)
+    leaves, source = dict(tree.leaves(abstract)), _head_as_embedding(tensors, source, prefix)
     omitted = _omitted(prefix, source)
     problems = misfits(tensors, source, leaves, prefix=prefix, unused=unused)
     if vocab_size is not None:
@@ -122,7 +122,7 @@ def embedding_names(tensors: Sequence[Tensor], source: TensorSource, prefix: str
     return tuple(dtypes) if len({*dtypes.values()}) == 1 else ()
 
 
-def with_embedding(tensors: Sequence[Tensor], names: Sequence[str]) -> list[Tensor]:
+def with_tied_names(tensors: Sequence[Tensor], names: Sequence[str]) -> list[Tensor]:
     """A table of weights that writes the embedding by all of these names, unless it has a head or there are none."""
     if not names or any(tensor.name in _HEADS for tensor in tensors):
         return [*tensors]
@@ -130,7 +130,7 @@ def with_embedding(tensors: Sequence[Tensor], names: Sequence[str]) -> list[Tens
     return [replace(tensor, name=name) for tensor in tensors for name in written.get(tensor.name, (tensor.name,))]
 
 
-def _with_embedding(tensors: Sequence[Tensor], source: TensorSource, prefix: str) -> TensorSource:
+def _head_as_embedding(tensors: Sequence[Tensor], source: TensorSource, prefix: str) -> TensorSource:
     """The source with its head as token embedding, if the model ties the two and the source has only the head."""
     embedding = _embedding(tensors).removeprefix(_omitted(prefix, source))
     head = next((name for name in _HEADS if name in source.tensors), None)

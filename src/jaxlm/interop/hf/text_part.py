@@ -41,7 +41,7 @@ class TextPart:
             one whose text level may lack it has None among them.
         kept: regular expressions for the beginnings of tensor names that belong to other parts.
         defaults: values of keys of the text level that may be missing, where they are not those of the family.
-        fixed: keys of these that have no other value, because transformers does not read them.
+        fixed: keys of `defaults` that may have no other value, because transformers does not read them.
     """
 
     model_types: tuple[str, ...]
@@ -67,7 +67,7 @@ class TextPart:
             if level[key] != self.defaults[key]:
                 raise ConfigError(
                     f"{where}: {key}: {level[key]} given, but transformers does not read it in a folder of this kind, and"
-                    f" computes with {self.defaults[key]}. Remove the key if the model was trained so"
+                    f" computes with {self.defaults[key]}. Remove the key if the model was trained that way"
                 )
 
     def level(self, content: Mapping[str, Any]) -> Json:

@@ -246,7 +246,7 @@ def fused_gated_mlp() -> Iterator[Tensor]:
     yield single(f"{layer}down_proj.weight", f"{BLOCK}mlp.down_proj.weight", "embed | mlp")
 
 
-def experts(
+def expert_rows(
     module: str = "mlp", *, gate: str = "gate_proj", up: str = "up_proj", down: str = "down_proj"
 ) -> Iterator[Tensor]:
     """A router and its experts.
@@ -271,14 +271,14 @@ def correction_bias(module: str) -> Tensor:
     return single(name, f"{BLOCK}mlp.routing.correction_bias", "routes")
 
 
-def shared_expert(theirs: str = "shared_expert", *, gate: bool = True) -> Iterator[Tensor]:
+def shared_expert_rows(theirs: str = "shared_expert", *, gate: bool = True) -> Iterator[Tensor]:
     """The expert that all tokens share. Args: theirs: its name in `mlp`; gate: whether it has one."""
     yield from gated_mlp(theirs=f"mlp.{theirs}", ours="shared_expert.mlp", features=SHARED_MLP)
     if gate:
         yield single(f"model.layers.{{layer}}.mlp.{theirs}_gate.weight", f"{BLOCK}shared_expert.gate", "| embed")
 
 
-def stacked_experts(
+def stacked_expert_rows(
     module: str = "mlp",
     names: tuple[str, str, str] = ("gate.weight", "experts.gate_up_proj", "experts.down_proj"),
     *,

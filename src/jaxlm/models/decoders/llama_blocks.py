@@ -37,8 +37,8 @@ class ParallelBlock(StartsAsIdentity):
 
 
 class LlamaAttention(DecoderConfig):
-    """A family declares those of these values as keys that its config.json has. It may set the others for all its models,
-    without an annotation: `use_qk_norm = True`.
+    """A family declares as keys the values that its config.json has. Others it may set for all its models, without an
+    annotation: `use_qk_norm = True`.
 
     Attributes:
         attention_bias: add biases to the query, key, value and output projections.

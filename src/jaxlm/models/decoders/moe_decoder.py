@@ -68,7 +68,8 @@ class MoeBlock(StartsAsIdentity):
 
 
 class ExpertsConfig(DecoderConfig):
-    """A family declares those of these values as keys that its config.json has. It may set the others for all its models.
+    """A family declares as keys the values that its config.json has. Others it may set for all its models, without an
+    annotation: `scores = "sigmoid"`.
 
     Attributes:
         shared_expert_intermediate_dim: width of the expert that all tokens share.

@@ -267,7 +267,7 @@ def _decays(g_NBKRC: jax.Array, s_NBC: jax.Array, before_NB: jax.Array) -> tuple
     return decay, jnp.exp(jnp.where(first, between[..., 0] + g_NBKRC[..., :1], -jnp.inf))
 
 
-def _run(memory: jax.Array, chunks: _Chunk) -> tuple[jax.Array, jax.Array, jax.Array]:
+def _run(memory: jax.Array, chunks: _Chunk) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
     """The state after chunks; and, in the dtype of the values, those at their starts, [N, H, D, V], and errors, [N, H, C, V].
 
     Nothing else is in the loop, whose steps wait for each other.
@@ -281,8 +281,8 @@ def _run(memory: jax.Array, chunks: _Chunk) -> tuple[jax.Array, jax.Array, jax.A
         return (after, after.astype(start.dtype)), (start, error)
 
     merged = memory.reshape(-1, *memory.shape[-2:])
-    (after, _), (starts, errors) = jax.lax.scan(step, (merged, merged.astype(chunks.v.dtype)), chunks)
-    return after.reshape(memory.shape), starts, errors
+    (after, _), of_chunks = jax.lax.scan(step, (merged, merged.astype(chunks.v.dtype)), chunks)
+    return after.reshape(memory.shape), of_chunks
 
 
 def _forward(tokens: Tokens, start: DeltaState) -> tuple[jax.Array, jax.Array, jax.Array, tuple[jax.Array, jax.Array]]:
@@ -292,11 +292,10 @@ def _forward(tokens: Tokens, start: DeltaState) -> tuple[jax.Array, jax.Array, j
     @functools.partial(jax.checkpoint, prevent_cse=False)
     def group_forward(memory: jax.Array, group: _Group):
         chunks = _chunked(group)
-        after, *of_chunks = _run(memory, chunks)
-        starts, errors = of_chunks
+        after, (starts, errors) = _run(memory, chunks)
         out = _product("nhcd,nhdv->nhcv", chunks.entered(chunks.q), starts)
         out = out + _product("nhij,nhjv->nhiv", chunks.read, errors)
-        return after, (out.astype(starts.dtype), memory, tuple(of_chunks))
+        return after, (out.astype(starts.dtype), memory, (starts, errors))
 
     memory, (out, first, of_chunks) = jax.lax.scan(group_forward, start.memory, _grouped(tokens, start.segment))
     out = out.reshape(*out.shape[:2], batch, *heads, -1, value_size)  # [groups, N, B, K, R, C, V]
@@ -345,7 +344,7 @@ def _rule_backward(residuals, cotangents):
             return (q, k, chunks.v, chunks.read, chunks.write, chunks.entering[..., -1]), chunks
 
         _, pullback, chunks = jax.vjp(prepare, *group[:5], has_aux=True)
-        starts, errors = _run(first, chunks)[1:] if of_chunks is None else of_chunks
+        starts, errors = _run(first, chunks)[1] if of_chunks is None else of_chunks
         d_errors = _product("nhij,nhiv->nhjv", chunks.read, d_out).astype(dtype)
         merged = d_memory.reshape(starts.shape[1:])
         # In place, and not as outputs: XLA for GPUs would make the zeros that those begin with, for all layers, at once.

@@ -239,7 +239,9 @@ def passed_state(devices: SharedRows, tokens: Tokens) -> DeltaState:
     return DeltaState(devices.own_pieces(starts), segment)
 
 
-@jax.checkpoint  # XLA for GPUs would save the float32 sums for the gradient; reading their inputs again takes less time
+# XLA for GPUs would save the float32 sums for the gradient of the norm, which values do not have. Reading their inputs again
+# takes less time.
+@jax.checkpoint
 def _directions(x: jax.Array, conv: jax.Array, segments: jax.Array, length: float) -> jax.Array:
     """Queries or keys as vectors of this length. Args: as those of `convolved`."""
     out = convolved(x, conv, segments)

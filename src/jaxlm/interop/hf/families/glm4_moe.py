@@ -14,12 +14,12 @@ from jaxlm.interop.hf.weights import (
     attention,
     correction_bias,
     embeddings_and_head,
-    experts,
+    expert_rows,
     gated_mlp,
     pre_norms,
     qk_norms,
     rows_by_stack,
-    shared_expert,
+    shared_expert_rows,
 )
 from jaxlm.models.base import ModelConfig
 from jaxlm.models.decoders.llama_blocks import LlamaAttention
@@ -60,9 +60,9 @@ def _attention(config: Glm4MoeConfig) -> Iterator[Tensor]:
 
 
 def _experts() -> Iterator[Tensor]:
-    yield from experts()
+    yield from expert_rows()
     yield correction_bias("mlp.gate")
-    yield from shared_expert("shared_experts", gate=False)
+    yield from shared_expert_rows("shared_experts", gate=False)
 
 
 FAMILY = Family(

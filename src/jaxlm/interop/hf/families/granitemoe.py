@@ -7,7 +7,7 @@ from jaxlm.core.field_types import NumLayers, PositiveFloat, PositiveInt
 from jaxlm.interop.hf.block_rows import llama_rows
 from jaxlm.interop.hf.family import Family, FixedKey
 from jaxlm.interop.hf.shared_keys import router, same_keys, usual_keys
-from jaxlm.interop.hf.weights import stacked_experts
+from jaxlm.interop.hf.weights import stacked_expert_rows
 from jaxlm.models.base import ModelConfig
 from jaxlm.models.decoders.llama_blocks import LlamaAttention
 from jaxlm.models.decoders.moe_decoder import UniformMoeConfig
@@ -47,6 +47,8 @@ FAMILY = Family(
     ),
     tensors=lambda config: (
         *llama_rows(config, mlp=None),
-        *stacked_experts("block_sparse_moe", ("router.layer.weight", "input_linear.weight", "output_linear.weight")),
+        *stacked_expert_rows(
+            "block_sparse_moe", ("router.layer.weight", "input_linear.weight", "output_linear.weight")
+        ),
     ),
 )

@@ -10,7 +10,7 @@ from typing import Any
 from jaxlm.core.field_types import NonNegativeFloat, NumLayers, PositiveInt
 from jaxlm.interop.hf.family import Family, FixedKey, Json, KeyGroup
 from jaxlm.interop.hf.shared_keys import correction_bias, rope, router, usual_keys
-from jaxlm.interop.hf.weights import attention, embeddings_and_head, experts, pre_norms, qk_norms
+from jaxlm.interop.hf.weights import attention, embeddings_and_head, expert_rows, pre_norms, qk_norms
 from jaxlm.interop.hf.weights import correction_bias as bias_tensor
 from jaxlm.models.base import ModelConfig
 from jaxlm.models.decoders.llama_blocks import LlamaAttention
@@ -87,7 +87,7 @@ FAMILY = Family(
         *pre_norms(),
         *attention(),
         *qk_norms("heads head_size", "kv_heads head_size"),
-        *experts("block_sparse_moe", gate="w1", up="w3", down="w2"),
+        *expert_rows("block_sparse_moe", gate="w1", up="w3", down="w2"),
         bias_tensor("block_sparse_moe"),
     ),
 )

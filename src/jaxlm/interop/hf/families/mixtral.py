@@ -2,7 +2,7 @@
 
 from jaxlm.interop.hf.family import Family, FixedKey, JsonKey
 from jaxlm.interop.hf.shared_keys import rope, router, usual_keys
-from jaxlm.interop.hf.weights import attention, embeddings_and_head, experts, pre_norms
+from jaxlm.interop.hf.weights import attention, embeddings_and_head, expert_rows, pre_norms
 from jaxlm.models.families.mixtral import MixtralConfig
 
 FAMILY = Family(
@@ -21,6 +21,6 @@ FAMILY = Family(
         *embeddings_and_head(config),
         *pre_norms(),
         *attention(),
-        *experts("block_sparse_moe", gate="w1", up="w3", down="w2"),
+        *expert_rows("block_sparse_moe", gate="w1", up="w3", down="w2"),
     ),
 )

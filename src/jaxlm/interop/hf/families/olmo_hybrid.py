@@ -13,7 +13,7 @@ import jax.numpy as jnp
 
 from jaxlm.core.field_types import NonNegativeFloat, NumLayers, PositiveInt
 from jaxlm.interop.hf.family import Family, FixedKey, Json, JsonKey, KeyGroup
-from jaxlm.interop.hf.hybrids import PARTS, STATE, hybrid_layers, state_tensors
+from jaxlm.interop.hf.hybrids import GDN, OUTPUTS, hybrid_layers, state_tensors
 from jaxlm.interop.hf.shared_keys import activation, kv_heads, rope, size_keys
 from jaxlm.interop.hf.weights import (
     BLOCK,
@@ -75,11 +75,11 @@ def _attention_tensors(norm: str) -> Iterator[Tensor]:
 def _recurrent_tensors() -> Iterator[Tensor]:
     yield from block_norms(attn_norm="attention_layer_norm", mlp_norm="feedforward_layer_norm")
     heads = "state_heads state_group"
-    outputs = {**PARTS, "gate": PARTS["v"], "decay": heads, "beta": heads}
+    outputs = {**OUTPUTS, "gate": OUTPUTS["v"], "decay": heads, "beta": heads}
     for theirs, ours in zip("qkvgab", outputs, strict=True):
-        yield single(f"{STATE}{theirs}_proj.weight", f"{BLOCK}attn.{ours}_proj.weight", f"{outputs[ours]} | embed")
-    for name, out in PARTS.items():
-        yield single(f"{STATE}{name}_conv1d.weight", f"{BLOCK}attn.{name}_conv", f"{out} | | conv_taps")
+        yield single(f"{GDN}{theirs}_proj.weight", f"{BLOCK}attn.{ours}_proj.weight", f"{outputs[ours]} | embed")
+    for name, out in OUTPUTS.items():
+        yield single(f"{GDN}{name}_conv1d.weight", f"{BLOCK}attn.{name}_conv", f"{out} | | conv_taps")
     yield from state_tensors("o_norm", "o_proj")
 
 

@@ -7,7 +7,7 @@ from jaxlm.core.field_types import NumLayers, PositiveFloat, PositiveInt
 from jaxlm.interop.hf.block_rows import llama_rows
 from jaxlm.interop.hf.family import Family, FixedKey
 from jaxlm.interop.hf.shared_keys import router, same_keys, usual_keys
-from jaxlm.interop.hf.weights import experts
+from jaxlm.interop.hf.weights import expert_rows
 from jaxlm.models.base import ModelConfig
 from jaxlm.models.decoders.llama_blocks import LlamaAttention
 from jaxlm.models.decoders.moe_decoder import UniformMoeConfig
@@ -43,5 +43,5 @@ FAMILY = Family(
         *same_keys(norm_topk_prob=False, attention_bias=False, clip_qkv=None),
         FixedKey("attention_dropout", 0.0),
     ),
-    tensors=lambda config: (*llama_rows(config, mlp=None), *experts()),
+    tensors=lambda config: (*llama_rows(config, mlp=None), *expert_rows()),
 )

@@ -16,11 +16,11 @@ from jaxlm.interop.hf.weights import (
     Tensor,
     attention,
     embeddings_and_head,
-    experts,
+    expert_rows,
     gated_mlp,
     pre_norms,
     rows_by_stack,
-    shared_expert,
+    shared_expert_rows,
 )
 from jaxlm.models.families.qwen2_moe import Qwen2MoeConfig
 
@@ -68,7 +68,7 @@ FAMILY = Family(
         rows_by_stack(
             config,
             embeddings_and_head(config),
-            experts=(*_attention(config), *experts(), *shared_expert()),
+            experts=(*_attention(config), *expert_rows(), *shared_expert_rows()),
             dense=(*_attention(config), *gated_mlp()),
         )
     ),

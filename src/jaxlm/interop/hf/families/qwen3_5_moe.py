@@ -6,7 +6,7 @@ Source: Qwen team 2025, "Qwen3-Next" and "Qwen3.5".
 from jaxlm.interop.hf.family import Family
 from jaxlm.interop.hf.hybrids import qwen3_5_keys, qwen_hybrid_keys, qwen_hybrid_moe_keys, qwen_hybrid_tensors
 from jaxlm.interop.hf.text_part import TextPart
-from jaxlm.interop.hf.weights import experts, shared_expert, stacked_experts
+from jaxlm.interop.hf.weights import expert_rows, shared_expert_rows, stacked_expert_rows
 from jaxlm.models.base import ModelConfig
 from jaxlm.models.decoders.qwen_hybrid import QwenHybridMoeConfig
 from jaxlm.reading.choices import choice
@@ -22,9 +22,9 @@ FAMILY = Family(
     architecture="Qwen3_5MoeForCausalLM",
     config=Qwen35MoeConfig,
     keys=(*qwen_hybrid_moe_keys(num_experts=256, chosen=8), *qwen_hybrid_keys(), *qwen3_5_keys()),
-    tensors=lambda config: qwen_hybrid_tensors(config, (*stacked_experts(), *shared_expert())),
+    tensors=lambda config: qwen_hybrid_tensors(config, (*stacked_expert_rows(), *shared_expert_rows())),
     # As transformers and the folders in fp8 have them.
-    layouts=(lambda config: qwen_hybrid_tensors(config, (*experts(), *shared_expert())),),
+    layouts=(lambda config: qwen_hybrid_tensors(config, (*expert_rows(), *shared_expert_rows())),),
     text=(
         TextPart(("qwen3_5_moe",), ("qwen3_5_moe_text", None), (r"(model\.)?visual\.",), {"num_key_value_heads": 2}),
     ),

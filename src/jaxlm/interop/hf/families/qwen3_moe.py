@@ -19,12 +19,12 @@ from jaxlm.interop.hf.weights import (
     Tensor,
     biased_attention,
     embeddings_and_head,
-    experts,
+    expert_rows,
     gated_mlp,
     pre_norms,
     qk_norms,
     rows_by_stack,
-    stacked_experts,
+    stacked_expert_rows,
 )
 from jaxlm.models.families.qwen3_moe import Qwen3MoeConfig
 
@@ -70,11 +70,11 @@ FAMILY = Family(
         JsonKey("attention_bias", "attention_bias", False),
         FixedKey("attention_dropout", 0.0),
     ),
-    tensors=lambda config: _tensors(config, experts()),
+    tensors=lambda config: _tensors(config, expert_rows()),
     # Published folders of Qwen3-VL have the inputs first, those that transformers 5 saves the outputs.
     layouts=(
-        lambda config: _tensors(config, stacked_experts(inputs_first=True)),
-        lambda config: _tensors(config, stacked_experts()),
+        lambda config: _tensors(config, stacked_expert_rows(inputs_first=True)),
+        lambda config: _tensors(config, stacked_expert_rows()),
     ),
     text=(
         TextPart(

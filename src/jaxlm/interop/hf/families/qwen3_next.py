@@ -7,8 +7,8 @@ from collections.abc import Iterator
 
 from jaxlm.core.field_types import NumLayers, PositiveInt
 from jaxlm.interop.hf.family import Family, FixedKey, JsonKey
-from jaxlm.interop.hf.hybrids import STATE, qwen_hybrid_keys, qwen_hybrid_moe_keys, qwen_hybrid_tensors
-from jaxlm.interop.hf.weights import BLOCK, Tensor, experts, fused, shared_expert
+from jaxlm.interop.hf.hybrids import GDN, qwen_hybrid_keys, qwen_hybrid_moe_keys, qwen_hybrid_tensors
+from jaxlm.interop.hf.weights import BLOCK, Tensor, expert_rows, fused, shared_expert_rows
 from jaxlm.models.base import ModelConfig
 from jaxlm.models.decoders.qwen_hybrid import QwenHybridMoeConfig
 from jaxlm.reading.choices import choice
@@ -29,7 +29,7 @@ def _projections() -> Iterator[Tensor]:
     outputs = {"q": "state_key", "k": "state_key", "v": "state_group head_size", "gate": "state_group head_size"}
     for name, ours in (("qkvz", outputs), ("ba", dict.fromkeys(("beta", "decay"), "state_group"))):
         parts = {f"{BLOCK}attn.{n}_proj.weight": f"state_heads | {out} | embed" for n, out in ours.items()}
-        yield fused(f"{STATE}in_proj_{name}.weight", parts, along=1, merged=2)
+        yield fused(f"{GDN}in_proj_{name}.weight", parts, along=1, merged=2)
 
 
 FAMILY = Family(
@@ -44,6 +44,6 @@ FAMILY = Family(
         FixedKey("decoder_sparse_step", 1),
         FixedKey("mlp_only_layers", [], others=(None,)),
     ),
-    tensors=lambda config: qwen_hybrid_tensors(config, (*experts(), *shared_expert()), _projections),
+    tensors=lambda config: qwen_hybrid_tensors(config, (*expert_rows(), *shared_expert_rows()), _projections),
     kept=(r"mtp\.",),
 )
