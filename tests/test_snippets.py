@@ -291,6 +291,7 @@ PYTHON = {page: [block for block in blocks(page) if block.language == "python"] 
 
 
 PYTHON_PAGES = [page for page in DOCUMENTS if PYTHON[page]]
+FAMILY_PAGE = ROOT / "docs" / "howto" / "add-a-family.md"  # its Python is that of a file, which registers its class
 
 
 def python_of(page: Path) -> list[str]:
@@ -302,10 +303,15 @@ def python_of(page: Path) -> list[str]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("page", PYTHON_PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", [page for page in PYTHON_PAGES if page != FAMILY_PAGE], ids=lambda page: page.name)
 def test_python_in_the_documents_runs(page, trained):
     """Runs a page's blocks one after another, as one program."""
     run_python("\n".join([textwrap.dedent(PRELUDES.get(page.name, "")), *python_of(page)]), trained)
+
+
+def test_the_page_about_families_shows_one_as_it_is():
+    family = (ROOT / "src/jaxlm/interop/hf/families/arcee.py").read_text(encoding="utf-8")
+    assert all(text in family for text in python_of(FAMILY_PAGE))
 
 
 @pytest.mark.parametrize("page", PYTHON_PAGES, ids=lambda page: page.name)
