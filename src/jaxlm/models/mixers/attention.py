@@ -41,7 +41,7 @@ class Attention(Mixer):
 
 
 def other_mixer(model: Any) -> str | None:
-    """Returns the name of the kind of a mixer that is no attention, for surgeries that change attention; None if all are."""
+    """Returns the class name of the first mixer that is not attention; None if there is none."""
     return next((type(one).__name__ for one in tree.modules(model, Mixer) if not isinstance(one, Attention)), None)
 
 
