@@ -83,12 +83,14 @@ class Routing(eqx.Module):
 
     Attributes:
         num_chosen: experts per token.
+        normalised: normalize the scores of the chosen experts to sum to 1.
         balance_weight, z_weight: coefficients of the load-balancing loss and the z-loss.
     """
 
-    num_chosen: eqx.AbstractVar[int]
-    balance_weight: eqx.AbstractVar[float]
-    z_weight: eqx.AbstractVar[float]
+    num_chosen: int = eqx.field(static=True)
+    normalised: bool = eqx.field(static=True)
+    balance_weight: float = eqx.field(static=True)
+    z_weight: float = eqx.field(static=True)
 
     @abc.abstractmethod
     def __call__(self, logits: NamedArray, segment_ids: NamedArray) -> Routes:
@@ -119,16 +121,7 @@ class Routing(eqx.Module):
 
 
 class SoftmaxRouting(Routing):
-    """The experts of the largest probabilities; a share is the probability.
-
-    Attributes:
-        normalised: normalize the probabilities of the chosen experts to sum to 1.
-    """
-
-    num_chosen: int = eqx.field(static=True)
-    normalised: bool = eqx.field(static=True)
-    balance_weight: float = eqx.field(static=True)
-    z_weight: float = eqx.field(static=True)
+    """The experts of the largest probabilities; a share is the probability."""
 
     def __call__(self, logits: NamedArray, segment_ids: NamedArray) -> Routes:
         logits = logits.astype(jnp.float32)
@@ -153,20 +146,15 @@ class SigmoidRouting(Routing, DeclaresParameters):
         correction_bias: {routes}, float32.
         num_groups, groups_chosen: experts form this many groups, and a token chooses among the experts of the best ones, by
             the sum of the two best of each.
-        normalised: normalize the scores of the chosen experts to sum to 1.
         scale: the shares are multiplied by this number at the end.
         bias_step: how far the bias moves in each update; with 0 its gradient is 0 too.
     """
 
     correction_bias: NamedArray
-    num_chosen: int = eqx.field(static=True)
     num_groups: int = eqx.field(static=True)
     groups_chosen: int = eqx.field(static=True)
-    normalised: bool = eqx.field(static=True)
     scale: float = eqx.field(static=True)
     bias_step: float = eqx.field(static=True)
-    balance_weight: float = eqx.field(static=True)
-    z_weight: float = eqx.field(static=True)
 
     def __call__(self, logits: NamedArray, segment_ids: NamedArray) -> Routes:
         logits = logits.astype(jnp.float32)
