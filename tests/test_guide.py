@@ -80,6 +80,7 @@ def test_every_page_of_the_guide_is_linked_from_its_first_one():
     assert set(re.findall(r"^\* \[[^]]+\]\((\w+\.md)\)", first, re.MULTILINE)) == script("guide_pages").pages().keys()
 
 
+@pytest.mark.slow
 def test_every_module_is_listed_with_its_first_line():
     listed = script("module_list").modules()
     modules = [path for path in (ROOT / "src").rglob("*.py") if path.name != "__init__.py"]
@@ -183,6 +184,7 @@ BESIDE: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.slow
 def test_every_example_is_valid_and_not_the_default(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     a_model_of_hugging_face(Path("qwen-small"))

@@ -78,6 +78,7 @@ QUICK = (
 )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "path",
     [
@@ -176,6 +177,7 @@ def definitions_of(path: Path, module: ast.Module) -> Definitions:
     )
 
 
+@pytest.mark.slow
 def test_contracts_are_documented():
     assert [missing for found in definitions().values() for missing in found.undocumented] == []
 

@@ -368,6 +368,7 @@ def test_the_table_of_base_classes_has_every_one_and_what_it_requires():
     assert known == set(listed)
 
 
+@pytest.mark.slow
 def test_the_objective_from_scratch_is_its_formula():
     program, _ = own_classes()["my_package/focal.py"]
     names: dict[str, Any] = {"__name__": "focal"}
@@ -458,6 +459,7 @@ def messages() -> list[str]:
     return found
 
 
+@pytest.mark.slow
 def test_explained_errors_exist_in_the_source():
     """Each error quoted on the troubleshooting page is a message in the source; `...` stands for anything."""
     known = messages()

@@ -85,6 +85,7 @@ def test_other_weights_have_the_codes_of_bitsandbytes(shape):
     is_bitsandbytes(case(shape, 7))
 
 
+@pytest.mark.slow
 def test_nf4_of_normal_weights():
     """Zeros stay, quantizing twice changes no code, and the error is that of a table for the normal distribution."""
     exact, In, Out = matrix(np.random.default_rng(0).standard_normal((512, 2048)), (512, 2048))
@@ -106,6 +107,7 @@ def test_nf4_of_normal_weights():
     assert bits(plain) == 4.5
 
 
+@pytest.mark.slow
 def test_nvfp4_is_what_ml_dtypes_rounds_to():
     exact, In, Out = matrix(np.random.default_rng(1).standard_normal((64, 256)) * 0.02, (64, 256))
     exact = hax.named(exact.array.at[3, :32].set(0).at[5].multiply(1e-6), exact.axes)

@@ -104,6 +104,7 @@ def test_the_error_is_that_of_three_or_two_bits(fp8):
         assert 0.005 < error < 0.1
 
 
+@pytest.mark.slow
 def test_a_rows_size_does_not_change_other_rows_of_the_recipe_rowwise():
     x, w, _ = problem(jnp.float32)
     larger = x.at[0, 0].multiply(2**24)
@@ -125,6 +126,7 @@ def test_non_finite_values_stay_non_finite(fp8, value):
     assert not any(np.isfinite(np.asarray(g, np.float32)).all() for g in back(d.at[0, 0, 0, 0].set(value)))
 
 
+@pytest.mark.slow
 @every_recipe
 def test_zeros_are_zeros(fp8):
     x, w, d = (jnp.zeros_like(a) for a in problem(jnp.bfloat16))
@@ -132,6 +134,7 @@ def test_zeros_are_zeros(fp8):
     assert all((np.asarray(a, np.float32) == 0).all() for a in (out, *back(d)))
 
 
+@pytest.mark.slow
 def test_only_training_multiplies_in_fp8_and_not_for_second_derivatives():
     Row, In, Out = Axis("row", 4), Axis("in", 32), Axis("out", 16)
     rng = np.random.default_rng(0)

@@ -13,6 +13,7 @@ class Cycle:
         self.itself = self
 
 
+@pytest.mark.slow
 def test_garbage_collection_resumes_and_frees_earlier_garbage():
     enabled = gc.isenabled()
     with gc_paused():

@@ -136,6 +136,7 @@ def test_merged_weights_take_the_dtype_of_the_others():
     assert merged.layers[0].proj.weight.dtype == jnp.bfloat16
 
 
+@pytest.mark.slow
 def test_training_in_bfloat16_moves_them_in_float32(monkeypatch):
     """An update of 1e-5 is lost in bfloat16. The average and the optimizer's state are float32 as everywhere."""
     monkeypatch.setattr(RMSNorm, "parameters", lambda self: {"weight": FLOAT32_VECTOR})

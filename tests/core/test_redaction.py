@@ -155,6 +155,7 @@ def test_a_line_of_json_stays_one(monkeypatch):
     assert json.loads(redacted(json.dumps({"text": 'a"b\\cdefgh"'}))) == {"text": f'{MASK}"'}
 
 
+@pytest.mark.slow
 def test_no_recipe_and_no_file_of_levanter_is_changed():
     vectors = Path(__file__).parents[1] / "vectors"
     for path in (*recipes.all_recipes().values(), *vectors.glob("*.yaml")):

@@ -114,6 +114,7 @@ def test_the_store_does_not_grow_with_the_number_of_exchanges():
     assert len(service.values) == 2
 
 
+@pytest.mark.slow
 def test_what_has_ended_is_freed():
     """Frozen objects that only refer to each other, and compiled programs: a run of many phases would keep all of them."""
 

@@ -6,6 +6,7 @@ import pytest
 from jaxlm.core.tracing import BlockSizes, CustomVjp, TraceOptions, trace_options, tracing
 
 
+@pytest.mark.slow
 def test_other_options_are_another_entry_in_the_caches_of_jax():
     traced = []
 

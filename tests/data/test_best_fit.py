@@ -373,6 +373,7 @@ class TestRowsThatNeverEnd:
         tokens = np.repeat(np.searchsorted(offsets, starts, side="right") - 1, lengths).astype(np.int32)
         assert hashlib.sha256(tokens.tobytes()).hexdigest() == case["sha256"]
 
+    @pytest.mark.slow
     @settings(max_examples=100)
     @given(
         groups=st.lists(st.integers(1, 9), min_size=1, max_size=5),
@@ -411,6 +412,7 @@ class TestRowsThatNeverEnd:
         for found, array in zip(open_rows(cache, 15, config).pieces_of(np.arange(90)), expected, strict=True):
             np.testing.assert_array_equal(found, array)
 
+    @pytest.mark.slow
     def test_few_parts_are_open_at_a_time(self, tmp_path, monkeypatch):
         monkeypatch.setattr(best_fit, "_PART", 10)
         cache = dataclasses.replace(cache_of(documents_of([5, 9, 3, 20, 7, 16, 2, 11] * 4)), folder=tmp_path / "train")

@@ -469,6 +469,7 @@ print("done")
 """
 
 
+@pytest.mark.slow
 def test_a_fork_renders_with_a_process_of_its_own():
     """In an interpreter without jax, whose threads may keep locks in a fork."""
     finished = subprocess.run([sys.executable, "-c", _FORK], capture_output=True, text=True, timeout=300, check=False)

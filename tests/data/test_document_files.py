@@ -183,6 +183,7 @@ print(unread)
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["parquet", "stream", "file"])
 def test_damaged_tables_end_no_process(tmp_path, how):
     nested = [[{"role": "user", "content": text}, {"role": "assistant", "content": None}] for text in TEXTS]

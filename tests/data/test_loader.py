@@ -333,6 +333,7 @@ def test_closing_during_a_read_is_prompt(windows):
     assert not prefetch_threads()
 
 
+@pytest.mark.slow
 def test_no_thread_survives_closing_or_garbage_collection(windows):
     closed = open_batches(windows)
     next(closed)

@@ -126,6 +126,7 @@ def test_counts_match_the_weights_within_one_example(values, block_size):
     np.testing.assert_array_less(np.abs(np.array(counts) - np.array(values) / sum(values) * block_size), 1)
 
 
+@pytest.mark.slow
 @settings(max_examples=25)
 @given(st.lists(st.integers(1, 60), max_size=4), st.integers(0, 2**32), st.data())
 def test_stages_at_any_step_agree_with_an_example_by_example_stream(lengths, seed, data):
@@ -182,6 +183,7 @@ def opened(config: DataConfig):
     return open_data(config, 8)
 
 
+@pytest.mark.slow
 def test_mixture_fields(config, tmp_path):
     """Each field changes what is read, or for how long (see tests/test_fields.py)."""
 

@@ -114,6 +114,7 @@ def packed_by_hand(documents: list[list[int]], masks: list[list[int]], seq_len: 
     return rows
 
 
+@pytest.mark.slow
 @settings(max_examples=200)
 @given(
     lengths=lengths_of_documents,

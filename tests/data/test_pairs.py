@@ -298,6 +298,7 @@ def test_the_kind_of_data_and_the_format_must_agree():
         check_fields(PairsFormat(prompt_ends_with="x"), "data.format")
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not SHARED.exists(), reason="needs ../shared")
 def test_published_pairs(tmp_path):
     path = SHARED / "hh_harmless_pairs_1200.jsonl"

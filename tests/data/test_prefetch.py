@@ -80,6 +80,7 @@ def test_close_is_prompt_when_the_queue_is_full():
     assert not own_threads()
 
 
+@pytest.mark.slow
 def test_garbage_collection_ends_the_thread():
     ahead = Prefetch(lambda number: number, depth=2)
     ahead.take()
@@ -88,6 +89,7 @@ def test_garbage_collection_ends_the_thread():
     wait_until(lambda: not own_threads())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ending", ["", "raise SystemExit(0)", "cycle = [ahead]; cycle.append(cycle); del ahead"])
 def test_the_interpreter_exits_with_an_open_prefetcher(ending):
     program = textwrap.dedent(

@@ -437,6 +437,7 @@ class TestLongTexts:
     def test_splitting_gives_the_same_ids(self, small, text):
         self.agree(small, "".join(text))
 
+    @pytest.mark.slow
     @settings(max_examples=100)
     @given(text=pieces)
     @pytest.mark.skipif(not GPT2.exists(), reason="needs GPT-2's tokenizer")
@@ -474,6 +475,7 @@ class TestLongTexts:
         assert (self.agree(Tokenizer(backend, None, None), "ab\nab\ncab " * 30) > 1) == cuts
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not GPT2.exists(), reason="needs GPT-2's tokenizer")
 def test_gpt2_agrees_with_transformers():
     transformers = pytest.importorskip("transformers")

@@ -62,6 +62,7 @@ def test_without_the_overlap_every_token_is_a_target_once(sizes, length):
             np.testing.assert_array_equal(once[name], column)
 
 
+@pytest.mark.slow
 @settings(max_examples=150)
 @given(sizes=sizes, held_out=st.integers(1, 20), overlap=st.booleans())
 def test_no_token_that_is_evaluated_is_trained_on(sizes, held_out, overlap):

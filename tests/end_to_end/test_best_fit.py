@@ -49,7 +49,7 @@ def uninterrupted(workplace) -> Workplace:
     return place
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_killed_in_the_middle_of_an_epoch(workplace, uninterrupted):
     place = with_paragraphs(workplace())
     place.die(*PACKING, *WATCH, at="second phase")

@@ -144,7 +144,7 @@ def losses_in_bucket(run_id: str) -> dict[int, str]:
     return {record["step"]: float(record["train/loss"]).hex() for record in records if "train/loss" in record}
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_a_run_whose_folders_are_all_in_a_bucket_moves_from_machine_to_machine(gcs, shared, tmp_path):
     """Text, configuration, cache, logs, exports and checkpoints. Each machine starts with an empty disk; one is killed."""
     fs = fsspec.filesystem("gs")
@@ -202,7 +202,7 @@ def until(holds: Callable[[], object], timeout_s: float = 400) -> None:
         time.sleep(0.05)
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_a_second_start_in_a_bucket_is_refused_and_a_crash_or_a_pause_hands_the_run_over(gcs, shared, tmp_path):
     """One trains, and the next is refused. After a kill, the next goes on at once. It is paused, and the last takes over."""
     first, second = machines(shared, tmp_path)

@@ -11,6 +11,7 @@ import pytest
 from jaxlm.engine.checkpoint.manifest import DamagedError, verify
 from tests.end_to_end.commands import Workplace
 from tests.end_to_end.test_storage_faults import faulty
+from tests.tiers import one_of
 
 RUN = ("--config_path", "run.yaml")
 
@@ -32,9 +33,8 @@ def flip(path: Path) -> None:
 DAMAGES = {"truncated": truncate, "flipped": flip, "deleted": Path.unlink}
 
 
-@pytest.mark.parametrize(
-    "damage", [pytest.param(name, marks=pytest.mark.slow if name == "truncated" else ()) for name in DAMAGES]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("damage", one_of(DAMAGES))
 def test_any_damage_to_any_file_is_detected(again, damage):
     newest = again.folder / "checkpoints/run/step-24"
     verify(newest)
@@ -77,6 +77,7 @@ def test_each_file_of_the_newest_checkpoint_in_turn(uninterrupted, workplace, da
         check_falls_back(uninterrupted, workplace, number, damage)
 
 
+@pytest.mark.slow
 def test_if_all_checkpoints_are_damaged_the_run_does_not_start_over(again):
     for checkpoint in (again.folder / "checkpoints/run").iterdir():
         truncate(checkpoint / "run" / "manifest.json")
@@ -155,7 +156,7 @@ def test_killed_while_saving_thirty_times(uninterrupted, workplace, seed):
     check_kills_while_saving(uninterrupted, workplace, seed=seed, kills=30)
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_every_process_reports_the_checkpoint_that_process_0_commits(workplace):
     place = workplace()
     place.write()

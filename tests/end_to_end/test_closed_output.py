@@ -28,6 +28,7 @@ def run_without_reader(*words: str, folder, **environment: str) -> tuple[int, st
     return done.returncode, done.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "arguments",
     [("--help",), ("--version",), ("recipes",), pytest.param(("train", "--help"), marks=pytest.mark.slow)],
@@ -42,7 +43,7 @@ def test_the_help_of_a_command_ends_quietly(tmp_path):
     assert run_without_reader("jaxlm.train", "--help", folder=tmp_path) == (CLOSED, "")
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_sampling_ends_quietly(finished):
     arguments = ("jaxlm", "sample", "--checkpoint", "checkpoints/run", "--prompt", "def ", "--max_new_tokens", "4")
     code, errors = run_without_reader(*arguments, folder=finished.folder, XLA_FLAGS=flags_for(1))

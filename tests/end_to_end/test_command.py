@@ -60,6 +60,7 @@ def test_every_number_of_its_page_is_that_of_its_files(finished):
     check_numbers(logs, Page(render([read_run(str(logs))], 24.0)))
 
 
+@pytest.mark.slow
 def test_running_again_reports_that_the_run_is_complete(again):
     losses = again.losses()
     result = again.finish(*RUN)
@@ -96,7 +97,7 @@ def test_fewer_steps_than_done_is_refused(again):
         pytest.param(
             ("--data.enforce_eos", "false"),
             "data of phase 'train'.enforce_eos: True -> False",
-            marks=pytest.mark.slow,
+            marks=pytest.mark.soak,
         ),
         pytest.param(
             ("--data.train_urls", "[stdlib:validation]"),
@@ -160,6 +161,7 @@ def test_a_log_file_that_cannot_be_written_is_an_error_before_compiling(workplac
     assert "compiling" not in result.out
 
 
+@pytest.mark.slow
 def test_a_checkpoint_folder_that_cannot_be_written_is_an_error_before_compiling(workplace):
     place = workplace()
     place.write()
@@ -187,6 +189,7 @@ def test_a_full_disk_stops_the_run_and_loses_no_finished_checkpoint(again, place
     assert all("unfinished" not in name for name in again.checkpoints())
 
 
+@pytest.mark.slow
 def test_sample_needs_only_the_checkpoint(finished, in_process):
     arguments = ("--checkpoint", "checkpoints/run", "--prompt", "def ", "--prompt", "import ")
     result = finished.finish(*arguments, module="jaxlm.commands.sample")
@@ -196,6 +199,7 @@ def test_sample_needs_only_the_checkpoint(finished, in_process):
     assert "checkpoints/run" in missing.err
 
 
+@pytest.mark.slow
 def test_a_dry_run_needs_no_data(workplace):
     place = workplace()
     path = place.write()
@@ -220,7 +224,7 @@ def test_a_dry_run_needs_no_data(workplace):
     assert sorted(map(str, written)) == ["logs/run/schedule.png", "run.yaml"]  # only the plot
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_a_dry_run_of_two_processes_checks_what_a_start_checks(workplace):
     place = workplace()
     place.write()
@@ -240,18 +244,19 @@ def test_help_names_every_section(workplace, in_process):
         assert option in result.out
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("module", "arguments"),
     [
         ("jaxlm.train", ("--config_path", "run.yaml", "--trainer.num_train_steps", "28")),
         ("jaxlm.commands.bench", ("--config_path", "run.yaml", "--steps", "1")),
-        pytest.param("jaxlm.commands.sample", ("--checkpoint", "checkpoints/run"), marks=pytest.mark.slow),
-        pytest.param("jaxlm.commands.chat", ("--checkpoint", "checkpoints/run"), marks=pytest.mark.slow),
-        pytest.param("jaxlm.commands.evaluate", ("--checkpoint", "checkpoints/run"), marks=pytest.mark.slow),
+        pytest.param("jaxlm.commands.sample", ("--checkpoint", "checkpoints/run"), marks=pytest.mark.soak),
+        pytest.param("jaxlm.commands.chat", ("--checkpoint", "checkpoints/run"), marks=pytest.mark.soak),
+        pytest.param("jaxlm.commands.evaluate", ("--checkpoint", "checkpoints/run"), marks=pytest.mark.soak),
         pytest.param(
             "jaxlm.commands.convert",
             ("to-hf", "--checkpoint", "checkpoints/run", "--output_dir", "out"),
-            marks=pytest.mark.slow,
+            marks=pytest.mark.soak,
         ),
     ],
 )
@@ -267,6 +272,7 @@ def test_devices_that_cannot_be_opened_are_one_message(finished, module, argumen
     assert "unset JAX_PLATFORMS" in result.err
 
 
+@pytest.mark.slow
 def test_variables_that_jax_does_not_accept_are_one_message():
     command = [sys.executable, "-m", "jaxlm", "train", "--config_path", "jaxlm:quickstart.yaml"]
     for variable in ("JAX_ENABLE_X64=perhaps", "JAX_NUM_CPU_DEVICES=x"):

@@ -56,6 +56,7 @@ def test_every_method_trains_as_one_device_does(workplace, alone, ring):
         check_close(place.losses(), alone.losses())
 
 
+@pytest.mark.soak
 def test_evaluations_do_not_depend_on_who_shares_a_row(alone, ring):
     one, eight = ([r["eval/loss"] for r in place.records() if "eval/loss" in r] for place in (alone, ring))
     assert eight == pytest.approx(one, rel=1e-5)
@@ -72,6 +73,7 @@ def test_a_killed_run_ends_in_the_same_bits(workplace, ring):
     assert place.digest("step-24") == ring.digest("step-24")
 
 
+@pytest.mark.soak
 def test_a_run_goes_on_with_fewer_devices_a_row(workplace, alone):
     place = workplace(devices=8)
     place.write()
@@ -82,6 +84,7 @@ def test_a_run_goes_on_with_fewer_devices_a_row(workplace, alone):
     check_close(place.losses(), alone.losses())
 
 
+@pytest.mark.soak
 def test_the_state_is_read_bit_for_bit_whoever_shares_a_row(ring, monkeypatch):
     monkeypatch.chdir(ring.folder)
     verified = latest_valid(LocalFolder(ring.folder / "checkpoints" / "run"), print)
@@ -112,6 +115,7 @@ objective: {{type: distill, top_k: 20, cache: true}}
 """
 
 
+@pytest.mark.soak
 def test_what_a_teacher_said_of_shared_rows_is_read_as_text(workplace, alone):
     """The cache that devices have written which share rows, and the other way round."""
     losses = []

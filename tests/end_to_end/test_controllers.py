@@ -56,7 +56,7 @@ def whole(workplace):
     ("case", "kills"),
     [
         ("train/loss", (6, 8, 10)),  # decided after step 5, in effect from step 9 on
-        ("eval/loss", (7,)),  # decided after step 6, in effect from step 7 on
+        pytest.param("eval/loss", (7,), marks=pytest.mark.soak),  # decided after step 6, in effect from step 7 on
     ],
 )
 def test_a_kill_between_decision_and_effect_changes_nothing(workplace, whole, case, kills):
@@ -83,7 +83,7 @@ def test_two_processes_decide_alike(workplace, whole, case):
     check_close(place.losses(), expected.losses())
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_a_controller_may_come_and_go_with_a_start(workplace, whole):
     """One that is gone takes its factor with it; one that is new begins where the run is."""
     place = workplace()

@@ -120,6 +120,7 @@ def test_the_average_of_a_checkpoint_is_another_teacher(whole, workplace, teache
     assert "only has: trained, ema" in unknown.err
 
 
+@pytest.mark.soak
 def test_a_checkpoint_is_the_same_teacher_as_its_export(whole):
     assert whole("of a checkpoint")[0] == whole("top k")[0]
 

@@ -86,7 +86,7 @@ def test_copies_beat_random_letters(whole):
     assert "  accuracy " in shown
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_a_resumed_run_has_the_reference_of_its_start(whole, workplace):
     place = start(workplace(), DPO, pairs())
     place.die("--config_path", "run.yaml", at="first phase")

@@ -50,7 +50,7 @@ def test_killed_runs_drop_the_same_layers(whole, workplace):
     assert place.digest("step-24") == uninterrupted.digest("step-24")
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_two_processes_drop_the_same_layers(whole, workplace):
     uninterrupted, said = whole
     place = start(workplace, devices=2)

@@ -72,7 +72,7 @@ def test_a_calibrated_phase_is_entered_once(workplace):
     assert place.digest("step-24") == whole.digest("step-24")
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_two_processes_measure_what_one_does(workplace):
     """Each reads half of the calibration batches. The components are those of all of them."""
     alone, place = workplace(), workplace(2)
@@ -107,7 +107,7 @@ def test_a_reference_may_be_gone_once_the_phase_that_reads_it_is_entered(workpla
     assert json.loads((place.folder / "checkpoints/run/step-12/run/refs.json").read_text()) == json.loads(saved)
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_a_reference_is_needed_until_then(workplace, finished_base):
     place = workplace()
     shutil.copytree(finished_base, place.folder / "base")

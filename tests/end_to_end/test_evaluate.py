@@ -31,6 +31,7 @@ def usual(finished) -> dict:
     return numbers(evaluate(finished))
 
 
+@pytest.mark.slow
 def test_the_total_is_what_training_logged_and_the_mean_of_the_sources(finished):
     result = evaluate(finished)
     found = numbers(result)
@@ -81,7 +82,7 @@ def test_the_loss_does_not_depend_on_the_batch_size_and_skipped_batches_are_repo
     assert last == {"loss": None, "bpb": None, "tokens": 0.0, "bytes": 0.0}
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_other_text_gets_its_own_cache(finished):
     before = sorted(p.name for p in (finished.cache / "validation").iterdir())
     other = str(finished.corpus / "train" / "textwrap.py")
@@ -173,7 +174,7 @@ def test_training_refuses_quantized_weights(finished, in_process):
     assert "jaxlm sample, chat or evaluate" in refused.err
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_int8_weights_cost_little_of_the_loss(finished, usual):
     found = numbers(evaluate(finished, "--quantize", "int8"))
     assert found["loss"] != usual["loss"]
@@ -182,6 +183,7 @@ def test_int8_weights_cost_little_of_the_loss(finished, usual):
     assert "quantize" not in usual
 
 
+@pytest.mark.slow
 def test_samples_use_the_average_on_request(finished, monkeypatch, capsys):
     monkeypatch.chdir(finished.folder)
     seen = []

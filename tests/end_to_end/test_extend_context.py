@@ -93,7 +93,7 @@ def test_short_documents_are_packed_into_long_rows(whole, in_process):
     assert min(of_keys) > 1, "the first token of the second document is no target"
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_every_length_is_measured_in_every_phase(whole):
     place, _ = whole
     for length in (64, 128, 256):
@@ -118,7 +118,7 @@ def test_killed_runs_end_in_the_same_bits(whole, workplace):
         assert records(place, name) == records(uninterrupted, name)
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_eight_devices_train_and_find_the_same(whole, workplace):
     one, _ = whole
     eight = prepared(workplace, devices=8)

@@ -48,6 +48,7 @@ def last(place: Workplace) -> dict[str, float]:
     return next(r for r in reversed(place.records()) if "eval/fidelity/nll" in r)
 
 
+@pytest.mark.soak
 def test_two_processes_measure_what_one_does_and_end_alike(workplace, teacher):
     alone, both = (prepared(workplace, teacher, "good", 0.01) for _ in range(2))
     ends = [alone.run(*RUN), *both.run_all(2, *RUN)]

@@ -77,7 +77,7 @@ def test_a_run_killed_around_each_decision_ends_the_same(workplace, whole, case,
     assert (work.numbers(), work.digest(CASES[case][2]), work.checkpoints()) == whole(case, devices)
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 @pytest.mark.parametrize("case", ["rewind", pytest.param("until", marks=pytest.mark.soak)])
 def test_two_processes_agree(workplace, whole, case):
     place = workplace()

@@ -18,7 +18,9 @@ WATCHED = (*RUN, "--trainer.watchdog", "{report_after: 2s, end_after: 6s}")
         ("loader", "data wait", "in reading", "resuming, from checkpoints/run/step-5"),
         # The thread that commits a checkpoint blocks; the main thread waits for it when it saves the next one.
         pytest.param("save", "save", "in _commit", "step 24/24", marks=pytest.mark.soak),
-        ("last save", "save", "in _commit", "resuming, from checkpoints/run/step-20"),
+        pytest.param(
+            "last save", "save", "in _commit", "resuming, from checkpoints/run/step-20", marks=pytest.mark.soak
+        ),
     ],
 )
 def test_a_run_that_hangs_says_where_and_ends(workplace, place, activity, frame, resumed):
@@ -36,7 +38,7 @@ def test_a_run_that_hangs_says_where_and_ends(workplace, place, activity, frame,
     assert resumed in again.out
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_a_process_that_waits_for_one_that_hangs_ends_too(workplace):
     work = workplace()
     work.write()

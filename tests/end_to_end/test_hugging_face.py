@@ -24,6 +24,7 @@ from tests.engine.helpers import one_device
 from tests.interop.multimodal import saved
 from tests.session.test_multimodal_run import write_tokenizer
 from tests.small_runs import MODELS
+from tests.tiers import one_of
 
 SIZES = {
     "seq_len": 64,
@@ -60,6 +61,7 @@ def imported(tmp_path_factory):
     return place / "hf"
 
 
+@pytest.mark.slow
 def test_the_model_section_overrides_the_folders_config(imported):
     tree = {
         "initialize_from_hf": True,
@@ -114,6 +116,7 @@ def test_hf_weight_names_rename_a_files_tensors(imported, tmp_path):
     np.testing.assert_array_equal(model.lm_head().array, tensors["model.embed_tokens.weight"])
 
 
+@pytest.mark.slow
 def test_weights_are_stored_layer_by_layer_when_they_are_read(imported, monkeypatch):
     """The same bits as of the whole model after the surgery, without ever holding two layers of a matrix as floats."""
     shapes: list[tuple[int, ...]] = []
@@ -233,7 +236,7 @@ FURTHER = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", FURTHER)
+@pytest.mark.parametrize("kind", one_of(FURTHER))
 def test_layers_that_predict_further_tokens_survive_training(imported, kind, workplace):
     key, make, keys = FURTHER[kind]
     place = workplace()
@@ -270,7 +273,7 @@ def write_start_of(place, folder):
     (place.folder / "run.yaml").write_text(text.replace("  vocab_size: 300\n", f"  tokenizer: {folder}\n"))
 
 
-@pytest.fixture(params=["without a source", *SOURCES])
+@pytest.fixture(params=one_of([*SOURCES, "without a source"]))
 def source(request, tmp_path):
     """A folder with parts that exports copy; None for a model with random weights."""
     if request.param not in SOURCES:
@@ -325,7 +328,7 @@ def test_a_run_does_not_leave_the_exports_of_another_in_the_place_of_its_own(wor
     assert place.run(*run).code == 0, "the run that has written them goes on"
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_an_export_that_cannot_be_written_does_not_end_the_run(workplace):
     place = workplace()
     place.write()

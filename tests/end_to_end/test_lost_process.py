@@ -34,10 +34,10 @@ EXCHANGE = "an exchange with the other processes failed"
         # They get to speak only after 20 s.
         (2, signal.SIGKILL, 1, 0, f"{EXCHANGE}|no heartbeat of process 1"),
         # Process 0 hosts jax's coordination service, so jax aborts the others after their message.
-        (2, signal.SIGKILL, 0, 7, f"process 0 cannot be reached|{EXCHANGE}"),
+        pytest.param(2, signal.SIGKILL, 0, 7, f"process 0 cannot be reached|{EXCHANGE}", marks=pytest.mark.soak),
         pytest.param(2, signal.SIGKILL, 1, 7, f"{EXCHANGE}|no heartbeat of process 1", marks=pytest.mark.soak),
         pytest.param(2, signal.SIGSTOP, 0, 7, f"no answer of process 0 for {HEARTBEAT_S} s", marks=pytest.mark.soak),
-        (2, signal.SIGSTOP, 1, 7, f"no heartbeat of process 1 for {HEARTBEAT_S} s"),
+        pytest.param(2, signal.SIGSTOP, 1, 7, f"no heartbeat of process 1 for {HEARTBEAT_S} s", marks=pytest.mark.soak),
         pytest.param(4, signal.SIGKILL, 0, 7, f"process 0 cannot be reached|{EXCHANGE}", marks=pytest.mark.soak),
         pytest.param(4, signal.SIGKILL, 2, 7, f"{EXCHANGE}|no heartbeat of process 2", marks=pytest.mark.soak),
         pytest.param(4, signal.SIGSTOP, 2, 7, f"no heartbeat of process 2 for {HEARTBEAT_S} s", marks=pytest.mark.soak),

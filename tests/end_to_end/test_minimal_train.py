@@ -9,6 +9,7 @@ import pytest
 
 from examples import minimal_train
 from tests.end_to_end.commands import Uninterrupted, Workplace
+from tests.tiers import one_of
 
 MINIMAL = "examples.minimal_train"
 ARGUMENTS = ("--config_path", "run.yaml")
@@ -53,7 +54,7 @@ def check_same(place: Workplace, expected: Uninterrupted) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("devices", [1, 8])
+@pytest.mark.parametrize("devices", one_of([1, 8]))
 def test_it_trains_as_jaxlm_train_does(workplace, of_train, devices):
     place = workplace(devices)
     place.write(num_steps=50)
@@ -64,7 +65,8 @@ def test_it_trains_as_jaxlm_train_does(workplace, of_train, devices):
     check_same(place, of_train(devices))
 
 
-@pytest.mark.parametrize("devices", [1, pytest.param(8, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("devices", one_of([1, 8]))
 def test_it_goes_on_after_a_stop(workplace, of_train, devices):
     place = workplace(devices)
     place.write(num_steps=50)
@@ -74,7 +76,7 @@ def test_it_goes_on_after_a_stop(workplace, of_train, devices):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("devices", [1, 8])
+@pytest.mark.parametrize("devices", one_of([8, 1]))
 def test_each_goes_on_where_the_other_has_stopped(workplace, of_train, devices):
     place = workplace(devices)
     place.write(num_steps=50)
@@ -84,7 +86,7 @@ def test_each_goes_on_where_the_other_has_stopped(workplace, of_train, devices):
     check_same(place, of_train(devices))
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_it_enters_phases(workplace):
     expected, place = workplace(), workplace()
     for each in (expected, place):
@@ -97,7 +99,7 @@ def test_it_enters_phases(workplace):
     assert place.digest("step-20") == expected.digest("step-20")
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_two_processes_stop_after_the_same_step(workplace, two_processes):
     place = workplace()
     place.write()

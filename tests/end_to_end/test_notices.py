@@ -26,7 +26,7 @@ def test_a_notice_saves_stops_and_resumes(workplace, uninterrupted):
     assert (place.losses(), place.digest("step-24")) == (uninterrupted.losses, uninterrupted.digest)
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_a_notice_to_one_process_stops_all_at_the_same_step(workplace):
     place = workplace()
     place.write()
@@ -42,7 +42,7 @@ def test_a_notice_to_one_process_stops_all_at_the_same_step(workplace):
     assert 7 <= max(int(name.removeprefix("step-")) for name in place.checkpoints()) <= 11
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 @pytest.mark.parametrize(
     "behavior", ["nonsense", *(pytest.param(other, marks=pytest.mark.soak) for other in ("503", "hangs"))]
 )

@@ -19,6 +19,7 @@ from tests.answers import TEMPLATE, instructions, write_tokenizer
 from tests.end_to_end.commands import Workplace, end_of
 from tests.engine.helpers import one_device
 from tests.ports import reserved_port
+from tests.tiers import one_of
 
 MODEL = LlamaConfig(seq_len=64, hidden_dim=32, intermediate_dim=64, num_layers=1, num_heads=4, num_kv_heads=2)
 CONFIG = """
@@ -145,14 +146,14 @@ def check_refused(ends: list, named: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("filled", "change", "named"), CHANGES, ids=[named for *_, named in CHANGES])
+@pytest.mark.parametrize(("filled", "change", "named"), one_of(CHANGES), ids=[named for *_, named in CHANGES])
 def test_processes_whose_files_differ_end_before_they_train(workplace, filled, change, named):
     place = workplace(1)
     filled(place.folder)
     check_refused(of_two_machines(place, change), named)
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_processes_whose_copies_of_a_checkpoint_differ_end_before_they_train(workplace):
     place = workplace(1)
     fill(place.folder)
@@ -173,7 +174,7 @@ def test_processes_whose_copies_of_a_checkpoint_differ_end_before_they_train(wor
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("filled", [fill, fill_with_more])
+@pytest.mark.parametrize("filled", one_of([fill, fill_with_more]))
 def test_processes_with_the_same_files_in_other_folders_train(workplace, filled):
     check_same_files(workplace(1), filled, ("cases.jsonl",) if filled is fill_with_more else ())
 
@@ -205,7 +206,7 @@ def test_a_run_does_not_go_on_with_another_chat_template(workplace):
     place.finish(*start, "--trainer.num_train_steps", "6", "--trainer.allow_changes", "[tokenizer]")
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_a_run_says_once_which_files_of_its_evaluations_have_changed(workplace):
     def change(folder: Path) -> None:
         write_questions(folder, answer=5)

@@ -85,7 +85,7 @@ def test_prepare_shows_both_halves_and_evaluate_reads_the_checkpoint(whole):
     assert json.loads(measured.out.splitlines()[-1])["loss"] == pytest.approx(logged[-1], rel=1e-6)
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_without_configuration_with_lora_and_a_tokenizer_of_words(workplace):
     """Bits per byte needs the bytes of each token, which a WordLevel tokenizer does not tell: they go, not the run."""
     import tokenizers

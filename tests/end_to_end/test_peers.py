@@ -11,6 +11,7 @@ import pytest
 
 from tests.end_to_end.commands import REPOSITORY, end_of
 from tests.ports import reserved_port
+from tests.tiers import one_of
 from tests.xla_flags import flags_for
 
 RUN = ("--config_path", "run.yaml")
@@ -41,7 +42,7 @@ def test_other_processes_do_not_wait_for_a_failed_process(workplace, tmp_path):
     assert "a.txt: not UTF-8 text" in second
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_a_folder_that_process_0_cannot_write_ends_all_processes(workplace):
     place = workplace(2)
     place.write()
@@ -93,7 +94,7 @@ TOGETHER = {
 @pytest.mark.parametrize(
     "differences",
     [
-        *TOGETHER.values(),
+        *one_of([(names,) for names in TOGETHER.values()], but=2),
         *(pytest.param((name,), marks=pytest.mark.soak) for name in DIFFERENT if name not in TOGETHER),
     ],
     ids=" ".join,
@@ -110,23 +111,25 @@ def test_processes_with_different_configurations_end_before_they_train(workplace
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("variables", "facts"),
-    [
-        (
-            {
-                "XLA_FLAGS": f"{flags_for(2)} --xla_cpu_enable_fast_math=true",
-                "LIBTPU_INIT_ARGS": "--xla_tpu_x=1",
-                "JAX_RANDOM_SEED_OFFSET": "3",
-            },
-            [
-                r"XLA_FLAGS: \S.* on process 0; \S.*--xla_cpu_enable_fast_math=true.* on process 1",
-                "LIBTPU_INIT_ARGS: none on process 0; --xla_tpu_x=1 on process 1",
-                "variable JAX_RANDOM_SEED_OFFSET: missing on process 0; 3 on process 1",
-            ],
-        ),
-        ({"JAX_PLATFORMS": ""}, ["JAX_PLATFORMS: cpu on process 0; none on process 1"]),
-        # The check itself must not need the devices.
-        ({"XLA_FLAGS": flags_for(1)}, ["devices of the process: 2 x cpu on process 0; 1 x cpu on process 1"]),
-    ],
+    one_of(
+        [
+            (
+                {
+                    "XLA_FLAGS": f"{flags_for(2)} --xla_cpu_enable_fast_math=true",
+                    "LIBTPU_INIT_ARGS": "--xla_tpu_x=1",
+                    "JAX_RANDOM_SEED_OFFSET": "3",
+                },
+                [
+                    r"XLA_FLAGS: \S.* on process 0; \S.*--xla_cpu_enable_fast_math=true.* on process 1",
+                    "LIBTPU_INIT_ARGS: none on process 0; --xla_tpu_x=1 on process 1",
+                    "variable JAX_RANDOM_SEED_OFFSET: missing on process 0; 3 on process 1",
+                ],
+            ),
+            ({"JAX_PLATFORMS": ""}, ["JAX_PLATFORMS: cpu on process 0; none on process 1"]),
+            # The check itself must not need the devices.
+            ({"XLA_FLAGS": flags_for(1)}, ["devices of the process: 2 x cpu on process 0; 1 x cpu on process 1"]),
+        ]
+    ),
     ids=["flags and seed", "platform", "devices"],
 )
 def test_processes_whose_environment_differs_end_before_they_train(workplace, variables, facts):
@@ -151,7 +154,8 @@ FAILING = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("name", "failing", "number"), [("a wrong key", 0, 3), ("a wrong line", 1, 2), ("a module that raises", 0, 2)]
+    ("name", "failing", "number"),
+    one_of([("a wrong key", 0, 3), ("a wrong line", 1, 2), ("a module that raises", 0, 2)]),
 )
 def test_a_process_that_fails_before_it_connects_ends_the_others(workplace, name, failing, number):
     """It hosts the service that the others connect to, or would leave it waiting."""
@@ -182,7 +186,7 @@ def test_a_process_whose_file_cannot_be_read_tells_the_others(workplace):
     assert all("oops: no such key in trainer" in err for err in errors(started))
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_waiting_for_a_process_that_never_connects_times_out(workplace):
     place = workplace(1)
     place.write()
@@ -204,7 +208,7 @@ def test_one_of_four_processes_that_differs_ends_all_four(workplace):
     assert place.checkpoints() == []
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_one_of_four_processes_with_other_text_ends_all_four(workplace, tmp_path):
     """Its machine has a copy of the text that is not up to date."""
     place = workplace(1)

@@ -75,7 +75,7 @@ def test_a_run_killed_at_each_place_ends_the_same(whole, workplace, faults):
     assert place.checkpoints() == ["step-10", "step-12", "step-15", "step-20", "step-24", "step-5"]
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 @pytest.mark.parametrize("whole", [1, pytest.param(4, marks=pytest.mark.soak)], indirect=True)
 def test_the_cursor_separates_entry_from_end_and_a_damaged_entry_is_rebuilt(whole, workplace):
     place = start(workplace, whole[0])

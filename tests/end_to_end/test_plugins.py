@@ -134,7 +134,7 @@ def test_a_missing_class_is_named(name, message):
         load_config(["--optimizer.type", name], "test")
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_a_kind_of_data_with_columns_of_its_own_trains_and_is_evaluated(installed):
     path = installed.write('objective: {type: "acme_lm.graded:GradedLoss"}\n', name="graded")
     path.write_text(path.read_text().replace("data:\n", 'data:\n  type: "acme_lm.graded:GradedData"\n'))

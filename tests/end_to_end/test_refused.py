@@ -8,6 +8,7 @@ import pytest
 from jaxlm import train
 from jaxlm.core.errors import ConfigError
 from tests.end_to_end.commands import end_of
+from tests.tiers import one_of
 
 RUN = ("--config_path", "run.yaml", "--trainer.num_train_steps", "28")
 CALLBACK = """
@@ -70,15 +71,10 @@ def test_a_refused_start_changes_no_file_of_the_run(place, in_process, monkeypat
     assert content(place.folder) == before
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "step",
-    [
-        "train.open_phase_data",
-        *(
-            pytest.param(s, marks=pytest.mark.slow)
-            for s in ("train.compile_steps", "train.load_references", "session.phase.open_evaluations")
-        ),
-    ],
+    one_of(["train.compile_steps", "train.open_phase_data", "train.load_references", "session.phase.open_evaluations"]),
 )
 def test_a_start_that_is_refused_at_its_last_steps_changes_no_file_of_the_run(place, in_process, monkeypatch, step):
     def refuse(*_args, **_named):
@@ -91,6 +87,7 @@ def test_a_start_that_is_refused_at_its_last_steps_changes_no_file_of_the_run(pl
     assert content(place.folder) == before
 
 
+@pytest.mark.slow
 def test_a_start_while_the_run_is_trained_changes_no_file(place, in_process):
     with open(place.folder / "checkpoints" / ".run.lock", "a") as file:
         fcntl.flock(file, fcntl.LOCK_EX)

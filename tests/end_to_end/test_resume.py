@@ -13,6 +13,7 @@ import pytest
 
 from jaxlm.observe.ledger import account, read_lines
 from tests.end_to_end.commands import Workplace, check_close
+from tests.tiers import one_of
 
 TENSOR_PARALLEL = ("--trainer.model_axis_size", "2", "--trainer.tensor_parallel_axes", "[mlp, heads]")
 MESHES = {
@@ -166,7 +167,7 @@ ROUTERS = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("processes", [1, 2])
+@pytest.mark.parametrize("processes", one_of([1, 2]))
 @pytest.mark.parametrize("router", ROUTERS)
 def test_experts_go_on_to_the_bit(workplace, router, processes):
     """All processes kill themselves, and both start again."""
@@ -214,7 +215,7 @@ def test_killed_twice(workplace, uninterrupted, mesh):
     check(workplace, uninterrupted, mesh, seed=10, kills=2)
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_killed_with_tuned_options(workplace):
     """Every start compiles with the options that `jaxlm bench --tune` kept on this machine."""
     place = workplace()

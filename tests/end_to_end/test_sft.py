@@ -127,7 +127,7 @@ def test_the_model_memorizes_the_answers_and_ends_them(spoken):
     assert np.mean(nats) > 1
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_smoothed_labels_are_learned_to_their_entropy_and_evaluated_without(workplace):
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 

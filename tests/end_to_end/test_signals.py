@@ -5,6 +5,7 @@ import signal
 import pytest
 
 from tests.end_to_end.commands import Workplace, check_close, end_of
+from tests.tiers import one_of
 
 RUN = ("--config_path", "run.yaml")
 
@@ -27,7 +28,7 @@ def whole(request):
     ("processes", "number", "to"),
     [
         (1, signal.SIGTERM, 0),
-        pytest.param(1, signal.SIGINT, 0, marks=pytest.mark.slow),
+        pytest.param(1, signal.SIGINT, 0, marks=pytest.mark.soak),
         pytest.param(2, signal.SIGTERM, 0, marks=pytest.mark.slow),
         pytest.param(2, signal.SIGTERM, 1, marks=pytest.mark.soak),
     ],
@@ -59,7 +60,7 @@ def test_a_second_signal_ends_at_once(workplace):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("number", one_of([signal.SIGTERM, signal.SIGINT]))
 def test_a_signal_during_the_first_compilation_ends_at_once(workplace, number):
     place = workplace()
     place.write()
@@ -75,7 +76,7 @@ def test_two_processes_have_the_losses_of_one(uninterrupted, two_processes):
     check_close(two_processes.losses, uninterrupted.losses)
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 @pytest.mark.trap("T4")
 def test_processes_with_different_run_ids_are_refused(workplace):
     """Levanter gives every process the run id of process 0."""

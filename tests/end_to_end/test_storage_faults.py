@@ -17,6 +17,7 @@ from tests.end_to_end.commands import Finished, Workplace, digest_of_arrays, end
 from tests.end_to_end.flaky_proxy import FlakyProxy, flaky_proxy
 from tests.gcs import BUCKET
 from tests.s3 import S3_BUCKET, s3_server
+from tests.tiers import one_of
 
 PACE_S = 0.3
 RUN = ("--config_path", "run.yaml")
@@ -97,7 +98,7 @@ def test_a_disk_that_recovers_costs_no_checkpoint_of_a_rule(uninterrupted, place
     assert max(record["throughput/time_since_save"] for record in found) > 2.5
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_a_stall_costs_no_step(uninterrupted, place):
     keep = ("--trainer.checkpointer.keep", "[]")
     result = place.run(*RUN, *OFTEN, *keep, **faulty("stall:3:100"))
@@ -167,7 +168,7 @@ def test_an_outage_of_the_disk(uninterrupted, place, end):
     assert "Not a directory" in failures(result)[0]
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_a_folder_that_is_deleted_is_made_again(uninterrupted, place):
     process = place.start(*RUN, *OFTEN, **faulty("none"))
     wait_until(lambda: "step-5" in place.checkpoints(), process)
@@ -210,7 +211,7 @@ def all_files(folder: RemoteFolder) -> list[str]:
     return fs.find(root)
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_uploads_that_fail_are_made_up_for(uninterrupted, place):
     """Of a store that checkpoints are staged for. Every permanent one arrives, and nothing else stays in either folder."""
     url = f"file://{place.folder}/store"
@@ -235,11 +236,6 @@ OUTAGES = {
     "closed": FlakyProxy.close_connections,
     "stalls": lambda proxy: proxy.stall(2.0),
 }
-
-
-def one_slow(name: str) -> list:
-    """All outages; only one of them is not left to the soak tests."""
-    return [name, *(pytest.param(other, marks=pytest.mark.soak) for other in OUTAGES if other != name)]
 
 
 def with_outage(
@@ -271,7 +267,7 @@ def with_outage(
 
 
 @pytest.mark.soak
-@pytest.mark.parametrize("outage", one_slow("forbidden"))
+@pytest.mark.parametrize("outage", one_of(["forbidden", *(name for name in OUTAGES if name != "forbidden")]))
 def test_an_outage_of_a_bucket(uninterrupted, place, gcs, outage):
     url = f"gs://{BUCKET}/outage-{outage.replace(' ', '-')}"
     pointers = ("STORAGE_EMULATOR_HOST", "TENSORSTORE_GCS_HTTP_URL")
@@ -289,7 +285,7 @@ def test_an_outage_of_a_bucket(uninterrupted, place, gcs, outage):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("outage", one_slow("closed"))
+@pytest.mark.parametrize("outage", one_of(["closed", *(name for name in OUTAGES if name != "closed")]))
 def test_an_outage_of_a_store_that_checkpoints_are_uploaded_to(uninterrupted, place, monkeypatch, outage):
     with s3_server(monkeypatch) as environment:
         url = f"s3://{S3_BUCKET}/outage"

@@ -38,7 +38,7 @@ def test_a_target_trains_and_records_what_it_resolved_to(workplace):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("dry", [(), ("--dry_run", "true")])
+@pytest.mark.parametrize("dry", [(), pytest.param(("--dry_run", "true"), marks=pytest.mark.soak)])
 def test_a_mistake_in_a_target_touches_no_device(workplace, dry):
     place = workplace(1)
     write_targets(place)

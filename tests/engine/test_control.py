@@ -164,6 +164,7 @@ def test_a_restart_between_decision_and_effect_changes_nothing():
         assert all(map(np.array_equal, jax.tree.leaves(resumed), jax.tree.leaves(state))), step
 
 
+@pytest.mark.slow
 def test_the_history_says_which_controls_are_in_effect():
     """A new controller does not start with the arrays of the checkpoint."""
     saver, saved = saving(at=(8,))

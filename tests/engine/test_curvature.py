@@ -106,6 +106,7 @@ def test_the_estimate_works_in_float16_with_frozen_leaves_and_unrolled_layers():
     assert losses[-1] < losses[0] - 0.02
 
 
+@pytest.mark.slow
 def test_frozen_leaves_beside_trained_ones_are_sharded():
     """A layer is gathered as a whole. jax refuses second derivatives of one call for leaves with and without tangents."""
     where, own = layout(), phase(optimizer=SOPHIA, trainable=("mlp",))
@@ -129,6 +130,7 @@ class Counted(NextToken):
         return super().terms(model, batch, slot, key=key)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("optimizer", "times"), [(AdamConfig(), 1), (SOPHIA, 2)])
 def test_only_optimizers_that_use_curvature_compile_it(optimizer, times):
     where, own = one_device(), phase(objective=Counted(), optimizer=optimizer)

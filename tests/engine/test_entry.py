@@ -192,6 +192,7 @@ def initial(config, seed: int):
     return jax.jit(StateBuilder(config, vocab_axis(VOCAB), seed, F32).initial_model)()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("where", [pytest.param(one_device, marks=pytest.mark.slow), layout])
 def test_weights_move_towards_a_reference(where):
     where = where()

@@ -78,6 +78,7 @@ def test_an_outlier_a_hundred_times_too_large_is_skipped_and_never_enters_the_wi
         np.testing.assert_array_equal(one, other)
 
 
+@pytest.mark.slow
 def test_none_of_two_thousand_clean_steps_is_skipped():
     judge = Judging(SkipBadSteps())
     rng = np.random.default_rng(2)

@@ -63,6 +63,7 @@ class Pending:
         return self._value.astype(dtype or self._value.dtype)
 
 
+@pytest.mark.slow
 def test_the_loop_waits_only_for_the_oldest_step_in_flight():
     run = TinyRun(layout())
     dispatched, waited, behind = 0, [], []

@@ -56,6 +56,7 @@ def test_totals_add_up_phases_with_sequences_of_other_lengths():
     assert long.totals(30) == Totals(30, 16 * 128 * 10 + 20 * 4 * 512, 160.0 + 20 * 4 * 5.0)
 
 
+@pytest.mark.slow
 def test_steps_fetched_together_share_their_time():
     """The last steps of a short run, whose reports arrive in a burst, must not show millions of tokens per second."""
     now = [100.0]
@@ -89,6 +90,7 @@ def test_steps_fetched_together_share_their_time():
     assert rates == ["128"] * len(rates)
 
 
+@pytest.mark.slow
 def test_time_between_steps_is_logged_with_the_next_step_but_not_in_its_duration():
     seen: list[StepInfo] = []
     reports = AsyncMetrics(

@@ -54,6 +54,7 @@ def offloaded(where):
     return replace(where, optimizer_memory=HOST_MEMORY)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "where",
     [one_device, layout, pytest.param(lambda: layout(model=2), marks=pytest.mark.slow)],
@@ -100,6 +101,7 @@ def test_a_phase_carries_the_offloaded_moments_of_the_one_before():
     assert_same_bits(*states)
 
 
+@pytest.mark.slow
 def test_the_copies_to_the_devices_wait_for_the_gradients():
     """In the program for CUDA. Otherwise moments are on the devices while activations are."""
     run = TinyRun(offloaded(one_device()))

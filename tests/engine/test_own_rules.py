@@ -62,6 +62,7 @@ def signs(size: int) -> np.ndarray:
     return np.resize([1.0, -3.0, 0.0], size).astype(np.float32)
 
 
+@pytest.mark.slow
 def test_they_move_by_their_rule_and_nothing_else_sees_their_gradient(gradient):
     gradient(signs(helpers.MODEL.hidden_dim))
     averages = {"ema": Ema(0.5)}
@@ -85,6 +86,7 @@ def test_they_move_by_their_rule_and_nothing_else_sees_their_gradient(gradient):
     assert [leaf.shape for leaf in jax.tree.leaves(ruled.state.opt_state)] == shapes
 
 
+@pytest.mark.slow
 def test_a_gradient_of_theirs_that_is_not_finite_skips_the_step(gradient):
     gradient(np.nan)
     run = TinyRun(one_device(), phase(optimizer=ADAM))

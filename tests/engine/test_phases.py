@@ -1,6 +1,7 @@
 """Entering a phase: what happens to the previous phase's state."""
 
 import jax
+import pytest
 
 from jaxlm.engine.entry import StateBuilder, enter_phase
 from jaxlm.models.base import vocab_axis
@@ -8,6 +9,7 @@ from jaxlm.optim.averaging import Ema
 from tests.engine.helpers import F32, MODEL, VOCAB, one_device, phase
 
 
+@pytest.mark.slow
 def test_nothing_of_the_previous_phase_stays_on_the_devices():
     """Adam's moments and an average take three times the model's memory, and later phases do not need them."""
     first = phase(averages={"ema": Ema()})

@@ -21,6 +21,7 @@ MODEL = Gpt2Config(seq_len=16, hidden_dim=32, num_layers=2, num_heads=4, resid_p
 SAVED, ABANDONED, REPEATED = 5, 100, 20
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("devices", ["one", pytest.param("eight", marks=pytest.mark.slow)])
 def test_a_rollback_restores_every_bit_and_the_next_steps_repeat(tmp_path, devices):
     check_rollback(tmp_path, devices, AdamConfig(learning_rate=1e-2, warmup=0, telemetry=True))

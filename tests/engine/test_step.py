@@ -74,6 +74,7 @@ def test_every_mesh_trains_the_same(name, single_device_losses):
     np.testing.assert_allclose(losses, single_device_losses, rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_shards_have_the_shape_that_the_mapping_implies():
     where = layout(model=2)
     run = TinyRun(where)

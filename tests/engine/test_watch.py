@@ -74,6 +74,7 @@ def test_nothing_is_measured_between_intervals(watched):
     assert all(not np.any(leaf) for leaf in jax.tree.leaves(watched[0][2]))
 
 
+@pytest.mark.slow
 def test_a_batchs_hash_depends_on_its_tokens_but_not_on_the_mesh():
     columns = helpers.arrays(3)
     places = [(helpers.one_device(), 1), (helpers.layout(), 1), (helpers.layout(model=2), 2)]

@@ -32,6 +32,7 @@ ROOT = Path(__file__).parents[2]
 CORE = ROOT.parent / "shared" / "data" / "core"
 
 
+@pytest.mark.slow
 def test_scores_do_not_depend_on_the_batch():
     """Compared with one forward pass per pair, then float64. Contexts that are too long are truncated on the left."""
     model = jax.jit(lambda: MODEL.build(vocab_axis(61), key=jax.random.key(0)))()

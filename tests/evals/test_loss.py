@@ -33,6 +33,7 @@ def built(vocab: int = VOCAB):
     return jax.jit(lambda: MODEL.build(vocab_axis(vocab), key=jax.random.key(0)))()
 
 
+@pytest.mark.slow
 def test_sources_tags_the_total_and_the_means_over_sources():
     layout = one_device()
     data = {"prose": windows(0, 9), "code": windows(1, 2), "chat": windows(2, 4)}
@@ -87,6 +88,7 @@ def test_without_tokens_there_is_no_mean():
     assert by_group({"a": some, "b": some}, {"a": ["b"]}) == {"a": some, "b": EvalLoss(12, 6, 8, 4)}
 
 
+@pytest.mark.slow
 def test_a_dummy_prefix_does_not_count_as_a_byte():
     """SentencePiece puts a space in front of every text: the bytes of all texts are counted exactly."""
     import tokenizers
@@ -116,6 +118,7 @@ def test_a_dummy_prefix_does_not_count_as_a_byte():
     assert small_tokenizer().dummy_prefix() is None
 
 
+@pytest.mark.slow
 def test_bits_per_byte_count_raw_bytes_and_no_special_tokens():
     """The formula in NumPy, with parts of characters, which decode to three bytes each, and the end of documents."""
     tokenizer = small_tokenizer()

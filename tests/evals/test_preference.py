@@ -69,6 +69,7 @@ def test_accuracy_and_margin_are_those_of_each_pair(devices):
     assert 0 < found["preference/accuracy"] < 1, "the test would not notice swapped halves"
 
 
+@pytest.mark.slow
 def test_other_data_is_refused_and_none_gives_no_metrics():
     layout, spec = layout_of(), TokensConfig().batch_spec(SEQ_LEN)
     columns = random_tokens((2, SEQ_LEN), VOCAB, seed=0)

@@ -100,6 +100,7 @@ def measured(cases, where=None, **keys):
     return {name.removeprefix("cases/"): value for name, value in found.items()}, lines
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("where", [one_device, layout])
 def test_answers_are_written_and_chosen(where):
     # The student writes 4: right for "sum" and "text". Of 3 and 7 it finds 3 more likely, the reference 7.

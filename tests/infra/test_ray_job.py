@@ -120,6 +120,7 @@ def test_nodes_that_never_come_use_up_the_retries(monkeypatch, nodes_come, capsy
     assert "giving up after 4 attempts" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["gcp-gpu", "gcp-tpu"])
 def test_ray_accepts_the_files_of_clusters(shown, name):
     ray = pytest.importorskip("ray")

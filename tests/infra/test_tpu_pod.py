@@ -87,6 +87,7 @@ def cloud(tmp_path):
     return Cloud(tmp_path)
 
 
+@pytest.mark.slow
 def test_a_run_to_its_end(cloud):
     cloud.plan(train='echo "worker $WORKER trains in $PWD"')
     code, out = cloud.run("babysit", "--env", "VARIABLE=its value")
@@ -101,6 +102,7 @@ def test_a_run_to_its_end(cloud):
     assert [call[4:6] for call in cloud.calls("scp")] == [["--recurse", "mine.yaml"]]
 
 
+@pytest.mark.slow
 def test_a_preempted_slice_is_created_again(cloud):
     """The machine disappears under one worker; the other one ends with 1, because it lost a process."""
     lost = LOST.format(state="PREEMPTED")
@@ -158,6 +160,7 @@ def test_what_gcloud_would_refuse_again_is_not_repeated(cloud):
     assert "PERMISSION_DENIED" in out
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("code", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_a_run_that_must_stop_is_not_repeated(cloud, code):
     cloud.plan(train=f'echo "error: as the message says"; exit {code}')
@@ -202,6 +205,7 @@ def test_a_run_goes_on_while_the_network_is_down(cloud):
     assert len(cloud.log("mine-0")) == 1
 
 
+@pytest.mark.slow
 def test_an_exit_code_of_gcloud_is_not_that_of_the_run(cloud):
     """Without network, gcloud ends with 1, before there is an ssh: like a run that failed."""
     cloud.plan(train='sleep 0.5; echo "last of attempt $ATTEMPT"', connect="gcloud crashed (ConnectionError)\n" * 2)
@@ -295,6 +299,7 @@ def test_ctrl_c_says_what_is_left_and_the_same_command_follows_the_run(cloud, la
     assert cloud.machines == []
 
 
+@pytest.mark.slow
 def test_a_machine_that_cannot_be_deleted_is_named(cloud):
     cloud.plan(train="true", delete="Internal error\n" * 9)
     code, out = cloud.run("babysit")

@@ -103,6 +103,7 @@ def _check_batches(loaded, model):
     np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.slow
 def test_without_transformers_the_folder_is_read_by_jaxlm(tmp_path, monkeypatch):
     config = LlamaConfig(seq_len=8, hidden_dim=16, intermediate_dim=16, num_layers=1, num_heads=2, num_kv_heads=1)
     plain = jax.jit(lambda: config.build(vocab_axis(VOCAB), key=jax.random.key(0)))()

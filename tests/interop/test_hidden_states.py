@@ -31,6 +31,7 @@ def llama(tmp_path_factory):
     return opened("llama-3", tmp_path_factory.mktemp("llama"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name",
     [
@@ -65,6 +66,7 @@ def test_the_last_layers_tap_is_the_final_norms_input(llama):
     np.testing.assert_allclose(states["final"][0], x / rms * np.asarray(norm.weight.array), rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_texts_are_tokenized_as_by_transformers_and_do_not_depend_on_their_batch(tmp_path):
     text, model = "The capital of France is Paris.", jaxlm.load(write_model(tmp_path / "model"))
     ids = transformers.AutoTokenizer.from_pretrained(tmp_path / "model")(text)["input_ids"]
@@ -75,6 +77,7 @@ def test_texts_are_tokenized_as_by_transformers_and_do_not_depend_on_their_batch
     np.testing.assert_allclose(together[1], alone[0], rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_the_dtype_of_the_computation_is_a_key(tmp_path):
     reference("llama-3").save_pretrained(tmp_path)
     write_tokenizer(tmp_path)
@@ -126,6 +129,7 @@ def test_logits_and_log_probs_are_those_of_transformers(name, tmp_path):
         np.testing.assert_allclose(probabilities, following.numpy(), rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.slow
 def test_greedy_texts_are_those_of_transformers(tmp_path):
     model = jaxlm.load(write_model(tmp_path / "model"))
     theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype=torch.float32)

@@ -49,6 +49,7 @@ def text(rows: int = 2, length: int = LENGTH) -> np.ndarray:
     return np.random.default_rng(1).integers(0, VOCAB, size=(rows, length))
 
 
+@pytest.mark.slow
 def test_logits(pair):
     _, theirs, _, model = pair
     with torch.no_grad():

@@ -251,6 +251,7 @@ def imported(tmp_path):
     return tmp_path / "imported"
 
 
+@pytest.mark.slow
 def test_convert_keeps_an_imported_card_and_pushes(imported, tmp_path, hub, capsys):
     load_tokenizer(str(imported)).save(tmp_path / "run")
     assert (tmp_path / "run" / "README.md").read_text() == OF_BASE, "a checkpoint keeps it"
@@ -267,6 +268,7 @@ def test_convert_keeps_an_imported_card_and_pushes(imported, tmp_path, hub, caps
     assert "## Training" not in card
 
 
+@pytest.mark.slow
 def test_a_push_that_cannot_work_is_refused_before_anything_is_written(imported, tmp_path, hub, monkeypatch, capsys):
     command = ["to-hf", "--checkpoint", str(imported), "--output_dir", str(tmp_path / "out"), "--upload"]
     assert convert.main([*command, "org/copy@v1"]) == 2

@@ -69,6 +69,7 @@ def assert_same_tensors(first, second):
         assert ours.view(name).tobytes() == theirs.view(name).tobytes(), name
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_logits_gradients_and_a_bit_equal_export(kind, tmp_path):
     torch = pytest.importorskip("torch")
@@ -100,6 +101,7 @@ def test_logits_gradients_and_a_bit_equal_export(kind, tmp_path):
         np.testing.assert_allclose(found.view(name), wanted.view(name), atol=near, rtol=0, err_msg=name)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_transformers_loads_a_trained_export(kind, tmp_path):
     torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")
@@ -135,6 +137,7 @@ def saved_as_published(tmp_path, *, inputs_first):
     return rewritten(saved("qwen3_vl_moe", tmp_path / str(inputs_first)), change)
 
 
+@pytest.mark.slow
 def test_experts_are_read_and_written_with_inputs_or_outputs_first(tmp_path):
     pytest.importorskip("transformers")
     folders = {first: saved_as_published(tmp_path, inputs_first=first) for first in (True, False)}
@@ -265,6 +268,7 @@ def test_changed_keys_are_changed_in_the_text_level_alone(tmp_path):
     assert open_folder(folder).config == dataclasses.replace(config, seq_len=96, rope=rope)
 
 
+@pytest.mark.slow
 def test_the_names_decide_where_the_text_model_is(tmp_path):
     """Folders that claim to have text alone may have the names of multimodal ones, and the other way round."""
     pytest.importorskip("transformers")
@@ -322,6 +326,7 @@ def test_older_files_have_the_text_keys_beside_those_of_images(tmp_path):
     assert narrower == older | {"rms_norm_eps": 1e-3}
 
 
+@pytest.mark.slow
 def test_each_tensor_keeps_its_dtype(tmp_path):
     """Most are bfloat16; a norm of the text model and one of the tower are not."""
     pytest.importorskip("transformers")

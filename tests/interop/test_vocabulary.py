@@ -40,6 +40,7 @@ def started(folder, num_tokens, **trainer):
     return plan, model, said
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["f32", pytest.param("bfloat16", marks=pytest.mark.slow)])
 def test_new_rows_are_the_mean_of_the_others(tmp_path, dtype):
     num_tokens = write_tokenizer(tmp_path)

@@ -80,6 +80,7 @@ def test_fully_masked_queries_give_zero_and_finite_gradients():
         np.testing.assert_array_equal(leaf, np.zeros_like(leaf))
 
 
+@pytest.mark.slow
 def test_dropout_keeps_the_expectation_and_needs_a_key():
     q, k, v, visible = random_case()
     whole = run(q, k, v, visible)

@@ -95,6 +95,7 @@ def test_matches_the_definition(backend, length, num_segments, window):
         np.testing.assert_allclose(ours, theirs, rtol=2e-5, atol=2e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("length", "num_segments", "window"),
     [
@@ -107,6 +108,7 @@ def test_splash_matches_the_definition(length, num_segments, window):
     test_matches_the_definition(splash, length, num_segments, window)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("backend", "length", "num_segments", "window"),
     [
@@ -124,6 +126,7 @@ def test_tokens_attend_to_later_ones_within_their_document_and_window(backend, l
         np.testing.assert_allclose(ours, theirs, rtol=2e-5, atol=2e-5)
 
 
+@pytest.mark.slow
 def test_second_derivatives_match_the_definition():
     q, k, v, segments, d_out = random_case(131, 5)
     u = tuple(np.random.default_rng(1).normal(size=a.shape) for a in (q, k, v))
@@ -192,6 +195,7 @@ def test_second_derivatives_exclude_kernels_without_them():
     assert choose_attention(task).reason.endswith("not splash: its backward pass is not differentiable")
 
 
+@pytest.mark.slow
 def test_kernels_receive_their_own_rows_and_heads():
     """The inputs of a kernel under shard_map, with key heads that divide over the devices and that do not."""
     from tests.engine.helpers import layout

@@ -165,6 +165,7 @@ def named_leaves(tree):
     return filter(is_named, jax.tree.leaves(tree, is_leaf=is_named))
 
 
+@pytest.mark.slow
 def test_llama_initialization():
     config = LlamaConfig(hidden_dim=256, intermediate_dim=512, num_layers=4, num_heads=4, num_kv_heads=2)
     model = jitted_build(config, 1000)

@@ -115,6 +115,7 @@ def check_equal(actual, expected, order, tolerance=2e-6):
         np.testing.assert_allclose(a, b, rtol=0, atol=tolerance * np.abs(b).max(), err_msg=name)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "kv_heads", [pytest.param(1, marks=pytest.mark.slow), 2, pytest.param(8, marks=pytest.mark.slow)]
 )

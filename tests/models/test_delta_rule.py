@@ -114,6 +114,7 @@ def _in_bfloat16(tokens: Tokens) -> Tokens:
     return tokens._replace(**{name: getattr(tokens, name).astype(jnp.bfloat16) for name in ("q", "k", "v")})
 
 
+@pytest.mark.slow
 def test_bfloat16_rounds_only_what_products_read():
     tokens = _in_bfloat16(_tokens(200, common=0.5, segments=_documents(1, 30, 63, 37, 69), decay=-0.01))
     out, state, gradients = _with_gradients(delta_rule, tokens, None)
@@ -124,6 +125,7 @@ def test_bfloat16_rounds_only_what_products_read():
         assert np.abs(np.asarray(one, np.float64) - other).max() <= 0.02 * np.abs(other).max()
 
 
+@pytest.mark.slow
 def test_a_state_of_bfloat16_values_follows_updates_that_bfloat16_would_lose():
     """With the same key k in all tokens, k S moves to v by the factor (1 - beta) for each."""
     beta, length = 2e-5, 1024
@@ -167,6 +169,7 @@ def test_a_text_goes_on_from_its_state(cuts):
     assert (state.segment == last.segment).all()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "segments",
     [
@@ -216,6 +219,7 @@ def test_second_derivatives():
     np.testing.assert_allclose(got, expected, rtol=1e-4, atol=1e-4 * float(jnp.abs(expected).max()))
 
 
+@pytest.mark.slow
 def test_a_state_of_another_document_is_dropped():
     tokens = _tokens(10)
     start = DeltaState(jnp.ones((2, KEY_HEADS, GROUP, KEY_SIZE, VALUE_SIZE)), jnp.asarray([7, 7], jnp.int32))

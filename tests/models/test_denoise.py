@@ -41,6 +41,7 @@ def by_hand(model, logits_of, as_inputs, prompt, num_new, config):
     return row[len(prompt) :].tolist()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "config",
     [
@@ -57,6 +58,7 @@ def test_greedy_tokens_are_those_of_the_published_algorithm(model, logits_of, as
         assert MASK not in row
 
 
+@pytest.mark.slow
 def test_sampled_rows_depend_on_their_prompt_and_the_seed_alone(model):
     config, warm = DenoisingConfig(remasking="random"), Sampling(temperature=1.0, top_k=20)
     draw = lambda prompts, seed=0: denoise_tokens(model, prompts, 8, MASK, warm, config, seed=seed)  # noqa: E731

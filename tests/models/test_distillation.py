@@ -92,6 +92,7 @@ def fields(sums):
     return [sums.total, sums.cross_entropy, sums.divergence, sums.correct, sums.agreement]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", DIVERGENCES)
 @pytest.mark.parametrize("top_k", [None, 7])
 @pytest.mark.parametrize(
@@ -163,6 +164,7 @@ def test_sharp_distributions_stay_finite(name):
             assert np.isfinite(leaf).all()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("top_k", [None, 7])
 @pytest.mark.parametrize(
     "name",
@@ -188,6 +190,7 @@ def test_second_derivatives_equal_differences_of_the_gradient(name, top_k):
         np.testing.assert_allclose(ours, theirs, rtol=2e-4, atol=2e-4)
 
 
+@pytest.mark.slow
 def test_masked_tokens_contribute_nothing_whatever_they_are():
     x, w, tx, tw, y, m = problem(1, 9)
     m[:] = 1
@@ -217,6 +220,7 @@ def test_the_logits_of_all_tokens_are_never_materialized(top_k):
     assert compiled.memory_analysis().temp_size_in_bytes < tokens * vocab * 4 / 2
 
 
+@pytest.mark.slow
 def test_the_teacher_costs_one_matrix_product_and_gets_no_gradient():
     x, w, tx, tw, y, m = problem(2, 8)
 

@@ -76,6 +76,7 @@ def test_the_examples_train_the_same_sharded_or_not_and_can_be_sampled(kind):
         assert new == chosen[len(prompt) - 1 : len(prompt) + 4].tolist()
 
 
+@pytest.mark.slow
 def test_the_loss_of_logits_equals_that_of_hidden_states_with_an_identity_head():
     rng = np.random.default_rng(0)
     Batch, Pos, Vocab = Axis("batch", 2), Axis("position", 7), vocab_axis(11)

@@ -60,6 +60,7 @@ def apply(layer, x, segments, cache=None):
     return out.rearrange(("batch", "position", "embed")).array, new
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("documents", DOCUMENTS.values(), ids=DOCUMENTS)
 def test_documents_of_a_row_are_as_alone(documents):
     segments = segments_of(documents)
@@ -179,6 +180,7 @@ def test_devices_compute_what_one_does(name):
                 np.testing.assert_allclose(leaf, other, rtol=0, atol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("length", [8, 16, 24])
 def test_rows_of_few_tokens_per_device(length):
     """The convolution reads three earlier tokens, which may be on several devices."""

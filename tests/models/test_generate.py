@@ -97,6 +97,7 @@ def test_a_row_does_not_depend_on_its_batch(llama):
     assert twice[1] != twice[0], "the same prompt again is another sample"
 
 
+@pytest.mark.slow
 def test_end_tokens_are_not_returned(llama):
     free = generate(llama, PROMPTS, max_new_tokens=10, temperature=1.0, seed=1)
     eos = free[2][4]
@@ -221,6 +222,7 @@ def test_invalid_requests_are_refused(llama, prompts, num_new, message):
         generate(llama, prompts, max_new_tokens=num_new)
 
 
+@pytest.mark.slow
 def test_empty_requests_and_a_full_context(llama):
     assert generate(llama, [], max_new_tokens=4) == []
     assert generate(llama, [[1], [2]], max_new_tokens=0) == [[], []]

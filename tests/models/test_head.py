@@ -58,6 +58,7 @@ def test_a_head_in_fp8_has_the_gradient_of_the_loss(fp8):
         assert 1e-3 < np.linalg.norm(found - exact) / np.linalg.norm(exact) < 0.1
 
 
+@pytest.mark.slow
 @every_recipe
 @pytest.mark.parametrize("model", [2, *(pytest.param(size, marks=pytest.mark.slow) for size in (1, 8))])
 def test_eight_devices_have_the_scales_of_one(fp8, model):
@@ -89,6 +90,7 @@ def test_the_gradient_of_the_head_is_the_same_in_parts(dtype, num_tokens):
         assert ("[2,3,11]" in text) == is_divided
 
 
+@pytest.mark.slow
 def test_evaluations_read_the_plain_head():
     given = problem(2, 19, 32, 48)
     for fp8 in RECIPES:

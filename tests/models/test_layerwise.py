@@ -175,6 +175,7 @@ def test_the_gradient_of_all_layers_together_is_that_of_each_layer_alone(config,
                 assert not np.asarray(tree.raw(one[path]))[others].any(), (path, layer)
 
 
+@pytest.mark.slow
 def test_a_layer_that_reads_its_own_models_streams_is_compared_with_the_teachers():
     target = "residual"
     teacher, student, x = filled(LLAMA, 0), filled(LLAMA, 1), inputs()

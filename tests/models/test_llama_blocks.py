@@ -100,6 +100,7 @@ def test_queries_grow_with_their_position_in_the_document():
     np.testing.assert_allclose(factors, [[1 + 0.5 * np.log(1 + n) for n in (0, 0, 1, 2, 0, 3)]], rtol=1e-6)
 
 
+@pytest.mark.slow
 def test_a_packed_document_has_the_scores_of_a_separate_one():
     rope = YarnRotary(theta=100.0, original_max_position_embeddings=8)
     config = Ministral3Config(**SIZES, rope=rope, query_scaling=0.7)

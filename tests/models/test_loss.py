@@ -73,6 +73,7 @@ def losses_and_gradient(x, w, y, m, **options):
     return losses, gradient
 
 
+@pytest.mark.slow
 def test_chunks_are_those_of_the_trace_options_unless_they_are_given():
     case = problem(2, 40, 8, 30)
     expected, given_size = value_and_grads(*case, chunk_tokens=16), value_and_grads(*case, chunk_tokens=24)
@@ -135,6 +136,7 @@ def test_dynamic_fine_tuning_weights_each_token_by_its_probability_as_a_constant
     np.testing.assert_allclose(grads[1], np.einsum("bsv,bsd->vd", d_logits, x64), rtol=2e-5, atol=2e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("on_gpu")
 @pytest.mark.parametrize("shape", [(2, 37, 16, 50), pytest.param((1, 1, 4, 3), marks=pytest.mark.slow)])
 def test_one_pass_over_the_logits_matches_the_closed_forms(shape):

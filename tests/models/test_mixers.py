@@ -82,6 +82,7 @@ def final(model, inputs, cache=None):
     return hidden.final.rearrange((BATCH, POSITION, ...)).array, hidden.cache
 
 
+@pytest.mark.slow
 @CASES
 def test_documents_of_a_row_are_as_alone(name, initial):
     model, texts = initial(MODELS[name]), documents()
@@ -111,6 +112,7 @@ def test_a_document_changes_no_bit_of_another(name, initial):
     assert np.abs(one[own] - other[own]).max() > 1e-2
 
 
+@pytest.mark.slow
 @CASES
 def test_tokens_may_be_in_another_order_or_stay_in_that_of_the_text(name, initial):
     """Two devices share the row. Of a mixer that reads no other order, the plan of context parallelism says so."""
@@ -133,6 +135,7 @@ def test_tokens_may_be_in_another_order_or_stay_in_that_of_the_text(name, initia
     np.testing.assert_allclose(found[real], expected[real], atol=1e-6 * np.abs(expected).max())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name", [name if name == "gated delta net" else pytest.param(name, marks=pytest.mark.slow) for name in MODELS]
 )

@@ -94,6 +94,7 @@ def test_a_norm_without_parameters(unweighted):
     np.testing.assert_allclose(gradient, expected, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_a_model_without_norm_weights_is_one_whose_norm_weights_are_1(tiny_llama, built, as_inputs):
     inputs = as_inputs([[3, 1, 4, 1, 5, 9, 2, 6]])
     config = dataclasses.replace(tiny_llama, hybrid_norm=True, input_embedding_norm=True)

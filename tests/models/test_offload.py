@@ -37,6 +37,7 @@ def saved(gradient, weights):
     return on_host, [aval.shape for aval in stacked if aval.memory_space != jax.memory.Space.Host]
 
 
+@pytest.mark.slow
 def test_the_stream_and_attention_leave_the_loop_for_the_host_and_nothing_stays(tiny_llama, gradient_of):
     heads, width = tiny_llama.num_heads, tiny_llama.hidden_dim
     stream = (LAYERS, ROWS, TOKENS, width)

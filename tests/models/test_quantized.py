@@ -111,6 +111,7 @@ def test_eight_devices_compute_the_logits_of_one(name, built, as_inputs, logits_
     np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.slow
 def test_casts_leave_int8_weights_alone_and_their_size_is_told(built, tiny_llama):
     model = parse_precision("bf16").cast_to_compute(quantized(built(tiny_llama)))
     stored = tree.modules_by_path(model, StoredWeight)

@@ -100,6 +100,7 @@ def test_recorded_probabilities_are_those_of_the_distribution_that_was_sampled(l
     assert np.any(found.tokens != sampled(llama, range(12)).tokens)
 
 
+@pytest.mark.slow
 def test_a_row_depends_on_its_number_and_not_on_the_others(llama):
     together = sampled(llama, range(8))
     for rows in ([3], [6, 1]):
@@ -188,6 +189,7 @@ class Fixed:
         return None
 
 
+@pytest.mark.slow
 def test_draws_have_the_distribution_of_the_logits_at_a_temperature():
     """Chi-squared of 20,000 draws: 18.5 is exceeded by one in a thousand seeds."""
     number = 20_000

@@ -216,6 +216,7 @@ def loads(run: TinyRun, made: dict[str, np.ndarray]) -> np.ndarray:
     return np.stack([np.bincount(ids[real].ravel(), minlength=MODEL.num_experts) for ids in seen])
 
 
+@pytest.mark.slow
 def test_each_update_moves_the_biases_of_experts_against_their_load():
     run = TinyRun(one_device(), phase(optimizer=ADAM), model=MODEL)
     assert not biases(run).any()

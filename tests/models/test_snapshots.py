@@ -19,6 +19,7 @@ def text(seed, length):
     return np.random.default_rng(seed).integers(0, 40, length).tolist()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("separate", [True, False], ids=["separate layers", "stacked layers"])
 def test_turns_equal_generation_without_a_cache(separate, built, monkeypatch):
     """Prompts that append, that change the last answer, or an earlier turn; the same one again, and another text."""
@@ -52,6 +53,7 @@ def test_turns_equal_generation_without_a_cache(separate, built, monkeypatch):
     assert reused == expected[:5]
 
 
+@pytest.mark.slow
 def test_the_oldest_snapshots_are_dropped(built, monkeypatch):
     monkeypatch.setattr(prefix_cache_module, "_PREFILL_CHUNK", 64)
     writer, prefix_cache = Generator.of(built(RecurrentConfig(**SIZES))), PrefixCache()

@@ -84,6 +84,7 @@ def test_every_parameter_of_the_body_has_a_leading_layer_axis(tiny, built):
     assert all(leaf.dtype == jnp.float32 for leaf in leaves)
 
 
+@pytest.mark.slow
 def test_the_loop_saves_no_parameters_for_the_backward_pass(tiny, built, as_inputs):
     inputs = as_inputs(np.zeros((2, 16), int))
     for keep in ("none", "cheap", "full"):
@@ -98,6 +99,7 @@ def test_the_loop_saves_no_parameters_for_the_backward_pass(tiny, built, as_inpu
             assert results == [(LAYERS, 2, 16, 32)], "the input of each layer and nothing else"
 
 
+@pytest.mark.slow
 def test_building_can_be_traced_and_depends_only_on_the_key(tiny):
     build = jax.jit(lambda key: tiny.build(vocab_axis(40), key=key))
     shapes = jax.eval_shape(build, jax.random.key(0))
@@ -134,6 +136,7 @@ def test_layers_are_divided_into_few_scans(layers, expected):
     assert [segment.start for segment in found] == [7, *(segment.stop for segment in found[:-1])]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("step", [2, pytest.param(3, marks=pytest.mark.slow)])
 def test_layers_that_take_turns_compile_once_for_all_periods(step, as_inputs):
     """The program does not grow with the number of layers, forward and backward."""

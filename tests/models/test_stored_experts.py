@@ -57,6 +57,7 @@ def check_same(found, expected, rtol: float) -> None:
         np.testing.assert_allclose(ours, theirs, rtol=rtol, atol=rtol * np.abs(theirs).max())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "platform"),
     [
@@ -80,6 +81,7 @@ def test_experts_on_eight_devices_compute_the_same(x):
     )
 
 
+@pytest.mark.slow
 def test_features_of_experts_in_four_bits_cannot_be_sharded(x):
     message = r"mlp in trainer\.tensor_parallel_axes\), but blocks of scales cannot be cut"
     with pytest.raises(ConfigError, match=message):

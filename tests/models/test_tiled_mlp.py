@@ -97,6 +97,7 @@ def results(mlp, where, given=INPUT):
         return run(arrays, given)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "where", ["one device", "context 2 x fsdp 4", *(slow(name) for name in ("fsdp 8", "tp 2 x fsdp 4"))]
 )
@@ -132,6 +133,7 @@ def test_fp8_has_scales_for_each_tile_in_both_passes(recipe):
         assert np.abs(ours.reshape(theirs.shape) - theirs).max() <= 1e-6 * np.abs(theirs).max()
 
 
+@pytest.mark.slow
 def test_tiles_and_devices_drop_different_inputs():
     """Half of the inputs of one adapter. With the same mask for each tile, each of its rows would be there several times."""
     mlp = gated(lambda layer, key: adapted(layer, key, dropout=0.5) if key == 0 else layer)
@@ -174,6 +176,7 @@ def test_devices_exchange_as_much_as_without_tiles():
     assert exchanged[0] == exchanged[1]
 
 
+@pytest.mark.slow
 def test_frozen_weights_have_no_gradient():
     """The loop of the backward pass adds up only gradients that are needed."""
     mlp = tiled_mlps(gated(adapted), TILE)

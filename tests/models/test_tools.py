@@ -42,6 +42,7 @@ def as_python(expression: str) -> str | None:
     return str(value) if abs(value) < float("inf") else None
 
 
+@pytest.mark.slow
 @settings(max_examples=400)
 @given(st.recursive(NUMBERS, compound, max_leaves=12))
 def test_arithmetic_is_pythons(expression):
@@ -51,6 +52,7 @@ def test_arithmetic_is_pythons(expression):
 QUOTABLE = st.characters(codec="utf-8", exclude_categories=("C", "Z"), exclude_characters="\\'\"")
 
 
+@pytest.mark.slow
 @settings(max_examples=50)
 @given(st.text(QUOTABLE, max_size=40), st.text(QUOTABLE, max_size=2), st.sampled_from("'\""))
 def test_counting_is_pythons(text, part, quote):
@@ -239,6 +241,7 @@ def scripted() -> Scripted:
     return Scripted(jnp.asarray(script, jnp.int32), jnp.float32(100.0))
 
 
+@pytest.mark.slow
 def test_outputs_are_forced_into_every_row_of_a_batch(scripted):
     generator, expected = Generator.of(scripted), [new for _, new in SCRIPTS.values()]
     assert generate_tokens(generator, PROMPTS, STOPPED, tools=CALLS) == expected
@@ -291,6 +294,7 @@ def calling(tiny_llama, built):
 PROMPT = [1, 2, 3]
 
 
+@pytest.mark.slow
 def test_the_model_reads_the_output(calling):
     model, calls, end = calling
     prompts = [PROMPT, [4], [5, 6, 7, 8, 9, 10]]

@@ -71,6 +71,7 @@ def test_unstacked_layers_give_the_same_logits_and_cache(name, dtype, built, as_
         np.testing.assert_allclose(joined.astype(jnp.float32), expected.astype(jnp.float32), rtol=1e-2, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_a_generator_unstacks_its_model_once(built, tiny_llama, monkeypatch):
     """For any number of texts; only their caches are unstacked each time."""
     model, taken = built(tiny_llama), []
@@ -83,6 +84,7 @@ def test_a_generator_unstacks_its_model_once(built, tiny_llama, monkeypatch):
     assert len(taken) == 4
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("rows", "kv_heads"), [(1, 1), (3, 2)])
 def test_decoding_a_token_copies_neither_weights_nor_cache(rows, kv_heads):
     """The program's temporary memory is less than one matrix and less than one layer's keys."""

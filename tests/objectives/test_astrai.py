@@ -75,6 +75,7 @@ def test_the_smoothed_cross_entropy_is_the_mean_over_all_targets():
         assert float(sums.total) / 8 == pytest.approx(given["mean_smoothing_0.05"], rel=1e-6)
 
 
+@pytest.mark.slow
 def test_dpo_compares_means_over_tokens(monkeypatch):
     pairs = {name: np.array(value) for name, value in VECTORS["pairs"].items() if isinstance(value, list)}
     sides = ("chosen", "rejected")

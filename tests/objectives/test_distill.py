@@ -37,6 +37,7 @@ def logits_of(model, batch):
     return model.logits(model.hidden(Inputs(batch.tokens, batch.positions, batch.segment_ids)).final).array
 
 
+@pytest.mark.slow
 def test_terms_and_metrics_match_the_definition(student, refs):
     batch, objective = a_batch(), Distill(temperature=2.0, weight=0.7)
     annotated = objective.annotate(refs, batch)
@@ -165,12 +166,14 @@ def test_the_hidden_term_compares_layers_at_the_same_fraction_of_the_depth(own, 
     np.testing.assert_allclose(terms["loss"].total, plain["loss"].total + 0.25 * expected, rtol=1e-4)
 
 
+@pytest.mark.slow
 def test_the_hidden_term_of_a_model_that_equals_its_teacher_is_zero(student):
     objective = Distill(hidden=1.0)
     _, metrics, _ = objective.terms(student, objective.annotate({"teacher": student}, a_batch()), None, key=None)
     assert float(metrics["hidden_distance"].total) < 1e-9
 
 
+@pytest.mark.slow
 def test_hidden_states_of_another_width_are_refused(student, refs):
     objective = Distill(hidden=1.0)
     with pytest.raises(ConfigError, match="the model's residual stream is 16 wide and the teacher's 24"):

@@ -238,6 +238,7 @@ def test_terms_and_metrics_match_the_logits(models):
     assert free["loss"] == pytest.approx(closed_forms(without, PairLossOptions())["sigmoid"].mean(), rel=1e-5)
 
 
+@pytest.mark.slow
 def test_a_model_that_is_its_own_reference_has_a_loss_of_ln_2_and_prefers_nothing(models):
     model, _ = models
     terms, metrics = measured(Dpo(), model, model, pair_batch(columns_of()))
@@ -263,6 +264,7 @@ def test_only_the_model_that_trains_has_a_gradient_and_a_small_step_widens_the_m
     )
 
 
+@pytest.mark.slow
 def test_frozen_leaves_are_the_reference_s_too_and_syncs_move_the_others(models):
     model, other = models
     nothing = Dpo().init_slot(jax.tree.map(lambda _: None, model, is_leaf=is_named))

@@ -48,6 +48,7 @@ def measured(objective, model, slot, batch):
     return objective.terms(model, batch, slot, key=None)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("estimate_kl", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_terms_and_metrics_match_the_logits(case, estimate_kl):
     model, reference, batch, (ours, theirs) = case
@@ -89,6 +90,7 @@ def test_microbatches_add_up_to_the_batch_and_the_estimate_has_no_gradient(case)
     assert not any(np.any(g) for g in jax.tree.leaves(jax.jit(jax.grad(estimate))(model)))
 
 
+@pytest.mark.slow
 def test_a_model_that_is_its_own_reference_has_a_loss_of_one_half(case):
     model, _, batch, _ = case
     objective = Kto()

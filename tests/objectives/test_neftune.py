@@ -51,6 +51,7 @@ def noise() -> np.ndarray:
     return noise_of(NextToken(neftune_alpha=ALPHA).prepare_batch(a_batch(), jax.random.key(0)))
 
 
+@pytest.mark.slow
 def test_the_noise_is_uniform_with_the_bound_of_the_paper_for_each_document(noise):
     first, second, padding = np.split(noise, np.cumsum(LENGTHS)[:2], axis=1)
     assert (padding == 0).all()
@@ -64,6 +65,7 @@ def test_the_noise_is_uniform_with_the_bound_of_the_paper_for_each_document(nois
         np.testing.assert_allclose(histogram, 0.1, atol=0.015)
 
 
+@pytest.mark.slow
 def test_every_row_and_step_has_noise_of_its_own_and_no_split_changes_it(noise):
     assert len({row.tobytes() for row in noise}) == ROWS
     objective, key = NextToken(neftune_alpha=ALPHA), jax.random.key(0)

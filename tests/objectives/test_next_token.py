@@ -116,6 +116,7 @@ def test_weights_of_a_whole_batch():
     assert float(NextToken().weights(stacked)["loss"]) == 2 * float(NextToken().weights(batch)["loss"])
 
 
+@pytest.mark.slow
 def test_the_sums_match_the_vectors():
     given = json.loads((Path(__file__).parents[1] / "vectors" / "post_training.json").read_text())["cross_entropy"]
     axes = tuple(map(Axis, ("batch", "position", "vocab"), given["shape"]))

@@ -25,6 +25,7 @@ def rewards_of(model, columns):
     return (states[np.arange(len(last)), last] @ np.asarray(model.reward.array, np.float64)).reshape(-1, 2)
 
 
+@pytest.mark.slow
 def test_terms_and_metrics_match_the_hidden_states(model):
     columns = columns_of()
     batch, rewards = pair_batch(columns), rewards_of(model, columns)[:-1]  # the last row is no pair

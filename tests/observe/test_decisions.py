@@ -200,6 +200,7 @@ def line(step, note, **changes):
     return json.dumps({"step": step, "controller": "orchestrator", **note, **changes}) + "\n"
 
 
+@pytest.mark.slow
 def test_a_page_shows_decisions_as_a_table_bands_and_marks(tmp_path, monkeypatch):
     folder = write(tmp_path / "a", [line(8, SWITCH), line(12, BRANCH), line(32, ROLLBACK)])
     text = render(read_runs([str(folder)]))
@@ -233,6 +234,7 @@ def test_a_page_shows_decisions_as_a_table_bands_and_marks(tmp_path, monkeypatch
     assert not without.collections
 
 
+@pytest.mark.slow
 def test_hostile_decisions_stay_text_and_are_bounded(tmp_path):
     evil = "<script>alert(1)</script>$\\frac{$"
     wrong = [

@@ -41,6 +41,7 @@ def test_lines_wait_while_the_disk_is_full(tmp_path, monkeypatch):
     assert heard[1:] == [f"{path} is written again"]
 
 
+@pytest.mark.slow
 def test_a_line_that_a_real_limit_cuts_off_is_completed(tmp_path):
     """The operating system itself refuses the write, in the middle of a line."""
     program = f"""

@@ -1,6 +1,7 @@
 """The grids of the evaluation `needle`, as pictures and pages show them."""
 
 import numpy as np
+import pytest
 
 from jaxlm.observe.curves import is_cell, needle_grids
 from jaxlm.observe.logged_run import LoggedRun, Series
@@ -39,6 +40,7 @@ def test_the_last_grid_of_each_phase_is_read():
     assert [name for name in CELLS | MEANS if is_cell(name)] == list(CELLS)
 
 
+@pytest.mark.slow
 def test_a_picture_has_a_map_of_each_phase(tmp_path):
     from matplotlib.image import imread
 

@@ -327,6 +327,7 @@ def test_several_runs_lie_over_each_other_and_differ_where_they_differ(tmp_path)
     assert "The environments are the same." in page.text
 
 
+@pytest.mark.slow
 def test_thousands_of_samples_and_metrics_are_bounded(tmp_path):
     samples = [
         {"step": step, "name": "eval", "prompt": f"p{prompt}", "text": "x" * 5000}

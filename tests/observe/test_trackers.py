@@ -655,6 +655,7 @@ def test_a_missing_library_is_reported(monkeypatch, config):
     assert f"{name} is not installed. Run: pip install '{name}" in line
 
 
+@pytest.mark.slow
 def test_mlflow_stores_and_resumes_a_run(tmp_path, monkeypatch):
     mlflow = pytest.importorskip("mlflow")
     monkeypatch.chdir(tmp_path)  # for the texts
@@ -692,6 +693,7 @@ def test_mlflow_stores_and_resumes_a_run(tmp_path, monkeypatch):
     assert stored == [dataclasses.asdict(sample) for sample in SAMPLES]
 
 
+@pytest.mark.slow
 def test_mlflow_keeps_what_its_names_cannot_tell_apart(tmp_path, monkeypatch):
     """It refuses parameters of one name and long names, and would mix the metrics of one name."""
     mlflow = pytest.importorskip("mlflow")

@@ -172,6 +172,7 @@ CONFIGS: dict[str, OptimizerConfig] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name", ["8bit", "groups", *(pytest.param(n, marks=pytest.mark.slow) for n in ("adam", "clipped"))]
 )
@@ -189,6 +190,7 @@ def test_an_optimizer_sees_the_clipped_gradients(name):
             np.testing.assert_allclose(array, expected[path], atol=1e-5, err_msg=path)
 
 
+@pytest.mark.slow
 def test_eight_devices_clip_as_one():
     config = AdamConfig(**PLAIN, adagc=AdaGc(warmup=2))
     one, eight = Updates(config), Updates(config, where=layout())

@@ -76,6 +76,7 @@ def test_ten_steps_match_torch(name):
         np.testing.assert_allclose(value, params[key].detach().numpy(), atol=1e-6, rtol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("nesterov", [False, True])
 def test_bfloat16_parameters_get_the_steps_of_float64(nesterov):
     """In bfloat16, 0.999 is 1, and a second moment that falls by 0.1 % a step would never fall."""

@@ -651,6 +651,7 @@ def test_soap_is_finite_for_gradients_of_low_rank(epsilon):
     assert (after["q.weight"][:, 0, 0, 0] < before[:, 0, 0, 0]).all()
 
 
+@pytest.mark.slow
 def test_a_non_finite_curvature_estimate_is_discarded():
     config = config_of("sophia-h", update_interval=1)
     params = model(arrays(0))

@@ -340,6 +340,7 @@ def test_muon_treats_stacked_experts_one_by_one():
         np.testing.assert_allclose(update[place], expected, atol=2e-4)
 
 
+@pytest.mark.slow
 def test_soap_treats_stacked_experts_one_by_one():
     """An expert that is never chosen has no gradient: it does not move, and its bases stay finite."""
     axes = _, Experts, Embed, Mlp = hax.make_axes(layers=2, experts=3, embed=4, mlp=6)

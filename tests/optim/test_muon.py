@@ -330,6 +330,7 @@ def test_a_matrix_without_gradient_only_decays():
     np.testing.assert_allclose(found, before, rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_schedules_match_the_seed_of_nanochat():
     expected = VECTORS["schedules"]
     num_steps = expected["num_iterations"]
@@ -490,6 +491,7 @@ def product_flops(compiled: Any) -> int:
     return total
 
 
+@pytest.mark.slow
 def test_muon_costs_less_than_two_percent_of_a_step_of_half_a_million_tokens():
     """12 layers of width 768 on eight devices with FSDP, as XLA counts the compiled update. Nothing runs."""
     model = Gpt2Config(seq_len=2048, num_heads=6, use_bias=False, tie_word_embeddings=False)

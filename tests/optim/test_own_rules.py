@@ -67,6 +67,7 @@ def trained(config: OptimizerConfig, with_router: bool) -> tuple[dict[str, np.nd
 OTHERS = ("lion", "soap", "kron", "adam-mini", "adagrad", "mars")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "kind", ["adam", "muon", "sophia-h", *(pytest.param(kind, marks=pytest.mark.slow) for kind in OTHERS)]
 )
@@ -104,6 +105,7 @@ def test_an_entry_for_them_alone_is_refused():
         parameter_groups(model(arrays(0)) | {"router": router(0)}, config)
 
 
+@pytest.mark.slow
 def test_a_layer_that_stands_still_keeps_its_own():
     params = model(arrays(0)) | {"router": router(0)}
     config = config_of("adam")

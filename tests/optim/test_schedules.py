@@ -151,6 +151,7 @@ def check_schedule(shape: ScheduleSpec, cycles: dict, num_steps: int) -> None:
             assert high == pytest.approx(peak, rel=1e-5)  # the peak is reached
 
 
+@pytest.mark.slow
 @settings(max_examples=25)
 @given(shape=SHAPES, cycles=CYCLES, num_steps=st.integers(1, MOST_STEPS))
 @example(ScheduleSpec(1.0, 0, 1.0, "linear", 0.1), {"cycles": [199]}, 200)

@@ -160,6 +160,7 @@ def test_blocks_keep_the_axes_that_they_need_not_cross():
     assert quantized(np.ones((3, 300), np.float32)).absmax.shape == (3, 2), "the first axis may be that of layers"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["fsdp 8", "tp 2 x fsdp 4"])
 def test_sharded_moments_have_the_same_bits(name):
     where, rng = layout(**MESHES[name]), np.random.default_rng(0)

@@ -102,6 +102,7 @@ def _sums_of_last(values: np.ndarray, num: int) -> np.ndarray:
     return sums - np.pad(sums, ((0, 0), (num, 0)))[:, :-num]
 
 
+@pytest.mark.slow
 def test_a_step_of_one_nat_on_a_falling_loss_is_found_and_learned():
     at = np.array([50, 100, 200, 400] * 5)
     losses = 3 + 7 * np.exp(-STEPS / 150) + noise(2)
@@ -114,6 +115,7 @@ def test_a_step_of_one_nat_on_a_falling_loss_is_found_and_learned():
     assert (flags * is_after).sum(axis=1).max() <= 12
 
 
+@pytest.mark.slow
 def test_what_is_not_finite_is_a_spike_at_once_and_leaves_no_trace():
     bad = np.array([0, 5, 40, 41])
     clean = measured(3 + noise(3))
@@ -139,6 +141,7 @@ def test_a_spike_does_not_widen_its_own_limit():
     assert (np.abs(scores[:, others]) < 5).mean() > 0.99
 
 
+@pytest.mark.slow
 def test_a_gradient_norm_beyond_its_median_is_a_spike():
     norms = np.exp(noise(5, 0.2))
     norms[:, 150] *= 1000
@@ -149,6 +152,7 @@ def test_a_gradient_norm_beyond_its_median_is_a_spike():
     assert (metrics["grad_norm_ratio"][:, :20] == 1).all()
 
 
+@pytest.mark.slow
 def test_a_plateau_is_found_and_a_falling_loss_is_none():
     window = GUARD.plateau_window
     flat = measured(3 + noise(6))["is_plateau"]
@@ -162,6 +166,7 @@ def test_a_plateau_is_found_and_a_falling_loss_is_none():
     assert bend[:, 550:].mean() >= 0.9
 
 
+@pytest.mark.slow
 def test_trend_slope_and_mean_equal_closed_forms():
     rng = np.random.default_rng(7)
     values = 5 - 0.01 * np.arange(90) + 0.1 * rng.normal(size=90)
@@ -189,6 +194,7 @@ def test_trend_slope_and_mean_equal_closed_forms():
     assert float(RunningMean.empty().mean()) == 0
 
 
+@pytest.mark.slow
 def test_norms_of_layers_are_those_of_each_slice():
     rng = np.random.default_rng(8)
     Layers, Two, Embed, Mlp = hax.Axis("layers", 3), hax.Axis("layers", 2), hax.Axis("embed", 4), hax.Axis("mlp", 5)

@@ -164,6 +164,7 @@ outers = st.builds(
 )
 
 
+@pytest.mark.slow
 @given(outers)
 def test_dumped_values_decode_to_an_equal_object(value):
     assert decode(Outer, ConfigSource(yaml.safe_load(dump(value)))) == value

@@ -79,6 +79,7 @@ def test_recipes_are_valid_and_named_after_their_files(name):
     assert config.trainer.id == (Path(name).stem if default is None else f"{Path(name).stem}-{default}")
 
 
+@pytest.mark.slow
 def test_recipes_include_each_other_where_the_package_is_a_link(tmp_path):
     """As in a virtual environment of links, or with a home folder on another disk."""
     (tmp_path / "linked").symlink_to(Path(recipes.__file__).parents[2])
@@ -160,6 +161,7 @@ CALLED = """
 """
 
 
+@pytest.mark.slow
 def test_the_module_train_is_also_the_function(tmp_path):
     command = [sys.executable, "-c", textwrap.dedent(CALLED)]
     result = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)

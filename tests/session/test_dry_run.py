@@ -163,6 +163,7 @@ def test_what_was_not_checked_qualifies_the_last_line(folder, tmp_path, monkeypa
     assert row == ("text of data", "not checked: the store has not answered for 0 s")
 
 
+@pytest.mark.slow
 def test_a_busy_processor_is_not_a_disk_that_does_not_answer(monkeypatch):
     monkeypatch.setattr(dry_runs, "_ANSWER_S", 0.3)
 

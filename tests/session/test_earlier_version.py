@@ -21,6 +21,7 @@ from jaxlm.plan.load_config import load_config, read_config
 from jaxlm.plan.refs.checkpoint import CheckpointRefConfig
 from jaxlm.session.load_model import open_model
 from jaxlm.train import train
+from tests.tiers import one_of
 
 pytestmark = pytest.mark.slow
 
@@ -36,7 +37,7 @@ def place(tmp_path, monkeypatch):
     return tmp_path
 
 
-@pytest.mark.parametrize("name", [pytest.param("step-3", marks=pytest.mark.slow), "step-6"])
+@pytest.mark.parametrize("name", one_of(["step-6", "step-3"]))
 def test_a_run_of_an_earlier_version_continues(place, name):
     """From the middle of the first phase (the whole model's optimizer state), and of the second (that of adapters)."""
     shutil.copytree(EARLIER / name, place / "checkpoints" / "run" / name)

@@ -132,6 +132,7 @@ def test_limits_of_loss_and_perplexity():
     assert SanityConfig(max_loss=20.0, max_perplexity=200.0).limit(64)[1] == "max_perplexity: 200"
 
 
+@pytest.mark.slow
 def test_a_lower_limit_refuses_a_good_teacher(trainings):
     with pytest.raises(ConfigError, match=r"at most 0\.1000 is allowed \(max_loss: 0\.1\)"):
         trainings.run("low", 2, objective=DISTILL, refs=trainings.ref(sanity={"max_loss": 0.1}))

@@ -77,6 +77,7 @@ def test_a_float16_folder_is_sampled_from_and_its_notes_are_printed(folder, caps
     assert "ignored: keys that jaxlm does not know for this family: use_mrope: False" in shown.err
 
 
+@pytest.mark.slow
 def test_float16_weights_are_computed_as_in_transformers_in_float32(folder):
     torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")
     ours = load(folder)
@@ -88,6 +89,7 @@ def test_float16_weights_are_computed_as_in_transformers_in_float32(folder):
     np.testing.assert_allclose(logits_of(ours.model, inputs_of(ids)), expected, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.slow
 def test_the_generation_settings_are_exported_and_all_end_tokens_stop(folder, tmp_path):
     transformers = pytest.importorskip("transformers")
     opened = open_model(str(folder), {})
@@ -213,6 +215,7 @@ def check_folder(direction, folder, monkeypatch, capsys):
         assert message in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_a_vocabulary_that_does_not_fit_ends_a_start_before_anything_is_tokenized(folder, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     rows = json.loads((folder / "config.json").read_text())["vocab_size"]
@@ -320,6 +323,7 @@ def test_what_is_missing_to_evaluate_a_folder_is_one_message(folder, arguments, 
     assert "Traceback" not in error
 
 
+@pytest.mark.slow
 def test_a_folder_without_a_tokenizer_is_loaded_and_answers_ids(folder, capsys):
     ids, before = [[5, 6, 7]], load(folder)
     for file in ("tokenizer.json", "tokenizer_config.json"):

@@ -35,6 +35,7 @@ from jaxlm.surgery.quantize import QuantizeConfig
 from jaxlm.train import train
 from tests.engine.helpers import one_device
 from tests.observe.test_callbacks import RecorderConfig
+from tests.tiers import one_of
 
 MODEL = {"type": "llama", "seq_len": 16, "hidden_dim": 32, "num_layers": 1, "num_heads": 4, "intermediate_dim": 32}
 
@@ -241,7 +242,7 @@ RENAMED = {"lora": [{"type": "lora"}], "quantize and lora": [{"type": "quantize"
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kinds", RENAMED)
+@pytest.mark.parametrize("kinds", one_of(RENAMED))
 def test_a_checkpoint_whose_surgeries_renamed_its_weights_is_refused_with_a_way_that_works(
     trainings, kinds, monkeypatch, capsys
 ):

@@ -46,6 +46,7 @@ def test_old_compilers_are_kept_from_reading_offloaded_layers_in_the_wrong_order
     jax.jit(lambda x: x + 1).lower(1.0).compile(offload_options(plan))
 
 
+@pytest.mark.slow
 def test_gradients_of_the_wrong_layers_are_refused(monkeypatch):
     """As on a device: the test runs, and a compiler that reverses the layers fails it."""
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")

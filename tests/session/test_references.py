@@ -58,6 +58,7 @@ def check(plan, tokenizer):
     return "\n".join(lines)
 
 
+@pytest.mark.slow
 def test_the_shapes_of_a_teacher_need_no_device(folder, tokenizer, monkeypatch):
     """The devices of a forecast cannot run anything, so everything must be traced."""
     make_key = jax.random.key
@@ -89,6 +90,7 @@ def test_flops_do_not_count_a_teacher_that_is_no_longer_read(folder, tokenizer, 
     assert flops_per_token(left, left.phases[0]) == plan.config.model.flops_per_token(tokenizer.vocab_size)
 
 
+@pytest.mark.slow
 def test_flops_do_not_count_the_gradients_of_frozen_matrices(folder, tokenizer):
     lora = [{"type": "lora", "target": "attn|mlp", "rank": 2}]
     layer, table = 4 * 32 * 32 + 3 * 32 * 48, tokenizer.vocab_size * 32

@@ -147,6 +147,7 @@ def test_the_table_says_whether_a_run_on_gpus_is_repeatable(flags, start):
     assert "repeatable" not in dict(plan_of().layout.rows()), "on CPUs, there is no choice"
 
 
+@pytest.mark.slow
 def test_the_plan_of_many_phases_is_announced(capsys):
     phases = [{"name": f"p{number}", "num_train_steps": 1} for number in range(16)]
     config = {"model": MODEL, "data": {"train_urls": ["x"]}, "trainer": {"train_batch_size": 8}}

@@ -102,6 +102,7 @@ def test_the_changed_config_describes_the_model(config, dropped, keys):
     assert shapes.body.kinds_by_layer == tuple(config.rotated_kinds[layer] for layer in kept)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("config", "dropped"),
     [
@@ -148,6 +149,7 @@ def batch(ids, padding: int = 0) -> TokenBatch:
 NUM_LAYERS = DropLayersConfig(num_layers=2, calibration_batches=3)
 
 
+@pytest.mark.slow
 def test_block_influence_is_that_of_the_residual_streams(built):
     """Against cosines in float64; padding does not count."""
     model, ids = built(LLAMA), np.random.default_rng(0).integers(0, 40, (2, 32))
@@ -164,6 +166,7 @@ def test_block_influence_is_that_of_the_residual_streams(built):
 SUMS = {"cosines": jnp.asarray([5.0, 9.0, 1.0, 9.5, 2.0]), "tokens": jnp.asarray(10.0)}
 
 
+@pytest.mark.slow
 def test_the_layers_with_the_least_influence_are_dropped_with_their_moments(built):
     whole = built(LLAMA)
     expected = without(whole, [1, 3])

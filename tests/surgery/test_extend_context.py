@@ -130,6 +130,7 @@ def test_what_cannot_be_extended_is_refused(surgery, model, message):
     assert str(error.value).startswith(("surgery extend_context: ", "model.rope"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.slow] * (name != "yarn")) for name in ROPES])
 def test_transformers_reads_exports_with_the_same_logits(name, tmp_path):
     torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")

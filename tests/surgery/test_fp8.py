@@ -23,6 +23,7 @@ from jaxlm.surgery.base import merge_surgeries
 from jaxlm.surgery.fp8 import Fp8Config, describe_products, linear_layers
 from jaxlm.surgery.lora import LoraConfig
 from tests.engine.helpers import MESHES, MODEL, TinyRun, arrays, batch, layout, one_device, phase
+from tests.tiers import one_of
 
 KEY = jax.random.key(0)
 SIZES = {"seq_len": 16, "hidden_dim": 256, "intermediate_dim": 512, "num_layers": 3, "num_heads": 8}
@@ -190,7 +191,7 @@ def with_policy(policy):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("policy", ["none", "full"])
+@pytest.mark.parametrize("policy", one_of(["full", "none"]))
 def test_remat_changes_only_rounding(policy):
     cheap = run(one_device(), SMALL, precision=F32)
     for found, expected in zip(losses(with_policy(policy), 2), losses(cheap, 2), strict=True):
@@ -246,6 +247,7 @@ def test_a_step_that_is_not_finite_is_skipped():
     assert tiny.step(arrays(0))[SKIPPED] == 1
 
 
+@pytest.mark.slow
 def test_each_layer_of_a_stack_has_scales_of_its_own():
     """Powers of two that cancel, in one layer. With a common scale, the weights of its first product would become 0."""
     model = run(one_device(), SMALL).state.model

@@ -19,6 +19,7 @@ from jaxlm.reading.yaml import ConfigSource
 from jaxlm.surgery.base import merge_surgeries
 from tests.engine.helpers import VOCAB, TinyRun, arrays, one_device
 from tests.small_runs import MODELS
+from tests.tiers import one_of
 
 RECURRENT = ("q_proj", "k_proj", "v_proj", "gate_proj", "decay_proj", "beta_proj", "o_proj")
 
@@ -64,7 +65,7 @@ def test_only_projections_decay_or_are_orthogonalized():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("target", [r"attn\.(q|v|o|gate)_proj", r"attn\.beta_proj|mlp\.down_proj"])
+@pytest.mark.parametrize("target", one_of([r"attn\.(q|v|o|gate)_proj", r"attn\.beta_proj|mlp\.down_proj"]))
 def test_a_merged_export_has_all_other_tensors_to_the_bit(tmp_path, target):
     """In bfloat16, in which adding zero to a weight or casting it twice would show."""
     plan = plan_of({"type": "lora", "rank": 2, "target": target}, mp="bf16")
@@ -86,7 +87,7 @@ def test_a_merged_export_has_all_other_tensors_to_the_bit(tmp_path, target):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["qwen3_5_moe", "glm4_moe"])
+@pytest.mark.parametrize("kind", one_of(["qwen3_5_moe", "glm4_moe"]))
 def test_adapters_beside_experts_train_and_nothing_else_moves(kind):
     plan = plan_of({"type": "lora", "rank": 2, "target": r"attn|shared_expert"}, kind=kind)
     run = TinyRun(one_device(), plan.phases[0], plan.precision, plan.model, VOCAB)

@@ -28,6 +28,7 @@ from jaxlm.surgery.lora_layers import LoraLinear, principal_components
 from tests.answers import write_model
 from tests.engine.helpers import MODEL, VOCAB, arrays, batch, layout, one_device, phase
 from tests.surgery.test_peft import logits_of
+from tests.tiers import one_of
 
 ALL = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 TARGET = "attn|mlp"
@@ -122,6 +123,7 @@ def rows_with_signs(a: np.ndarray) -> np.ndarray:
 SIMPLE = ("pissa", "olora")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", [pytest.param(c, marks=pytest.mark.slow if c in SIMPLE else ()) for c in CASES])
 def test_the_weights_are_divided_as_in_peft(base, case):
     folder, named, plain = base
@@ -153,6 +155,7 @@ def test_the_weights_are_divided_as_in_peft(base, case):
     assert compared == 3 * sum("lora_A" in name for name in expected) + sum("magnitude" in name for name in expected)
 
 
+@pytest.mark.slow
 def test_bfloat16_weights_are_divided_in_float32(base):
     _, named, plain = base
     half = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), plain)
@@ -283,6 +286,7 @@ def eva_in_peft(folder, ids, *, exact: bool, monkeypatch):
     return dict(model.named_parameters()), explained
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("exact", [True, pytest.param(False, marks=pytest.mark.slow)], ids=["whole SVD", "as released"])
 def test_eva_finds_the_subspaces_that_peft_finds(base, monkeypatch, exact):
     folder, named, plain = base
@@ -363,6 +367,7 @@ def test_moments_of_known_inputs(options):
     assert {float(count) for each in sums.values() for count in np.ravel(each.count.array)} == {sum(lengths)}
 
 
+@pytest.mark.slow
 def test_padding_does_not_count():
     ids = np.random.default_rng(0).integers(0, VOCAB, (2, 16))
     others = np.where(np.arange(16) < np.asarray([16, 5])[:, None], ids, (ids + 7) % VOCAB)
@@ -437,7 +442,7 @@ def test_the_ranks_of_eva_may_differ():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("init", ["pissa", "olora"])
+@pytest.mark.parametrize("init", one_of(["pissa", "olora"]))
 def test_sharded_weights_are_divided_as_on_one_device(init):
     first = phase(surgeries=(LoraConfig(target=SOME, rank=4, init=init),), trainable=(r"\.[ab]$",))
     states = []
@@ -453,6 +458,7 @@ def test_sharded_weights_are_divided_as_on_one_device(init):
     assert all(path.endswith(("initial_a", "initial_b")) for path in frozen)
 
 
+@pytest.mark.slow
 def test_experts_have_no_adapters_and_the_router_is_measured():
     config = MixtralConfig(
         seq_len=16, hidden_dim=32, intermediate_dim=64, num_layers=2, num_heads=4, num_kv_heads=2, num_experts=4

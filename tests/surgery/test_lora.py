@@ -25,6 +25,7 @@ from jaxlm.surgery.lora import LoraConfig
 from jaxlm.surgery.lora_layers import AdapterSize, LoraLinear
 from tests.engine.helpers import MESHES, TinyRun, arrays, layout, one_device, phase
 from tests.engine.helpers import MODEL as TINY
+from tests.tiers import one_of
 
 MODEL = LlamaConfig(seq_len=16, hidden_dim=32, intermediate_dim=48, num_layers=2, num_heads=4, num_kv_heads=2)
 
@@ -78,10 +79,12 @@ def trained_for(num_steps, update, trained, frozen):
     return trained
 
 
+@pytest.mark.slow
 def test_adapters_do_not_change_the_model_at_first(model):
     assert np.array_equal(logits(adapted(model, target="attn|mlp")), logits(model))
 
 
+@pytest.mark.slow
 def test_merging_changes_only_the_trees_structure(model):
     busy = randomised(adapted(model, target="attn|mlp", rank=4))
     assert np.abs(logits(busy) - logits(model)).max() > 1e-2
@@ -106,6 +109,7 @@ def test_scale(model):
     assert scales(adapted(model, rank=4, alpha=8.0, rslora=True)) == {4.0}
 
 
+@pytest.mark.slow
 def test_dropout_is_active_only_in_training_and_follows_the_key(model):
     plain = randomised(adapted(model, target="attn|mlp", rank=4))
     dropping = randomised(adapted(model, target="attn|mlp", rank=4, dropout=0.5))
@@ -118,6 +122,7 @@ def test_dropout_is_active_only_in_training_and_follows_the_key(model):
         assert np.abs(once - other).max() > 1e-3
 
 
+@pytest.mark.slow
 def test_mean_and_variance_of_dropout_match_the_closed_form():
     """Each input of A is 0 with probability p and multiplied by 1 / (1 - p) otherwise, so an output's variance is
     scale^2 p / (1 - p) sum_i ((B A)_oi x_i)^2."""
@@ -217,6 +222,7 @@ def test_the_layer_and_its_gradients_match_peft_with_the_same_mask():
         np.testing.assert_allclose(ours.array, module["default"].weight.grad.numpy(), rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.slow
 def test_dora_and_its_gradients_match_the_closed_form():
     """m (W + s B A) x / ||W + s B A|| + bias, and gradients for which the norm is a constant, in float64."""
     In, Out, Row = hax.Axis("in", 6), hax.Axis("out", 5), hax.Axis("row", 4)
@@ -269,6 +275,7 @@ UNEQUAL = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "changes", [{"use_dora": True}, *(pytest.param(c, marks=pytest.mark.slow) for c in ({}, {"rslora": True}))], ids=str
 )
@@ -307,6 +314,7 @@ def test_ranks_and_scales_by_layer(model, changes):
         np.testing.assert_allclose(found, changed, atol=1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("use_dora", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_a_layer_without_an_adapter_stays_as_it_is(model, use_dora):
     """To the last bit, after two steps with weight decay."""
@@ -339,6 +347,7 @@ _TABLES = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("tied", "embeddings", "shared", "use_dora"),
     [
@@ -400,8 +409,8 @@ def test_optimizers_leave_padding_zero(model, kind):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mesh", ["tp 2 x fsdp 4", "fsdp 8"])
-@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("mesh", one_of(["tp 2 x fsdp 4", "fsdp 8"]))
+@pytest.mark.parametrize("tied", one_of([True, False]))
 def test_adapters_of_every_kind_do_not_depend_on_the_mesh(mesh, tied):
     """DoRA, ranks by layer, embeddings and heads. The losses of four steps, and the adapters after them."""
     keys = {**UNEQUAL, "target": r"attn|mlp|^head$", "use_dora": True, "embeddings": "tokens|head"}
@@ -472,6 +481,7 @@ def test_a_layer_has_one_adapter(model, target):
         adapted(once, target=target)
 
 
+@pytest.mark.slow
 def test_successive_surgeries_adapt_different_layers(model):
     """Dropout is refused only for layers that this surgery adapts, not for the head of an earlier one."""
     surgeries = LoraConfig(target="^head$"), LoraConfig(target="attn|mlp", dropout=0.1)

@@ -80,6 +80,7 @@ def save_adapters_of(model, folder, plan):
     save_peft(folder, model, plan.config.model, plan.layout, dtype=jnp.float32, base="base")
 
 
+@pytest.mark.slow
 def test_a_base_that_cannot_be_read_ends_every_process(adapted, tmp_path):
     """Process 0 alone reads it; the others must not take the adapters for written."""
     plan, _, model, _ = adapted
@@ -523,6 +524,7 @@ def test_exported_adapters_are_verified_against_the_base(tmp_path, capsys):
     assert "differs from" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_a_peft_folder_is_merged_into_its_base_on_disk(tmp_path, capsys):
     """Each weight is W + alpha / rank * B A, in NumPy, and all others are those of the base."""
     pytest.importorskip("transformers")

@@ -233,6 +233,7 @@ def test_dora_on_stored_weights():
     assert dict(tree.modules_by_path(dora, LoraLinear))["body.layers.stacked.attn.q_proj"].magnitude is not None
 
 
+@pytest.mark.slow
 def test_an_entry_continues_after_the_surgeries_that_were_done_when_the_weights_were_read():
     own = phase(model=MODEL, surgeries=QLORA, trainable=ADAPTERS)
     builder = StateBuilder(MODEL, vocab_axis(VOCAB), 0, F32, (own,))
@@ -258,6 +259,7 @@ def test_half_storage_does_not_need_loss_scaling_and_float16_parameters_are_stil
     assert model.tokens.weight.dtype == jnp.bfloat16
 
 
+@pytest.mark.slow
 def test_merged_weights_are_the_floats_that_codes_stand_for_whatever_the_dtype_of_embeddings():
     """By a rule of `trainer.mp`, frozen embeddings may be in bfloat16."""
     surgery = QuantizeConfig(double_quant=False)

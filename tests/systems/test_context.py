@@ -290,6 +290,7 @@ def test_scores_of_tokens_are_those_of_the_text(name):
         np.testing.assert_array_equal(found[1]["inputs"][:, 1:], found[1]["targets"][:, :-1])
 
 
+@pytest.mark.slow
 def test_losses_of_groups_of_tokens_are_those_of_the_text():
     spec, columns = TOKENS
     model, groups = random_model(LAST_LAYERS, None, 0), np.random.default_rng(0).integers(0, 3, (ROWS, LENGTH))
@@ -303,6 +304,7 @@ def test_losses_of_groups_of_tokens_are_those_of_the_text():
         np.testing.assert_allclose(dataclasses.astuple(ours), dataclasses.astuple(theirs), rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_what_is_shown_or_stored_of_a_row_is_in_the_order_of_the_text():
     spec, columns = TOKENS
     plain, other = batch_of(spec, columns, one_device()), reordered("layers", "blocks")

@@ -29,7 +29,7 @@ def test_both_phases_of_upcycling_are_forecast_without_weights(workplace):
     assert blocks["argument_bytes"] < whole["argument_bytes"]
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_the_imbalance_of_shared_rows_is_shown_for_tokenized_data(workplace):
     place = workplace()
     place.write()

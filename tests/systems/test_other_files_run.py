@@ -51,10 +51,12 @@ def test_processes_whose_files_differ_end_before_they_train(workplace):
     check_refused(of_two_machines(place, another_order), "evals: core: bundle: copa: ")
 
 
+@pytest.mark.soak
 def test_processes_with_the_same_files_in_other_folders_train(workplace):
     check_same_files(workplace(1), fill, ("prompts.jsonl", "cases.jsonl"))
 
 
+@pytest.mark.soak
 def test_a_run_says_once_which_files_of_its_evaluations_have_changed(workplace):
     def change(folder: Path) -> None:
         another_order(folder)

@@ -44,7 +44,7 @@ def write_manifest(place: Workplace) -> None:
     (place.folder / "manifest.yml").write_text(json.dumps(manifest))
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_ddp_and_fsdp_train_like_one_device(workplace):
     """Check 39."""
     cache = ("--data.cache_dir", "cache", "--trainer.log_dir", "logs", "--trainer.compilation_cache_dir", "xla")

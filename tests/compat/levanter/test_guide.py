@@ -278,6 +278,7 @@ def blocks_of(guide: str) -> Iterator[str]:
             block.append(line)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not GUIDE.is_file(), reason="needs the guide")
 def test_every_block_of_the_guide_itself_resolves(tmp_path):
     found = list(blocks_of(GUIDE.read_text(encoding="utf-8")))

@@ -290,6 +290,7 @@ def test_a_missing_package_is_one_message(monkeypatch, tmp_path):
         resolve_checkpoints("gs://nowhere/x", tmp_path)
 
 
+@pytest.mark.slow
 def test_states_are_written_to_a_server_and_read_back(gcs, tmp_path):
     """Orbax, TensorStore and gcsfs against an emulator: sharded arrays, bit for bit; a damaged one is not used."""
     where, logged = layout(), []

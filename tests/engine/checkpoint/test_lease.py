@@ -64,6 +64,7 @@ def of_dead_process() -> Holder:
     return replace(Holder.this_process(), pid=ended.pid)
 
 
+@pytest.mark.slow
 def test_a_second_start_is_refused_until_the_first_has_ended(url, patient):
     said = []
     with Lease(url, print).held() as check_lease:
@@ -79,6 +80,7 @@ def test_a_second_start_is_refused_until_the_first_has_ended(url, patient):
         pass
 
 
+@pytest.mark.slow
 def test_only_one_of_simultaneous_starts_gets_the_lease(url, patient):
     entered, refused, leave_now = [], [], threading.Event()
 

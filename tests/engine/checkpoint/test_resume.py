@@ -112,6 +112,7 @@ def test_a_held_reference_is_cast(saved, before, now, said):
     assert largest > 0
 
 
+@pytest.mark.slow
 def test_an_objective_s_own_numbers_start_anew_and_what_it_does_not_keep_is_dropped(saved):
     checkpoint, state = saved(Dpo(), F32)
     found, log = restored(checkpoint, Kto(), F32)

@@ -217,6 +217,7 @@ def test_the_evaluation_of_a_run_logs_every_task(bundle, tokenizer):
     assert len(seen) >= 4
 
 
+@pytest.mark.slow
 def test_fields(bundle, tokenizer, monkeypatch):
     """What is scored, in which batches."""
     calls = []
@@ -365,6 +366,7 @@ def command(bundle, monkeypatch, *options):
     return evaluate.main(["--checkpoint", "m", "--core_bundle", str(bundle), *options])
 
 
+@pytest.mark.slow
 def test_the_command_prints_a_table_and_json(bundle, tokenizer, monkeypatch, capsys):
     names = ["copa", "winograd"]
     tasks = ",".join(f"core/{name}" for name in names)

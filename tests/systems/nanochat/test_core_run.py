@@ -29,7 +29,7 @@ def place_with_core(workplace, devices: int) -> Workplace:
 ARGUMENTS = ("--config_path", "run.yaml", "--trainer.steps_per_eval", "4")
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_a_killed_run_measures_the_same_as_a_whole_one(workplace):
     whole, killed = (place_with_core(workplace, 2) for _ in range(2))
     whole.finish(*ARGUMENTS)

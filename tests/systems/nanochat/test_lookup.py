@@ -390,6 +390,7 @@ trainer: {{train_batch_size: 8, num_train_steps: 2, log_dir: {cache}/logs}}
 """
 
 
+@pytest.mark.slow
 def test_prepare_computes_the_tables_once(tmp_path, monkeypatch):
     write_corpus(tmp_path / "text")
     path = tmp_path / "run.yaml"

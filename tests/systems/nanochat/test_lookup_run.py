@@ -29,7 +29,7 @@ def uninterrupted(workplace) -> Workplace:
     return place
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_a_checkpoint_has_the_layout_on_one_and_on_eight_devices(workplace, uninterrupted):
     """Bit for bit the uninterrupted run on one device; the same layout and losses on eight. Nothing is computed again."""
     place = with_nano(workplace())

@@ -369,6 +369,7 @@ def test_scan_and_unrolled_layers_are_equal(built, as_inputs):
         np.testing.assert_allclose(ours, theirs, rtol=1e-4, atol=1e-4 * float(jnp.abs(theirs).max()))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "remat", ["none", pytest.param("cheap", marks=pytest.mark.slow), pytest.param("full", marks=pytest.mark.soak)]
 )

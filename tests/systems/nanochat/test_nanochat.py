@@ -183,6 +183,7 @@ def test_files_that_do_not_fit_the_run_are_refused(tmp_path):
         loaded(tmp_path, deeper)
 
 
+@pytest.mark.slow
 def test_a_model_that_nanochat_cannot_compute_is_not_written(tmp_path):
     config = NanoConfig(seq_len=16, hidden_dim=64, num_layers=2, num_heads=2, qk_scale=1.1, mlp_scale=2, backout=0.1)
     model = config.build(vocab_axis(64), key=jax.random.key(0))

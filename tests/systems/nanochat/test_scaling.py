@@ -219,6 +219,7 @@ def test_a_study_trains_every_member_once_and_writes_table_law_and_plot(trained,
     assert again["members"][0]["value"] == pytest.approx(2 * saved["members"][0]["value"])
 
 
+@pytest.mark.slow
 def test_a_second_start_of_a_study_at_work_is_refused(trained, monkeypatch, capsys):
     codes = []
 
@@ -237,6 +238,7 @@ def test_a_second_start_of_a_study_at_work_is_refused(trained, monkeypatch, caps
     assert "or set another scaling.output_dir" in message
 
 
+@pytest.mark.slow
 def test_ctrl_c_on_a_cluster_keeps_the_results_and_says_how_to_go_on(trained, monkeypatch, capsys):
     closed = []
 
@@ -275,6 +277,7 @@ def test_budgets_that_share_a_name_are_refused(trained, capsys):
     assert trained.started == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "changes",
     [

@@ -13,5 +13,6 @@ def test_no_sum_over_tokens_loses_terms():
     test_bfloat16.check_sums(NanoConfig(**sizes, num_kv_heads=2, smear_channels=24, backout=0.2))
 
 
+@pytest.mark.slow
 def test_only_training_has_noise_and_a_model_that_cannot_add_it_is_refused():
     test_neftune.check_noise(NanoConfig(**test_neftune.SIZES))

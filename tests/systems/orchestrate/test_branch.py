@@ -189,6 +189,7 @@ def test_without_another_candidate_nothing_changes_and_without_a_finite_loss_not
     assert_equal(result.state, plain.state)
 
 
+@pytest.mark.slow
 def test_the_winners_controls_and_a_decision_hold_from_the_end_of_the_branch():
     result = trained(Branches(), scripted([2.0, 3.0, 1.0, 3.0]))
     assert {step for step, rate in result.rates.items() if rate == np.float32(2e-2)} == set(range(5, STEPS + 1))
@@ -213,6 +214,7 @@ def test_the_console_says_what_a_branch_tries_before_it_ends():
     assert before == [0, 1, 2, 3]  # each line comes before the next candidate trains
 
 
+@pytest.mark.slow
 def test_a_branch_ends_where_the_state_is_needed():
     for due, begin, end in (((6,), 6, 10), ((4, 6), 4, 6), ((6, 7, 8, 9, 10), 6, 7)):
         exports = Due(due)
@@ -236,6 +238,7 @@ class LooksLater:
         self._due.ran.append(step)
 
 
+@pytest.mark.slow
 def test_a_restart_at_any_step_decides_and_trains_the_same():
     saved: dict[int, tuple[Any, History]] = {}
 
@@ -267,6 +270,7 @@ class Stops(Ready):
         return super().__next__()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("after", [5, 9, 15])
 def test_a_run_that_is_stopped_in_a_branch_is_saved_as_before_it_and_decides_again(after):
     saved: list[tuple[Any, int, History]] = []

@@ -99,7 +99,7 @@ def test_a_run_killed_around_each_decision_ends_the_same(workplace, whole):
     assert results(place) == results(whole())
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_eight_devices_and_two_processes_decide_as_one_device_does(workplace, whole):
     def decided(place: Workplace) -> list[Any]:
         told = ("step", "event", "reason", "winner", "from", "to", "first", "last")

@@ -205,6 +205,7 @@ def test_what_a_winner_does_in_its_branch_decides_nothing_else():
         assert state | {"healthy": before["healthy"]} == before
 
 
+@pytest.mark.slow
 def test_the_strategy_that_wins_is_the_one_that_is_tried_most():
     rewards = {"plain": 3.0, "fast": 2.9, "spike_resistant": 3.05}
     run = driven(rewards.__getitem__, interval=100, horizon=10, max_candidates=2, branch_budget=1.0, num_steps=10**9)
@@ -308,6 +309,7 @@ def test_switches_that_are_written_come_at_their_step():
     ]
 
 
+@pytest.mark.slow
 def test_extrapolation_is_tried_now_and_then_and_given_up():
     losses = {"as it is": 3.0, "nowcast": 3.1}
     run = driven(losses.__getitem__, interval=10_000, nowcast=NowcastTrials(100, 200, 50, max_rejections=3)).run(2000)
@@ -323,6 +325,7 @@ def test_extrapolation_is_tried_now_and_then_and_given_up():
     assert driven(interval=10_000, nowcast=NowcastTrials()).controller.controls()["nowcast"] == 0.0
 
 
+@pytest.mark.slow
 def test_to_monitor_is_to_decide_at_the_same_steps():
     keys = {"interval": 100, "horizon": 20, "num_steps": 10**9}
     decided = [driven(mode=mode, **keys).run(3000).events("branch", "boundary") for mode in ("active", "monitor")]

@@ -113,6 +113,7 @@ LENGTHS = [*range(5, 35), 130, 500]
 QUICK: dict[str, Any] = {"min_steps_between_switches": 0, "branch_budget": 0.0, "max_candidates": 3, "safety": None}
 
 
+@pytest.mark.slow
 def test_an_interval_is_said_to_have_no_effect_if_nothing_is_decided_because_of_it():
     assert _DELAY == MAX_IN_FLIGHT
     for num_steps in LENGTHS:
@@ -165,6 +166,7 @@ def test_all_that_has_no_effect_is_one_line():
     assert config.without_effect([range(1, 21), range(21, 2001)]) == []
 
 
+@pytest.mark.slow
 def test_keys_of_trials_are_said_to_have_no_effect_if_nothing_is_tried():
     given: dict[str, Any] = {"max_candidates": 1, "horizon": 20, "branch_budget": 0.2}
     assert named(2000, max_candidates=1) == []

@@ -147,6 +147,7 @@ def by_hand(config: PortfolioConfig, rows: list[str], gradients: list[Arrays]) -
     return w
 
 
+@pytest.mark.slow
 def test_switches_between_all_rules_match_the_documented_state():
     """Each rule follows each other one at least once. The schedule goes on."""
     config = replace(PORTFOLIO, lr_schedule="linear", min_lr_ratio=0.1, warmup=4)
@@ -162,6 +163,7 @@ def test_switches_between_all_rules_match_the_documented_state():
         np.testing.assert_allclose(weights[path], expected, rtol=0, atol=2e-5, err_msg=path)
 
 
+@pytest.mark.slow
 def test_eight_devices_update_as_one(portfolio):
     one, eight = started(portfolio), Updates(PORTFOLIO, where=layout())
     names = list(EACH_RULE)
@@ -173,6 +175,7 @@ def test_eight_devices_update_as_one(portfolio):
     assert one.update._cache_size() == eight.update._cache_size() == 1
 
 
+@pytest.mark.slow
 def test_a_table_of_one_needs_no_control():
     config = replace(PORTFOLIO, strategies={"adamw": EACH_RULE["adamw"]})
     adam = Updates(AdamConfig(**PLAIN, learning_rate=RATE, weight_decay=DECAY))
@@ -236,6 +239,7 @@ def products_outside_of_conditionals(jaxpr: Any) -> int:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("where", [None, layout()], ids=["one device", "eight"])
 def test_matrices_are_orthogonalized_only_while_muon_is_selected(where):
     model = as_model(numbers(0))
@@ -256,6 +260,7 @@ def test_matrices_are_orthogonalized_only_while_muon_is_selected(where):
     assert products_outside_of_conditionals(made.jaxpr) == 0
 
 
+@pytest.mark.slow
 def test_bfloat16_parameters_are_updated_in_float32():
     """Also the moments: 0.999 would be 1, and neither are they rounded between steps."""
     rounded = lambda x: np.asarray(x, np.float32).astype(jnp.bfloat16).astype(np.float32)  # noqa: E731
@@ -274,6 +279,7 @@ def test_bfloat16_parameters_are_updated_in_float32():
     assert {leaf.dtype for leaf in jax.tree.leaves(params)} == {jnp.dtype(jnp.bfloat16)}
 
 
+@pytest.mark.slow
 def test_moments_in_8_bits_serve_all_strategies():
     config = replace(PORTFOLIO, state=EightBit(min_size=256))
     updates, full = Updates(config), Updates(PORTFOLIO)
@@ -307,6 +313,7 @@ def test_a_nowcast_continues_a_line():
         assert all(np.abs(found[path] - array).max() <= 1e-5 for path, array in weights.items()), t
 
 
+@pytest.mark.slow
 def test_the_trend_is_a_least_squares_line_through_recent_weights():
     """Against NumPy's, whose weights are the square roots of the points' weights."""
     config = PortfolioConfig(**PLAIN, **LINE, nowcast=Nowcast(window=6))
@@ -332,6 +339,7 @@ def program(**strategies: Strategy) -> str:
     return f"{made} {[np.asarray(const) for const in made.consts]}"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rule", [AdamW, Sgd, Lion, Muon])
 def test_every_field_of_a_strategy_changes_the_program(rule):
     usual: dict[str, Any] = {"swats": True} if rule is Sgd else {"adam_lr_scale": 0.9} if rule is Muon else {}

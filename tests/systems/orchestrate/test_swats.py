@@ -81,6 +81,7 @@ CONFIGS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [pytest.param("global", marks=pytest.mark.slow), "group", "schedule and decay"])
 def test_steps_match_the_algorithm_in_float64(name):
     """Through the switch, whose position both must agree on."""
@@ -103,6 +104,7 @@ def test_steps_match_the_algorithm_in_float64(name):
     assert len(set(all_steps)) > 1 or config.scope == "global"
 
 
+@pytest.mark.slow
 def test_it_is_adam_before_the_switch():
     updates, reference = Updates(SwatsConfig(**PLAIN)), optax.adam(1e-3, b2=0.999, eps=1e-9)
     params = as_model(numbers(0))
@@ -125,6 +127,7 @@ def test_a_step_across_the_gradient_says_nothing():
     assert not bool(after.is_sgd)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scope", ["global", pytest.param("group", marks=pytest.mark.slow)])
 def test_eight_devices_switch_as_one(scope):
     config = replace(NOISY, scope=scope)

@@ -129,6 +129,7 @@ def two_epochs(setup):
     return run, list(run.batches(run.data)), list(run.batches(run.plain))
 
 
+@pytest.mark.slow
 def test_losses_are_those_of_a_trunk_that_is_computed(two_epochs):
     """In two epochs, each in an order of its own, and the diffusion loss of hidden tokens in several ways."""
     run, stored, plain = two_epochs
@@ -173,6 +174,7 @@ def test_what_is_stored_has_the_bits_of_the_trunk(two_epochs):
     assert np.abs(ways[0] - ways[1]).min(axis=1).min() > 0, "the time of the sequence is added to every token"
 
 
+@pytest.mark.slow
 def test_a_run_that_goes_on_reads_the_same(two_epochs, setup):
     whole, stored, _ = two_epochs
     again = Stored(setup, whole.plain, whole.phase.end)
@@ -181,6 +183,7 @@ def test_a_run_that_goes_on_reads_the_same(two_epochs, setup):
     assert not [line for line in again.lines if line.startswith("annotat")]
 
 
+@pytest.mark.slow
 def test_only_sequences_that_steps_read_are_stored(two_epochs, setup, tmp_path):
     whole = two_epochs[0]
     size, plain = len(whole.examples), setup.opened(tmp_path)
@@ -206,6 +209,7 @@ def test_only_sequences_that_steps_read_are_stored(two_epochs, setup, tmp_path):
         longer.stored(np.arange(size))
 
 
+@pytest.mark.slow
 def test_a_request_to_stop_ends_it_after_a_block(setup, tmp_path, monkeypatch):
     monkeypatch.setattr(annotate, "_BLOCK_EXAMPLES", BATCH)
     request, write = StopRequest(), AnnotationFolder.write
@@ -243,6 +247,7 @@ class OfTeacher(CachedTrunk):
         return super().annotate({ITSELF: refs["teacher"]}, batch)
 
 
+@pytest.mark.slow
 def test_a_teacher_is_asked_before_the_first_batch_for_what_steps_still_read(setup, tmp_path, monkeypatch):
     teacher = SimpleNamespace(
         abstract=lambda _: setup.model, load=lambda *_: setup.model, identity=lambda: {"of": "it"}
@@ -286,6 +291,7 @@ def _annotator(plan, phase):
     return annotate._Annotator(plan, phase, unused, unused, unused, unused, unused)
 
 
+@pytest.mark.slow
 def test_what_another_program_computes_is_stored_elsewhere(setup):
     """Its bits may differ. Whoever reads them would depend on who was there before."""
 

@@ -7,7 +7,7 @@ import pytest
 from tests.test_benchmarks import run
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_the_benchmark_of_a_stored_trunk_gives_both_sides_the_same_losses(tmp_path):
     options = ("--trunks", 1, "--layers", 1, "--hidden", 64, "--steps", 40, "--folder", tmp_path)
     done = run(*options, script="cached_trunk.py")

@@ -59,6 +59,7 @@ def whole():
     return trained(one_device(), cached().objective)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("where", [one_device, pytest.param(layout, marks=pytest.mark.slow)], ids=["one", "eight"])
 def test_stored_streams_train_the_same_stack(where, whole):
     losses, leaves = trained(where(), cached(), Stored())
@@ -74,6 +75,7 @@ def test_eight_bits_are_near(whole):
     assert losses != whole[0]
 
 
+@pytest.mark.slow
 def test_what_is_stored_is_what_the_trunk_computes():
     """Bit for bit, from the same program; and the step does not compute the trunk."""
     run, stored = TinyRun(one_device(), phase(objective=cached(), **GROWN)), Stored()

@@ -23,6 +23,7 @@ def fills_in(folder, tmp_path):  # noqa: F811
     return tmp_path
 
 
+@pytest.mark.slow
 def test_a_chat_with_a_model_that_fills_in_masks_is_refused_at_the_start(fills_in, monkeypatch, capsys):
     monkeypatch.setattr("sys.stdin", io.StringIO(""))
     assert chat.main(["--checkpoint", str(fills_in)]) == 2

@@ -55,6 +55,7 @@ def test_each_row_is_computed_by_the_part_for_its_share_of_masks(whole, as_input
     assert not np.allclose(alone[0], alone[1], atol=0.1)
 
 
+@pytest.mark.slow
 def test_texts_with_one_share_of_masks_cost_their_part_alone(whole, as_inputs):
     """In the loss and in its gradient: as many matrix products, and none that is run under a condition."""
     model, tokens = parted(whole, "suffixes"), np.random.default_rng(0).integers(0, 39, (2, 12))
@@ -144,6 +145,7 @@ def test_eight_devices_fill_in_what_one_does(whole):
         assert denoise_tokens(model, prompts, 8, MASK, GREEDY, DEPTH) == alone
 
 
+@pytest.mark.slow
 def test_what_means_nothing_is_refused(whole, as_inputs, built, tiny_llama):
     inputs = as_inputs(np.ones((1, 4), int))
     with pytest.raises(ConfigError, match="depends on the share of its tokens that is hidden"):

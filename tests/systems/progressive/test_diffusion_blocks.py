@@ -79,6 +79,7 @@ def test_the_loss_is_the_bound_with_the_block_of_each_row(plain, blocks):
     assert float((scores.nats * scores.mask).array.sum() / scores.mask.array.sum()) == pytest.approx(expected, rel=1e-5)
 
 
+@pytest.mark.slow
 def test_a_row_trains_its_block_and_what_all_blocks_share(blocks):
     objective, columns = DiffusionBlocks(2), columns_of(ROWS)
     batch, gradient = arranged(objective, columns), {}
@@ -103,6 +104,7 @@ def test_a_row_trains_its_block_and_what_all_blocks_share(blocks):
         assert set(shared) == {"tokens.weight", "body.final_norm.weight", "head.weight"}
 
 
+@pytest.mark.slow
 def test_one_block_is_diffusion(plain):
     columns, objective = columns_of(ROWS), DiffusionBlocks(1)
     one = DenoisersConfig([1.0], "blocks").apply(plain, key=None)

@@ -61,7 +61,7 @@ def test_a_killed_run_hides_the_same_tokens(whole, workplace):
     assert evaluated(place) == evaluated(uninterrupted)
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_two_processes_hide_the_same_tokens(whole, workplace):
     uninterrupted, _ = whole
     place = start(workplace)
@@ -103,7 +103,7 @@ def test_commands_read_a_masked_diffusion_model(whole, in_process):
     assert "mask" not in texts[0].out
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_stacks_with_noise_of_their_own_generate_one_after_the_other(workplace, in_process):
     place = start(workplace, STACKS, num_steps=16)
     path = place.folder / "run.yaml"

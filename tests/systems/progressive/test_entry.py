@@ -23,6 +23,7 @@ from tests.optim.test_adagc import check_moved_norms
 IN_8_BITS = replace(ADAM, state=EightBit(min_size=256))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("config", "optimizer"),
     [(MODEL, ADAM), (MODEL, IN_8_BITS), pytest.param(replace(MODEL, num_layers=3), ADAM, marks=pytest.mark.slow)],

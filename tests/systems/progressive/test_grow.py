@@ -154,6 +154,7 @@ def test_models_grow_at_both_ends_and_again(built):
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("at", "sources"), [("append", [0, 1, 0]), ("prepend", [1, 0, 1])])
 def test_copied_layers_repeat_the_model(at, sources, built):
     model = built(LLAMA)
@@ -201,6 +202,7 @@ def traced(at, trainable):
         return step.trace(state, {}, batch(arrays(0), where), FlagSync.abstract(where)), state
 
 
+@pytest.mark.slow
 def test_a_frozen_trunk_costs_what_it_must():
     """Below the new stack, it has no backward pass; above it, no gradient of weights. It has no optimizer state in either
     case."""
@@ -294,6 +296,7 @@ def test_a_phase_knows_its_larger_model():
     assert [phase.model.num_layers for phase in plan.phases] == [2, 5]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [0, 1], ids=["below", "above"])
 def test_adapters_of_one_stack_merge(number, built):
     """The other stack has none, and the trunk's were there before the model grew."""

@@ -61,6 +61,7 @@ def log_probabilities(model, batch, *, without_mask):
     return np.take_along_axis(log_p, np.asarray(batch.targets.array)[..., None], -1)[..., 0]
 
 
+@pytest.mark.slow
 def test_mlm_is_the_mean_cross_entropy_of_hidden_tokens(model):
     batch = batch_of(columns_of(6, time_step_mask_fractions=[0.4]))
     terms, metrics, _ = MaskedLanguageModeling().terms(model, batch, None, key=None)
@@ -80,6 +81,7 @@ def test_mlm_is_the_mean_cross_entropy_of_hidden_tokens(model):
         assert found == pytest.approx(expected, rel=1e-5), "an evaluation without a bound takes the mean too"
 
 
+@pytest.mark.slow
 def test_diffusion_is_the_bound_of_the_paper(model):
     """Equation 3 of Nie et al. for the linear schedule, with the mask token left out (substitution parameterization)."""
     columns = columns_of(6, min_mask_fraction=1e-3)
@@ -226,6 +228,7 @@ def test_time_embeddings_without_a_meaning_are_refused(keys, message):
         dataclasses.replace(CAUSAL, time_embedding=TimeEmbeddingConfig()).check()
 
 
+@pytest.mark.slow
 def test_clm_is_next_token_prediction():
     assert ObjectiveConfig.get_choice_class("clm") is NextToken
     model, tokens = with_random_weights(CAUSAL), np.random.default_rng(0).integers(0, VOCAB, (1, LENGTH))

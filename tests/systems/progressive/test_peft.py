@@ -66,6 +66,7 @@ def test_adapters_of_the_upper_layers_only(tmp_path):
         np.testing.assert_allclose(logits_of(named.for_inference(), ids), expected, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.slow
 def test_adapters_of_different_layers_come_back(tmp_path):
     """Those of two stacks, of other modules and ranks in each: what has none in PEFT has none here."""
     lower, upper = ({**LORA, "target": target} for target in (r"body\.0.*q_proj", r"body\.1.*v_proj"))
@@ -94,6 +95,7 @@ def test_adapters_of_different_layers_come_back(tmp_path):
         assert not found[1 - layer].any()
 
 
+@pytest.mark.slow
 def test_adapters_for_all_layers_do_not_start_a_model_that_was_cut(adapted):  # noqa: F811
     *_, folder = adapted
     lora = {"type": "lora", "from_peft": str(folder), "target": "q_proj|v_proj|mlp", "dropout": 0.0}

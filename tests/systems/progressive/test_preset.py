@@ -34,6 +34,7 @@ def trained(**keys):
     return [list(phase.trainable) for phase in config(**keys).phases]
 
 
+@pytest.mark.slow
 def test_stacks_are_phases():
     plan = make_plan(config(polish_steps=2, cache=True, objective={"z_loss_weight": 1e-4}), "x", 40)
     assert [(phase.name, phase.num_steps, phase.model.num_layers) for phase in plan.phases] == [
@@ -154,6 +155,7 @@ def test_contradictions_are_refused(keys, message):
         config(**keys)
 
 
+@pytest.mark.slow
 def test_an_untied_head_trains_on_a_stored_trunk():
     make_plan(config(cache=True, train_head=True), "x", 40)
 

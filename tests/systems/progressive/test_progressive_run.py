@@ -6,6 +6,7 @@ import re
 import pytest
 
 from tests.end_to_end.commands import Workplace, check_close
+from tests.tiers import one_of
 
 pytestmark = pytest.mark.slow
 # 8 steps of each of three stacks. Checkpoints every 5 steps.
@@ -109,7 +110,7 @@ def test_eight_devices_train_the_same(whole, workplace):
     check_close(eight.losses(), one.losses(), 1e-5)
 
 
-@pytest.mark.parametrize("form", ["plain", "adapted"])
+@pytest.mark.parametrize("form", one_of(["adapted", "plain"]))
 def test_exports_have_all_layers(form, whole):
     place, _ = whole(form)
     exported = place.folder / "hf" / last_step(form)

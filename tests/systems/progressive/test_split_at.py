@@ -199,6 +199,7 @@ def test_layers_with_and_without_experts_are_cut_into_stacks_of_each(layers, bui
         np.testing.assert_array_equal(leaf.array, before.array, err_msg=path)
 
 
+@pytest.mark.slow
 def test_cuts_are_undone_one_by_one():
     """In all orders. After each step, the tree is the one from before the cut, so that surgeries between cuts merge too."""
     key = jax.random.key(0)
@@ -269,6 +270,7 @@ def weights_per_layer():
     return 2 * c.hidden_dim * heads * c.HeadSize.size + 3 * c.hidden_dim * c.intermediate_dim
 
 
+@pytest.mark.slow
 def test_a_frozen_lower_stack_has_no_gradient_and_no_optimizer_state():
     """Each kind of freezing saves exactly the matrix products that it makes unnecessary."""
     tokens = 16 * 16
@@ -327,6 +329,7 @@ def test_training_a_split_model_is_training_the_whole_one():
         assert found == pytest.approx(expected, rel=1e-6)
 
 
+@pytest.mark.slow
 def test_adapters_apply_to_a_stack_and_merge(built, as_inputs):
     model = split(built(LlamaConfig(**GQA, num_layers=3)), 1)
     lora = LoraConfig(target=r"body\.1.*(q_proj|mlp)", rank=2)

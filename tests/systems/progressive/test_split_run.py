@@ -62,6 +62,7 @@ def test_a_run_killed_at_each_place_ends_the_same(whole, workplace):
     assert place.digest("step-24") == whole[3]
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize("whole", [1, pytest.param(8, marks=pytest.mark.soak)], indirect=True)
 def test_its_checkpoint_is_exported_and_sampled_as_the_whole_model(whole):
     """`--verify` reads the folder with transformers if it is installed. What it predicts is what the checkpoint does."""

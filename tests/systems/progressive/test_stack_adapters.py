@@ -69,6 +69,7 @@ def test_every_stack_of_the_trunk_has_one_adapter_of_its_own_rank(built, as_inpu
     assert sorted({written["r"], *written["rank_pattern"].values()}) == [2, 4, 8]
 
 
+@pytest.mark.slow
 def test_existing_adapters_are_kept_or_merged(built, as_inputs):
     first = LoraConfig(target="attn", rank=2)
     model = filled(first.apply(built(LLAMA), key=KEY))

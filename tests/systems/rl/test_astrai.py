@@ -22,6 +22,7 @@ def test_defaults_of_the_command_line():
     check_defaults(recipe("grpo"))
 
 
+@pytest.mark.slow
 def test_grpo_compares_whole_responses_with_one_reference(monkeypatch):
     """L = -mean(min(r A, clip(r) A)) + 0.01 mean((log p - log q)^2), with one log-likelihood per response: its mean."""
     columns, rewards, batch = a_batch()

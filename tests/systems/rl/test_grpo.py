@@ -77,12 +77,14 @@ def test_advantages_match_the_vectors(name, advantage):
     np.testing.assert_allclose(found, VECTORS["advantages"][name], rtol=1e-6, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_equal_rewards_have_no_advantage_although_their_mean_is_rounded():
     rewards = jnp.full((50, 3), 0.1) * jnp.arange(1, 51)[:, None]
     assert np.any(np.asarray(rewards) != np.asarray(jnp.mean(rewards, axis=-1, keepdims=True)))
     np.testing.assert_array_equal(OfGroup().of(rewards), 0)
 
 
+@pytest.mark.slow
 def test_equal_parts_have_no_advantage_although_their_mean_is_rounded():
     """With a small eps, the rounding of a mean would be an advantage of about 1."""
     values = jnp.full((50, 3), 0.1) * jnp.arange(1, 51)[:, None]
@@ -112,6 +114,7 @@ def loss_of(logps=LOGPS, average=TokenMean(), *, old=OLD, level="token", high=0.
     return averaged(losses, average)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("in_float64")
 def test_losses_match_the_vectors():
     louder = LOGPS.copy()
@@ -153,6 +156,7 @@ def test_ratios_of_sequences_and_clip_fractions_match_the_vectors():
     assert fractions == pytest.approx(VECTORS["policy"]["clip_fraction"])
 
 
+@pytest.mark.slow
 def test_truncated_importance_weights_and_overlong_penalties_match_the_vectors():
     tis = VECTORS["policy"]["truncated_importance"]
     sampler = jnp.float32(tis["sampler"])
@@ -166,6 +170,7 @@ def test_truncated_importance_weights_and_overlong_penalties_match_the_vectors()
     np.testing.assert_array_equal(found, np.float32(overlong["penalties"]))
 
 
+@pytest.mark.slow
 def test_gradients_match_the_vectors():
     def loss(logps, old):
         losses = Clip().losses(tokens_of(logps, MASK), log_ratios(logps, old, MASK, "token"), ADVANTAGES)
@@ -233,6 +238,7 @@ def case():
     return *models, columns, rewards, batch, [target_logps(model, columns).reshape(12, -1) for model in models]
 
 
+@pytest.mark.slow
 def test_responses_that_are_left_out_of_the_loss_keep_their_kl_in_the_advantages_of_others(case):
     """The loss with the advantages of all responses, given as a column."""
     model, reference, columns, rewards, batch, _ = case
@@ -259,6 +265,7 @@ def test_responses_that_are_left_out_of_the_loss_keep_their_kl_in_the_advantages
     assert losses[0] == pytest.approx(losses[1], rel=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "options",
     [
@@ -366,6 +373,7 @@ def entropies(model, columns, temperature=1.0):
     return -(np.exp(log_p) * log_p).sum(-1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "options",
     [
@@ -576,6 +584,7 @@ def test_metrics_of_microbatches_are_their_mean_or_their_largest():
     assert float(Sum(parts, jnp.array([2.0, 2.0, 0.0])).over_microbatches().logged()) == 1.5
 
 
+@pytest.mark.slow
 def test_the_gradient_of_sapo_is_finite_for_any_ratio():
     tokens, ratios = tokens_of(jnp.ones((1, 3)), jnp.ones((1, 3))), jnp.float32([[-200.0, 0.0, 200.0]])
     found = np.asarray(jax.grad(lambda ratios: jnp.sum(Sapo().losses(tokens, ratios, jnp.ones(1))))(ratios))

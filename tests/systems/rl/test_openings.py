@@ -52,6 +52,7 @@ def server(**keys: Any) -> dict[str, Any]:
     return {"type": "server", "server": {"url": f"http://127.0.0.1:{reserved_port()}"}, "weights_folder": "w", **keys}
 
 
+@pytest.mark.slow
 def test_a_dry_run_says_what_does_not_open(config, tmp_path):
     assert openings(config()) == {}
     refusals = [
@@ -82,6 +83,7 @@ def test_a_dry_run_says_what_does_not_open(config, tmp_path):
     assert not {"cache", "w"} & {path.name for path in tmp_path.iterdir()}, "it writes nothing"
 
 
+@pytest.mark.slow
 def test_columns_are_looked_for_in_the_records(config, tmp_path):
     """In all of them, if the first ones have not all columns. The curriculum needs a number in each."""
     records = [{"prompt": "a", "answer": 1, "level": 2}] * 3 + [{"prompt": "a", "late": 1, "level": None}]
@@ -105,6 +107,7 @@ def test_columns_are_looked_for_in_the_records(config, tmp_path):
     assert openings(config(rewards=[match | {"column": "anser"}], curriculum=levels, train_urls=nowhere)) == {}
 
 
+@pytest.mark.slow
 def test_a_column_of_another_source_does_not_cause_a_full_read(config, tmp_path):
     """Line 1,100 of the first source says whether it was read."""
     lines = [json.dumps({"prompt": "a", "early": 1})] * 1099 + ["no JSON"]
@@ -128,6 +131,7 @@ def test_a_dry_run_lists_it_before_it_compiles(config, monkeypatch):
     assert "importing no_such_module failed" in shown.getvalue()
 
 
+@pytest.mark.slow
 def test_a_start_ends_before_it_tokenizes_or_compiles(config, tmp_path, monkeypatch):
     monkeypatch.setattr(train, "enable_compilation_cache", lambda folder: None)  # it is the tests' own
     plan = make_plan(config(), "x", 64)

@@ -42,6 +42,7 @@ def told():
         yield rewards
 
 
+@pytest.mark.slow
 def test_the_total_is_the_weighted_sum_of_the_rewards_that_apply():
     of_row = function("of_row", per="row", weight=0.25)
     parts = configs({"type": "length", "weight": -2.0}, of_row, {"type": "exact_match", "name": "right", "weight": 0})
@@ -91,6 +92,7 @@ def test_a_reward_that_fails_is_one_message(told, completion, problem):
     np.testing.assert_array_equal(told.score(rows("well", "return 7"))["as_told"], [0.5, 7])
 
 
+@pytest.mark.slow
 def test_rewards_work_at_the_same_time_on_any_number_of_rows(tmp_path):
     """The first reward waits in its first row for the last row of the second one."""
     given = rows(f"wait {tmp_path / 'file'}", *["x"] * 600, f"touch {tmp_path / 'file'}")
@@ -133,6 +135,7 @@ def test_a_reward_that_writes_to_the_run_s_connection_is_told_at_once(told, text
     assert told.score(rows("well"))["reward"] == 0.5
 
 
+@pytest.mark.slow
 def test_a_reward_that_writes_to_the_connection_and_hangs_is_ended_in_time():
     with Rewards(configs(function("as_told", per="row")), CONTEXT, timeout_s=1) as rewards:
         with pytest.raises(ConfigError, match=r"no result for data.jsonl:1 .* within 1 s.*Its process has been ended"):
@@ -173,6 +176,7 @@ def test_rewards_see_no_accelerator(told):
     assert told.score(rows("devices"))["reward"] == 1
 
 
+@pytest.mark.slow
 def test_a_reward_that_hangs_is_ended_with_what_it_started(tmp_path, monkeypatch):
     """Its time is over once it hangs, and the run knows in which row."""
     ids, start = tmp_path / "ids", time.monotonic()

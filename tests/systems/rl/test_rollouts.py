@@ -322,6 +322,7 @@ def assert_same(ours, theirs):
             np.testing.assert_array_equal(column, other[name], err_msg=name)
 
 
+@pytest.mark.slow
 def test_a_rollout_is_trained_on_in_minibatches_and_restored_in_the_middle(opened):
     keys = {"updates_per_rollout": 4, "minibatches_per_rollout": 2}
     _, batches = opened(**keys)

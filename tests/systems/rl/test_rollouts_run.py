@@ -193,7 +193,7 @@ def test_a_run_that_is_killed_while_it_samples_goes_on_bit_for_bit(whole, workpl
     assert place.digest("step-12") == whole().digest("step-12")
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_two_processes_whose_reward_fails_save_the_last_step(workplace):
     """The test below goes on from there, which takes two more starts."""
     rewards = [{"type": "function", "function": "tests.end_to_end.successor:fails_in_the_third_call", "name": "right"}]

@@ -231,6 +231,7 @@ def test_a_start_asks_the_server_once(server, sampler, tmp_path, monkeypatch):
         config.check_opens(Sampling(), dry=True)
 
 
+@pytest.mark.slow
 def test_a_start_refuses_a_server_with_other_tokens(server, sampler):
     config, tokens = sampler(model="policy")._config, [7, 8, 9]
     text_of = {7: "a", 8: "b", 9: "c", 10: "bc"}

@@ -6,7 +6,7 @@ from tests.end_to_end.test_context import METHODS, RUN
 from tests.systems.rl.test_rollouts_run import start, steps_of
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_the_policy_finds_its_own_samples_where_it_wrote_them(workplace):
     place = start(workplace(devices=8), 4)
     place.finish(*RUN, *METHODS["ring"])

@@ -146,6 +146,7 @@ def test_losses_of_groups_are_those_of_trl(monkeypatch, groups, case):
     assert_is_that_of_trl(lambda policy: loss_of_groups(objective, policy, batch, reference), policy, "groups", case)
 
 
+@pytest.mark.slow
 def test_the_kl_divergence_in_rewards_is_that_of_the_sampler_although_ratios_are_1(monkeypatch, groups):
     batch, reference, policy, logps_and_entropies = groups
     monkeypatch.setattr(grpo, "token_logps", logps_and_entropies)
@@ -162,6 +163,7 @@ def test_the_kl_divergence_in_rewards_is_that_of_the_sampler_although_ratios_are
     assert float(metrics["kl"].logged()) == pytest.approx(kl.sum() / given["mask"].sum(), rel=1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("of", ["rewards", "advantages"])
 def test_the_scale_of_a_batch_does_not_depend_on_its_microbatches(groups, of):
     batch, *_ = groups
@@ -207,6 +209,7 @@ def test_adaptive_entropy_is_that_of_trl_in_any_microbatches(monkeypatch, groups
         assert float(slot.statistics["entropy_coef"]) == pytest.approx(expected["entropy_coef"], rel=1e-6)
 
 
+@pytest.mark.slow
 def test_normalized_rewards_do_not_depend_on_microbatches(groups):
     batch, *_ = groups
     objective = grpo_of(old_policy="model", advantage="normalize_then_sum", kl=None)

@@ -271,6 +271,7 @@ def test_a_family_that_is_spelled_out_computes_the_same(family, attention, mlp):
         assert loss.coefficient == losses[1][name].coefficient
 
 
+@pytest.mark.slow
 def test_norms_around_attention_and_mlp_are_those_of_a_hybrid_llama():
     config, norm = spelled(FAMILIES["llama"][1], "swiglu"), {"type": "rms_norm"}
     described = encode(config.topology)
@@ -307,6 +308,7 @@ def test_layers_with_other_heads_have_rotary_embeddings_of_their_own(silent):
     assert new == expected
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("text", slow_but("mixed"))
 @pytest.mark.parametrize("cut", [pytest.param(False, marks=pytest.mark.slow), True], ids=["whole", "cut"])
 def test_decoding_with_a_cache_computes_the_same(text, cut):
@@ -428,6 +430,7 @@ def test_dropout_needs_a_key(attention, output):
     assert not np.array_equal(final(model, jax.random.key(0)), final(model, jax.random.key(1)))
 
 
+@pytest.mark.slow
 def test_dropout_keeps_the_mean_and_zeroes_the_share():
     text = "{type: stacked, layers: [{type: attention, num_heads: 4}, {type: dropout, probability: 0.25}]}"
     model = built(topology(text))

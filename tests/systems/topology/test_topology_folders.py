@@ -36,6 +36,7 @@ def test_transformers_computes_the_same(name, tmp_path):
     )
 
 
+@pytest.mark.slow
 def test_weights_of_a_folder_are_read_into_a_topology(tmp_path):
     family, attention, mlp = FAMILIES["llama"]
     model, config = built(family), spelled(attention, mlp)

@@ -101,6 +101,7 @@ def fed(progress, error, trained, convergence=None, autotune=None):
     return progress.after_update(jnp.asarray(trained), convergence or Convergence(), autotune or Autotune())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("decay", [0.0, 0.9])
 def test_averages_and_counts_match_the_definition(decay):
     errors = np.random.default_rng(0).uniform(0.5, 1.5, (30, 2))
@@ -127,6 +128,7 @@ def test_a_constant_error_ends_a_block_after_exactly_patience_steps_without_impr
     assert progress.steps[0] == 6
 
 
+@pytest.mark.slow
 def test_limits_of_steps_and_the_target():
     progress = BlockProgress.init(3)
     convergence = Convergence(target=0.5, max_steps=4, min_steps=2, decay=0.0)
@@ -234,6 +236,7 @@ def test_sequential_blocks_train_alone_each_with_a_new_optimizer_and_one_program
     np.testing.assert_allclose(rates[:3], [float(schedule(count)) for count in range(3)], rtol=1e-6)
 
 
+@pytest.mark.slow
 def test_the_first_update_of_a_later_block_is_that_of_a_new_optimizer():
     """Adam's first update is g / (|g| + epsilon) times the rate. With moments that begin at zero later, it is not."""
     run = a_run(one_device(), order="sequential", convergence=Convergence(max_steps=2))

@@ -86,6 +86,7 @@ def test_a_second_run_reads_what_the_first_has_stored(whole):
     assert "annotating" not in again.out
 
 
+@pytest.mark.soak
 def test_other_weights_of_the_teacher_are_stored_anew(whole, workplace, teacher):
     from safetensors.numpy import load_file, save_file
 
@@ -117,7 +118,7 @@ def test_a_phase_ends_once_all_blocks_are_done(whole):
 @pytest.mark.parametrize(
     ("form", "step"),
     [
-        ("sequential", 5),
+        pytest.param("sequential", 5, marks=pytest.mark.soak),
         ("cached", 15),
         pytest.param("sequential", 15, marks=pytest.mark.soak),
         pytest.param("cached", 5, marks=pytest.mark.soak),

@@ -269,6 +269,7 @@ def test_a_cache_with_shared_keys_is_unstacked_and_stacked_again(rows):
         np.testing.assert_array_equal(ours, expected)
 
 
+@pytest.mark.slow
 def test_optimizers_see_the_projection_to_a_shared_key_as_a_matrix():
     config = VARIANTS["shared keys"]
     weight = dict(tree.leaves(built(config)))["body.layers.stacked.attn.k_geo.weight"]

@@ -46,6 +46,7 @@ def test_a_folder_that_is_read_again_is_the_same_to_the_bit(dtype, tmp_path):
         )
 
 
+@pytest.mark.slow
 def test_the_folder_says_where_its_code_is(tmp_path):
     folder, config = tmp_path / "model", VARIANTS["plain"]
     save_folder(folder, built(config), config, one_device(), dtype=np.float32, files={}, special_ids={})

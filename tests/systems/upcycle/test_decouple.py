@@ -206,6 +206,7 @@ def test_whitened_scores_have_the_smallest_error_on_the_data():
         assert on_data[0] < on_data[1]
 
 
+@pytest.mark.slow
 def test_the_pairs_that_contribute_most_are_kept():
     scores, features = random_scores(), HeadFeatures.of(HEAD, HEAD, interleaved=False)
     louder = scores.k_GDI.at[0, jnp.array([1, 5])].mul(30.0).at[1, jnp.array([3, 7])].mul(30.0)
@@ -256,6 +257,7 @@ def test_both_errors_are_those_of_sampled_scores(interleaved):
     assert measured.low_rank == pytest.approx(np.sqrt(np.mean(np.square(cut))), rel=1e-3)
 
 
+@pytest.mark.slow
 def test_both_rules_choose_the_pairs_that_they_promise():
     """A pair that does not turn within the row is loud, another turns and is quiet; angles are exact in float64."""
     features, num_tokens = HeadFeatures.of(HEAD, HEAD, interleaved=False), 64

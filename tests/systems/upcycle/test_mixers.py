@@ -49,6 +49,7 @@ def test_what_is_more_than_attention_is_refused_by_name(name, reason):
         SURGERIES[name].changed(MODELS[reason])
 
 
+@pytest.mark.slow
 def test_a_gate_stays_when_key_value_heads_are_pooled():
     config, surgery = MODELS["have a gate"], SURGERIES["pool"]
     before = config.build(Axis("vocab", 8), key=jax.random.key(0))

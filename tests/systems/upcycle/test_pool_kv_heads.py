@@ -224,6 +224,7 @@ def test_heads_that_are_turned_copies_become_one_without_loss(name, built, as_in
     assert np.abs(averaged - expected).max() > 0.1 * scale
 
 
+@pytest.mark.slow
 def test_two_heads_get_the_best_rotation():
     """Procrustes: the sum of the two turned heads' products is that of the singular values; for keys, of the absolute values
     of complex products. The loss of the mean follows."""
@@ -291,6 +292,7 @@ def test_eight_devices_and_one_make_the_same_heads(built, as_inputs, logits_of):
     np.testing.assert_allclose(found, expected, atol=1e-3 * np.abs(expected).max())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name", ["biased", pytest.param("qwen2", marks=pytest.mark.slow), pytest.param("gemma2", marks=pytest.mark.slow)]
 )

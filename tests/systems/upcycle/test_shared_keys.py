@@ -78,6 +78,7 @@ def test_mixed_keys_have_the_same_scores_at_every_distance(rotated, interleaved)
         np.testing.assert_allclose(after, before, atol=1e-5 * np.abs(before).max())
 
 
+@pytest.mark.slow
 def test_the_first_mixture_is_the_largest_that_a_unitary_matrix_makes():
     """Its mean square, relative to queries of equal size, is the largest eigenvalue; nothing is lost in the sum."""
     scores, features, x, _, made, wide = shared_scores()
@@ -199,6 +200,7 @@ def test_eight_devices_and_one_make_the_same_keys():
         np.testing.assert_allclose(found, expected, atol=1e-3 * float(jnp.abs(expected).max()))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", ["random", "fresh"])
 def test_new_keys_may_be_shared_too(method):
     surgery = DecoupleConfig(sem_dim=16, geo_dim=16, method=method, num_key_heads=1)

@@ -114,6 +114,7 @@ def test_perplexity_is_that_of_the_mean_loss_of_all_tokens():
     assert row["loss_range"] == 0.0
 
 
+@pytest.mark.slow
 def test_repeats_read_the_next_batches():
     model = subject()
     whole, halves = (
@@ -128,6 +129,7 @@ def test_repeats_read_the_next_batches():
         rows(PerplexityTableConfig(seq_lens=[16], batches=2, repeats=3), model)
 
 
+@pytest.mark.slow
 def test_context_lengths_default_to_the_longest():
     table, model = PerplexityTableConfig(batches=1), subject(max_tokens=24)
     assert [row["seq_len"] for row in rows(table, model)] == [24]
@@ -176,6 +178,7 @@ def test_a_program_that_is_compiled_while_it_is_timed_is_an_error(monkeypatch):
         rows(LatencyTableConfig(prompt_tokens=[20], new_tokens=[4], warmup=1, runs=1), subject())
 
 
+@pytest.mark.slow
 def test_all_texts_of_a_batch_count_and_each_cache_dtype_is_measured(monkeypatch):
     seen = []
 
@@ -264,6 +267,7 @@ def test_peak_memory_grows_with_the_cache_and_contains_the_weights():
     assert long - short >= measured[1]["kv_bytes"] - measured[0]["kv_bytes"]
 
 
+@pytest.mark.slow
 def test_the_peak_of_a_device_counts_where_it_was_raised(monkeypatch):
     """The device reports its peak since the process started."""
     peaks = iter([5000, 6000, 6000, 6000])  # before and after each row, the smallest cache first

@@ -102,7 +102,7 @@ def test_tables_that_fail_do_not_cost_the_run(workplace):
     assert not (place.folder / WRITTEN).exists()
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 @pytest.mark.parametrize(("devices", "processes"), [(8, 1), (1, 2)])
 def test_devices_and_processes_measure_together(written, workplace, teacher, devices, processes):
     place = workplace(devices)

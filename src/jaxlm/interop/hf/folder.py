@@ -303,7 +303,7 @@ def _described(
     if form is None:
         return {"use_cache": True, **keys, **new, "dtype" if "dtype" in keys else "torch_dtype": name}
     level = form.level(keys)
-    if level["vocab_size"] == vocab_size:
+    if level.get("vocab_size") == vocab_size:  # a run that began with random weights has no folder with the key
         new = {key: value for key, value in new.items() if key in level and value is not None}
     dtypes = [key for key in ("dtype", "torch_dtype") if key in level]
     if not dtypes and name != source.dtype:
