@@ -6,6 +6,7 @@
 #   TESTS=tests/engine    selects the tests
 #   JOBS=4                sets the number of test processes, SLOW_JOBS=4 that of the slow tests
 #   WING=rl               selects the wing that `make without` deletes from a copy, before it checks the core
+#   PARTS=static          selects what `make without` checks there: static,tests
 
 PYTHON ?= python3
 VENV ?= .venv
@@ -16,6 +17,7 @@ JOBS ?= 2
 SLOW_JOBS ?= 3
 EXTRAS ?= test
 WING ?= all
+PARTS ?= static,tests
 UV := $(shell command -v uv 2>/dev/null)
 INSTALL = $(if $(UV),$(UV) pip install --python $(VENV)/bin/python,$(VENV)/bin/python -m pip install --quiet)
 # With JAX=..., the installer chooses the versions of the packages that depend on the jax version.
@@ -35,7 +37,7 @@ test-slow: $(VENV)/installed-test
 	$(VENV)/bin/python -m pytest -n $(SLOW_JOBS) -m "slow and not soak" $(TESTS)
 
 without: $(VENV)/installed-test
-	$(VENV)/bin/python benchmarks/without.py $(WING) --jobs $(JOBS)
+	$(VENV)/bin/python benchmarks/without.py $(WING) --only $(PARTS) --jobs $(JOBS)
 
 lint: $(VENV)/installed-test
 	$(VENV)/bin/ruff check .

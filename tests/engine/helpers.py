@@ -42,7 +42,7 @@ MESHES = {"fsdp 8": {}, "tp 2 x fsdp 4": {"model": 2}, "hsdp 2 x 4": {"replica":
 EVERY_MESH = [
     "fsdp 8",
     "tp 2 x fsdp 4",
-    *(pytest.param(name, marks=pytest.mark.slow) for name in ("hsdp 2 x 4", "ddp 8")),
+    *(pytest.param(name, marks=pytest.mark.soak) for name in ("hsdp 2 x 4", "ddp 8")),
 ]
 F32 = Precision(jnp.dtype(jnp.float32), jnp.dtype(jnp.float32))
 

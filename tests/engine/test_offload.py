@@ -19,12 +19,13 @@ from jaxlm.models.remat import RematConfig
 from jaxlm.optim.elementwise import AdamConfig
 from jaxlm.optim.stored_state import EightBit, Full
 from tests.engine.helpers import F32, MODEL, VOCAB, TinyRun, arrays, layout, one_device, phase
+from tests.tiers import one_of
 
 OFFLOADED = RematConfig(offload=["residual", "attention"])
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("where", [one_device, layout], ids=["one device", "eight devices"])
+@pytest.mark.parametrize("where", one_of([layout, one_device]), ids=["eight devices", "one device"])
 def test_a_step_with_offloaded_activations_is_bitwise_the_same(where):
     runs = [
         TinyRun(where(), phase(model=model), model=model)
@@ -57,10 +58,10 @@ def offloaded(where):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "where",
-    [one_device, layout, pytest.param(lambda: layout(model=2), marks=pytest.mark.slow)],
-    ids=["1", "fsdp", "tp"],
+    one_of([layout, one_device, lambda: layout(model=2)]),
+    ids=["fsdp", "1", "tp"],
 )
-@pytest.mark.parametrize("state", ["full", pytest.param("8bit", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("state", one_of(["8bit", "full"]))
 def test_a_step_with_an_offloaded_optimizer_is_bitwise_the_same(where, state):
     """Its moments are on the host before and after the step, and nothing else is. The donated state is gone."""
     optimizer = AdamConfig(learning_rate=1e-2, warmup=0, state=EightBit(min_size=256) if state == "8bit" else Full())

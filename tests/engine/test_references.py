@@ -13,6 +13,7 @@ from jaxlm.models.families.llama import LlamaConfig
 from jaxlm.objectives.distill import Distill
 from jaxlm.optim.sophia_h import SophiaHConfig
 from tests.engine.helpers import AXES, VOCAB, TinyRun, arrays, layout, one_device, phase
+from tests.tiers import one_of
 
 TEACHER = LlamaConfig(
     seq_len=16, hidden_dim=48, intermediate_dim=64, num_layers=3, num_heads=4, num_kv_heads=2, initializer_range=0.3
@@ -53,7 +54,7 @@ MESHES = [
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "mesh"), MESHES)
+@pytest.mark.parametrize(("name", "mesh"), one_of(MESHES))
 def test_every_mesh_gives_the_numbers_of_one_device(name, mesh):
     expected, _ = trained(one_device(), OBJECTIVES[name])
     where = vocabulary_sharded() if mesh == "vocabulary sharded" else layout()

@@ -25,6 +25,7 @@ from jaxlm.models.attention.scores import ScoreRule
 from jaxlm.models.attention.sharding import AttentionSharding, head_repeats
 from jaxlm.models.base import Inputs
 from tests.models import cudnn_stand_in
+from tests.tiers import one_of
 
 LENGTH, ROWS, SIZE = 256, 2, 16
 USP = ContextSharding(ring=("context",), heads=("context_heads",))
@@ -116,9 +117,7 @@ def check_equal(actual, expected, order, tolerance=2e-6):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "kv_heads", [pytest.param(1, marks=pytest.mark.slow), 2, pytest.param(8, marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize("kv_heads", one_of([2, 1, 8]))
 @pytest.mark.parametrize("method", METHODS)
 def test_devices_compute_what_one_device_does(method, kv_heads):
     orders = {"text": np.arange(LENGTH)} if method == "ulysses" else {"zigzag": ZIGZAG, "reversed": REVERSED}

@@ -21,6 +21,7 @@ from jaxlm.reading.yaml import ConfigSource
 from jaxlm.surgery.lora import LoraConfig
 from tests.engine.helpers import layout
 from tests.small_runs import MODELS
+from tests.tiers import one_of
 
 VOCAB, LENGTH = 61, 48
 DOCUMENTS = (5, 1, 19, 16)  # 7 tokens of padding follow
@@ -81,7 +82,7 @@ def test_a_packed_document_is_that_document(kind):
 
 
 @pytest.mark.parametrize("method", ["gather", pytest.param("heads", marks=pytest.mark.soak)])
-@pytest.mark.parametrize("kind", MOSTLY_BY_HAND)
+@pytest.mark.parametrize("kind", one_of(MOSTLY_BY_HAND, but=3))
 def test_devices_that_share_a_row_compute_what_one_does(kind, method):
     model, inputs = model_of(kind), inputs_of(IDS)
     sizes = (8, 1) if method == "gather" else (4, 2)
@@ -109,7 +110,7 @@ def test_devices_that_share_a_row_compute_what_one_does(kind, method):
         np.testing.assert_allclose(ours.array, theirs.array, rtol=0, atol=near, err_msg=path)
 
 
-@pytest.mark.parametrize("shards", [{"model": 2}, {}], ids=["tp 2 x fsdp 4", "fsdp 8"])
+@pytest.mark.parametrize("shards", one_of([{"model": 2}, {}]), ids=["tp 2 x fsdp 4", "fsdp 8"])
 @pytest.mark.parametrize("kind", ["qwen3_5_moe", "glm4_moe"])
 def test_eight_devices_compute_what_one_does(kind, shards):
     """Eight packed rows: the training loss and its gradients, with N(0, 0.1) in every parameter: larger weights would make

@@ -20,6 +20,7 @@ from jaxlm.models.base import Inputs
 from jaxlm.models.decoders.hybrid import gated_delta_net
 from jaxlm.models.mixers.base import LayerContext
 from jaxlm.models.mixers.gated_delta_net import GatedDeltaNet
+from tests.tiers import one_of
 
 ROWS, LENGTH, WIDTH = 2, 256, 24
 DOCUMENTS = {
@@ -151,7 +152,7 @@ def _program(heads: int, name: str | None):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", DIVIDED)
+@pytest.mark.parametrize("name", one_of(DIVIDED, but=3))
 def test_devices_compute_what_one_does(name):
     heads, _, _, order = DIVIDED[name]
     run, place = _program(heads, name)

@@ -21,6 +21,7 @@ from jaxlm.models.families.llama import LlamaConfig
 from jaxlm.models.families.qwen2_moe import Qwen2MoeConfig
 from jaxlm.models.stacks import layer_contexts
 from tests.objectives.test_next_token import a_batch
+from tests.tiers import one_of
 
 SIZES: dict[str, Any] = {"seq_len": 12, "hidden_dim": 16, "num_layers": 3, "num_heads": 4}
 LLAMA = LlamaConfig(**SIZES, intermediate_dim=24, num_kv_heads=2)
@@ -151,7 +152,7 @@ def test_errors_are_means_over_features_summed_over_tokens_that_are_not_padding(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("config", [LLAMA, TURNS], ids=["llama", "two stacks"])
-@pytest.mark.parametrize("target", ["attention", "residual"])
+@pytest.mark.parametrize("target", one_of(["residual", "attention"]))
 def test_the_gradient_of_all_layers_together_is_that_of_each_layer_alone(config, target):
     teacher, student, x = filled(config, 0), filled(config, 1), inputs()
     streams = layer_streams(teacher, x, target)

@@ -19,6 +19,7 @@ from jaxlm.models.routing import Routes, Routing, SigmoidRouting, SoftmaxRouting
 from jaxlm.optim.elementwise import AdamConfig
 from jaxlm.optim.muon import MuonConfig
 from tests.engine.helpers import AXES, VOCAB, TinyRun, arrays, batch, layout, one_device, phase
+from tests.tiers import one_of
 
 BATCH, POSITION, EMBED = Axis("batch", 3), Axis("position", 40), Axis("embed", 16)
 
@@ -255,7 +256,7 @@ def test_eight_devices_move_the_biases_as_one_does(whole):
 
 
 @slow
-@pytest.mark.parametrize("optimizer", [ADAM, MuonConfig(learning_rate=1e-3, warmup=0)], ids=["adam", "muon"])
+@pytest.mark.parametrize("optimizer", one_of([ADAM, MuonConfig(learning_rate=1e-3, warmup=0)]), ids=["adam", "muon"])
 def test_nothing_else_sees_the_biases(optimizer):
     """The norm of the gradient, clipping and the other parameters' updates are those of a model whose biases stay."""
     config = dataclasses.replace(optimizer, max_grad_norm=0.01)
@@ -308,7 +309,7 @@ def test_the_statistics_of_the_sigmoid_router():
 
 
 @slow
-@pytest.mark.parametrize("shards", ["data", "model"])
+@pytest.mark.parametrize("shards", one_of(["model", "data"]))
 def test_experts_on_eight_devices_train_as_on_one(shards):
     model = dataclasses.replace(MODEL, num_experts=8, num_expert_groups=4)
     axes = {**AXES, "experts": 8, "mlp": 40}
