@@ -93,7 +93,7 @@ def test_the_estimate_uses_the_first_microbatch_at_its_interval_and_resumes():
         assert np.asarray(tree.raw(ours)).tobytes() == np.asarray(tree.raw(theirs)).tobytes(), path
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_the_estimate_works_in_float16_with_frozen_leaves_and_unrolled_layers():
     model = dataclasses.replace(MODEL, scan_layers=False, gradient_checkpointing="none", initializer_range=0.1)
     own = phase(optimizer=SOPHIA, trainable=("mlp", "norm"))

@@ -72,7 +72,7 @@ def test_gradients_in_bfloat16_are_summed_in_float32():
     assert sums.gradient.array.tolist() == [num_microbatches]
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_eight_devices_and_microbatches_train_like_one_device():
     alone, sharded = TinyRun(one_device(), precision=MIXED), TinyRun(layout(), precision=MIXED)
     for number in range(3):

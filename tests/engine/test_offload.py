@@ -75,7 +75,7 @@ def test_a_step_with_an_offloaded_optimizer_is_bitwise_the_same(where, state):
     assert_same_bits(*(run.state for run in runs))
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_a_skipped_step_leaves_the_offloaded_moments_as_they_were():
     run = TinyRun(offloaded(layout()))
     run.step(arrays(0))
@@ -86,7 +86,7 @@ def test_a_skipped_step_leaves_the_offloaded_moments_as_they_were():
     assert_same_bits(run.state.opt_state, before)
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_a_phase_carries_the_offloaded_moments_of_the_one_before():
     """The program that enters a phase reads them, and puts them back."""
     first = phase(end=3)

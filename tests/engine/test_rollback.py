@@ -16,13 +16,14 @@ from jaxlm.optim.averaging import Ema
 from jaxlm.optim.elementwise import AdamConfig
 from tests.engine.helpers import Ready, TinyRun, arrays, layout, one_device, open_phase, phase
 from tests.engine.test_step import assert_identical, host
+from tests.tiers import one_of
 
 MODEL = Gpt2Config(seq_len=16, hidden_dim=32, num_layers=2, num_heads=4, resid_pdrop=0.1)
 SAVED, ABANDONED, REPEATED = 5, 100, 20
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("devices", ["one", pytest.param("eight", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("devices", one_of(["one", "eight"]))
 def test_a_rollback_restores_every_bit_and_the_next_steps_repeat(tmp_path, devices):
     check_rollback(tmp_path, devices, AdamConfig(learning_rate=1e-2, warmup=0, telemetry=True))
 

@@ -8,6 +8,7 @@ from jaxlm.models.inference.unstacked import Generator
 from tests.interop import cases
 from tests.interop.cases import CASES, inputs_of, logits_of, tokens
 from tests.interop.test_families import imported
+from tests.tiers import one_of
 
 torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
@@ -28,7 +29,7 @@ def without_cache(model, prompts):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", one_of(FAMILIES, but=3))
 def test_greedy_text(name, tmp_path, monkeypatch):
     kind, options = CASES[name]
     monkeypatch.setitem(CASES, "longer", (kind, options | {"max_position_embeddings": max(LENGTHS) + NEW_TOKENS}))

@@ -74,7 +74,7 @@ def test_gradients(pair):
         )
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_greedy_text(pair):
     _, theirs, _, model = pair
     prompt = torch.tensor(text(2, 70))

@@ -126,7 +126,7 @@ def test_sampled_tokens_have_the_log_likelihoods_of_forward_passes(opened):
         np.testing.assert_allclose(logps, expected, atol=1e-5)
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_a_mesh_generates_and_samples_the_same(opened):
     """There, layers and cache are stacked."""
     model = opened("phi3-grows")

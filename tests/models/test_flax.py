@@ -21,6 +21,7 @@ from jaxlm.models.inference.generate import generate
 from jaxlm.models.loss import next_token_sums, token_losses
 from jaxlm.models.remat import RematConfig
 from tests.engine.helpers import VOCAB, TinyRun, arrays, layout, one_device
+from tests.tiers import one_of
 
 LINEN_AXES = {
     r"norm\.scale$": ["embed"],
@@ -49,7 +50,7 @@ def inputs_of(ids):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["nnx", pytest.param("linen", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("kind", one_of(["nnx", "linen"]))
 def test_the_examples_train_sharded(kind):
     run = TinyRun(layout(), model=EXAMPLES[kind])
     losses = [run.step(arrays(0))["train/loss"] for _ in range(4)]
@@ -60,7 +61,7 @@ def test_the_examples_train_sharded(kind):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", EXAMPLES)
+@pytest.mark.parametrize("kind", one_of(EXAMPLES))
 def test_the_examples_train_the_same_sharded_or_not_and_can_be_sampled(kind):
     runs = [TinyRun(where, model=EXAMPLES[kind]) for where in (one_device(), layout())]
     losses = [[run.step(arrays(step))["train/loss"] for step in range(4)] for run in runs]

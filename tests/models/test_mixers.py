@@ -30,6 +30,7 @@ from jaxlm.models.mixers.base import Mixer
 from jaxlm.plan.context.choice import Rows
 from tests.engine.helpers import layout
 from tests.models.recurrent import RecurrentConfig
+from tests.tiers import one_of
 
 SIZES = {"seq_len": 208, "hidden_dim": 16, "intermediate_dim": 24, "num_layers": 4, "num_heads": 4, "num_kv_heads": 2}
 STATES = {"num_state_heads": 2, "num_value_heads": 4, "state_key_dim": 8, "state_value_dim": 8, "attention_interval": 2}
@@ -40,6 +41,7 @@ MODELS = {
 }
 SLOW_DECAY = {"A_log": np.log(0.05)}  # with a fast one, nothing is left to leak into another document
 CASES = pytest.mark.parametrize("name", MODELS)
+ONE = pytest.mark.parametrize("name", one_of(reversed(MODELS)))
 LENGTHS = (1, 3, 63, 64, 65)
 PADDING = 6  # in front, and behind
 
@@ -182,7 +184,7 @@ def test_the_rows_of_a_cache_can_be_repeated(name, initial):
 
 
 @pytest.mark.slow
-@CASES
+@ONE
 def test_a_text_does_not_depend_on_its_batch(name, initial):
     """Greedy, with prompts of different lengths."""
     generator, prompts = Generator.of(initial(MODELS[name])), [[3, 1, 4, 1, 5, 9], [2, 6], [5]]
@@ -194,7 +196,7 @@ def test_a_text_does_not_depend_on_its_batch(name, initial):
 
 
 @pytest.mark.slow
-@CASES
+@ONE
 def test_loops_and_recomputation_change_nothing(name, initial, monkeypatch):
     """Outputs are bitwise the same with recomputation. Gradients are sums in another order: each is as near to float64."""
     config, read = MODELS[name], inputs_of([documents()], 208, PADDING)
@@ -225,7 +227,7 @@ def test_loops_and_recomputation_change_nothing(name, initial, monkeypatch):
 
 
 @pytest.mark.slow
-@CASES
+@ONE
 @pytest.mark.parametrize("shards", [{"model": 2}, {}], ids=["tp 2 x fsdp 4", "fsdp 8"])
 def test_eight_devices_compute_what_one_does(name, shards, initial):
     model, rows = initial(MODELS[name]), [documents(seed) for seed in range(8)]

@@ -115,7 +115,7 @@ def check_noise(config):
         draws(noisy, keyed, with_traits(model, adds_noise=False))
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_devices_and_microbatches_train_with_the_same_noise():
     noisy = phase(objective=NextToken(neftune_alpha=ALPHA))
     one, eight = TinyRun(one_device(), noisy), TinyRun(layout(), noisy)

@@ -199,7 +199,7 @@ def test_a_users_own_module_is_told_by_its_content(tmp_path, monkeypatch):
     assert line.endswith("(changes what follows: the code may compute different numbers from here)")
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_each_change_is_told_once_and_stands_in_the_log(tmp_path):
     trainings = Trainings(tmp_path)
     trainings.run("x", 2)

@@ -132,7 +132,7 @@ def test_limits_of_loss_and_perplexity():
     assert SanityConfig(max_loss=20.0, max_perplexity=200.0).limit(64)[1] == "max_perplexity: 200"
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_a_lower_limit_refuses_a_good_teacher(trainings):
     with pytest.raises(ConfigError, match=r"at most 0\.1000 is allowed \(max_loss: 0\.1\)"):
         trainings.run("low", 2, objective=DISTILL, refs=trainings.ref(sanity={"max_loss": 0.1}))
@@ -176,7 +176,7 @@ def test_a_gate_holds_at_the_end_of_every_phase_also_of_one_that_ends_early(trai
     assert "phase 'b': parameters" not in trainings.output
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_a_gate_is_judged_on_the_kept_weights_once_they_are_saved_as_the_end(trainings):
     """The phase keeps the weights of step 2 and ends after step 4, where the gate is due and accepts the current weights."""
     until = {"metric": "eval/loss", "mode": "max", "patience": 1}
@@ -192,7 +192,7 @@ def test_a_gate_is_judged_on_the_kept_weights_once_they_are_saved_as_the_end(tra
     assert any("step-4" in path.name for path in trainings.place("kept again").glob("step-*"))
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_a_gate_may_belong_to_a_phase(trainings):
     phases = [{"name": "a", "num_train_steps": 2}, {"name": "b", "num_train_steps": 2}]
 
@@ -233,7 +233,7 @@ def test_what_only_another_phase_measures_cannot_end_a_phase(trainings):
         trainings.run("none", 2, evals=evals, refs=trainings.ref(), phases=phases)
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_a_student_equal_to_its_teacher_passes_every_gate(trainings):
     limits = {"max_mean_l1": 1e-4, "max_max_l1": 1e-4}
     evals = [

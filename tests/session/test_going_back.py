@@ -94,6 +94,7 @@ def same(one: dict[str, np.ndarray], two: dict[str, np.ndarray], *, below: str =
     return bool(ours) and ours.keys() == theirs.keys() and all(np.array_equal(ours[p], theirs[p]) for p in ours)
 
 
+@pytest.mark.soak
 def test_three_bad_steps_in_a_row_go_back_and_past_their_data(runs, poison):
     """Compared with a run that is started by hand from the same checkpoint, with the data position after the bad steps."""
     poison(5, 7)
@@ -133,7 +134,7 @@ def test_fewer_bad_steps_than_the_rule_asks_for_go_on(runs, poison):
     assert runs.attempts("two_bad") == [(0, n) for n in range(1, STEPS + 1)]
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_data_that_stays_bad_ends_the_run_and_never_in_a_circle(runs, poison):
     poison(5, None)
     trainer = {"checkpointer": {**runs.checkpointer, "delete_old_temp_checkpoints": False}}
@@ -171,7 +172,7 @@ def test_a_damaged_checkpoint_is_passed_over(runs, poison, monkeypatch):
     assert runs.attempts("damaged")[7:] == [(1, n) for n in range(3, STEPS + 1)]
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_a_checkpoint_of_the_streak_is_not_gone_back_to_and_does_not_delete_the_one_before(runs, poison):
     """Every step is saved as a temporary checkpoint. Without the pin, step 5 would have replaced step 4."""
     poison(5, 7)
@@ -330,7 +331,7 @@ def test_below_ends_the_phase_where_the_metric_is_reached(runs):
     assert same(*(saved_arrays(runs.place(name) / "step-4") for name in ("clean", "below")))
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_the_next_phase_starts_from_the_best_weights_where_the_phase_before_ended(runs):
     """Compared with a run whose first phase is as long as it takes to reach the best weights."""
     first = {"name": "one", "num_train_steps": STEPS, "until": UNTIL}

@@ -102,7 +102,7 @@ def test_a_run_that_changes_the_structure_is_told_before_it_trains(place):
     assert content_of(alone)["num_hidden_layers"] == 4
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_adapters_fit_the_text_part_of_the_base(place):
     """PEFT adapts no module of the other parts, and the result is the merged model's."""
     torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")

@@ -131,7 +131,7 @@ def test_a_mixture_ends_according_to_its_stop_strategy(resolved):
         check_num_steps(decode_run(ConfigSource({"data": mixed, "epoch": 1}), None))
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_the_seed_of_the_data_order_alone(tmp_path, monkeypatch):
     """The same sequences in the same order as with `trainer.seed`, on other parameters."""
     runs, orders, initial = Trainings(tmp_path), [], []

@@ -162,7 +162,7 @@ def test_the_step_is_compiled_with_what_was_kept(tmp_path, monkeypatch):
     assert describe_options(plan).startswith("XLA's own; those tuned here are not used")
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_only_sizes_that_make_another_program_are_measured(cached, tmp_path):
     """4 rows of 256 tokens on each device: chunks of 2,048 and blocks of 512 are those of 1,024 and 256."""
     plan = plan_of(tmp_path, batch=4 * len(jax.devices()), seq_len=256)

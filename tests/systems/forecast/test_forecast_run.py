@@ -10,7 +10,7 @@ from jaxlm.systems.forecast.aot import CUDA_PLUGINS, is_installed
 from tests.session.test_tuning import check_arguments
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_forecast_with_simulated_devices(workplace):
     place = workplace()
     place.write("")

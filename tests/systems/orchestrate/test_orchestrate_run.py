@@ -50,7 +50,7 @@ def whole(workplace):
     return run
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_a_damaged_batch_costs_one_rollback_and_branches_keep_within_the_interval(workplace, whole):
     place, clean = whole(), workplace()
     notes = decisions(place)
@@ -115,7 +115,7 @@ def test_eight_devices_and_two_processes_decide_as_one_device_does(workplace, wh
         check_close(last(place), last(whole()), rel=1e-4)
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_to_monitor_changes_no_bit(workplace):
     runs = []
     for keys in ((), ("--trainer.controllers", f"[{{{CONTROLLER}, mode: monitor}}]")):

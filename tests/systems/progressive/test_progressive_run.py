@@ -103,6 +103,7 @@ def test_killed_runs_end_in_the_same_bits(form, faults, whole, workplace):
     assert place.digest(last_step(form)) == uninterrupted.digest(last_step(form))
 
 
+@pytest.mark.soak
 def test_eight_devices_train_the_same(whole, workplace):
     one, _ = whole("stored")
     eight = prepared(workplace, "stored", devices=8)
@@ -110,6 +111,7 @@ def test_eight_devices_train_the_same(whole, workplace):
     check_close(eight.losses(), one.losses(), 1e-5)
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize("form", one_of(["adapted", "plain"]))
 def test_exports_have_all_layers(form, whole):
     place, _ = whole(form)

@@ -36,6 +36,7 @@ def whole(request, workplace):
     return place, place.losses(), place.digest("step-12"), place.digest("step-24")
 
 
+@pytest.mark.soak
 def test_the_lower_stack_and_the_embedding_do_not_change(whole):
     _, losses, before, after = whole
     assert len(losses) == 24

@@ -104,6 +104,7 @@ def test_other_weights_of_the_teacher_are_stored_anew(whole, workplace, teacher)
     assert "annotating" in changed.out
 
 
+@pytest.mark.soak
 def test_a_phase_ends_once_all_blocks_are_done(whole):
     losses, place, out = whole("converged")
     assert "train/blocks_left is 0" in out

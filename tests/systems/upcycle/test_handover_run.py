@@ -10,7 +10,7 @@ from tests.session.test_gates import (
 )
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_a_hand_over_to_a_worse_model_ends_the_run_at_its_first_step(trainings):  # noqa: F811
     keys = {"refs": trainings.ref(), "objective": DISTILL}
     strict = {"controllers": [{"type": "handover", "max_loss_increase": 1.01}]}

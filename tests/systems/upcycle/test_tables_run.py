@@ -141,7 +141,7 @@ def test_the_command_refuses(workplace, in_process, extra, options, message):
     assert message in result.err
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_a_damaged_checkpoint_is_refused(again, in_process):
     checkpoint = again.folder / "checkpoints" / "run" / "step-24"
     (checkpoint / "run" / "config.yaml").write_text("data: {}\n")
