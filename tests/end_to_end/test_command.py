@@ -314,7 +314,7 @@ phases:
 """
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_a_start_compiles_no_step_that_its_dry_run_compiled(workplace):
     """Three programs: of two batch sizes, and of the phase after."""
     place = workplace()

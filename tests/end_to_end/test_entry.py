@@ -85,7 +85,7 @@ def test_two_processes_measure_what_one_does(workplace):
     assert losses(place) == pytest.approx(losses(alone), rel=1e-4)
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_a_reference_may_be_gone_once_the_phase_that_reads_it_is_entered(workplace, finished_base):
     whole, place = workplace(), workplace()
     for each in (whole, place):
@@ -146,7 +146,7 @@ def write_mixture(place: Workplace, *, phases: int) -> None:
     (place.folder / "run.yaml").write_text(yaml.safe_dump(run))
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_two_phases_that_carry_the_optimizer_are_one(workplace):
     """Other data from step 11 on, as a stage of a mixture and as a phase: the same losses and the same state, bit for bit."""
     one, two = workplace(), workplace()

@@ -55,7 +55,7 @@ def test_the_total_is_what_training_logged_and_the_mean_of_the_sources(finished)
     assert float(table[3][3]) == pytest.approx(found["loss"], abs=1e-4)
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_sequences_that_are_held_out_of_training_are_evaluated(workplace):
     place = workplace()
     text = place.write().read_text()

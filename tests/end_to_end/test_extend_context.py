@@ -105,7 +105,7 @@ def test_every_length_is_measured_in_every_phase(whole):
     assert "needle, longest, step 24" in (place.folder / "logs/run/report.html").read_text()
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_killed_runs_end_in_the_same_bits(whole, workplace):
     uninterrupted, _ = whole
     place = prepared(workplace)

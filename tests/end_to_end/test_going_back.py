@@ -55,7 +55,7 @@ PLACES = {
 }
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 @pytest.mark.parametrize(
     ("case", "devices"),
     [

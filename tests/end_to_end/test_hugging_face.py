@@ -311,7 +311,7 @@ def test_two_processes_write_the_same_files_as_one(workplace, source):
         assert json.loads((exports[1] / "config.json").read_text()) == json.loads((source / "config.json").read_text())
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_a_run_does_not_leave_the_exports_of_another_in_the_place_of_its_own(workplace):
     place = workplace()
     place.write()

@@ -75,7 +75,7 @@ def test_it_goes_on_after_a_stop(workplace, of_train, devices):
     check_same(place, of_train(devices))
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 @pytest.mark.parametrize("devices", one_of([8, 1]))
 def test_each_goes_on_where_the_other_has_stopped(workplace, of_train, devices):
     place = workplace(devices)

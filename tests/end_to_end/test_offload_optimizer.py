@@ -9,6 +9,7 @@ ACCUMULATES = ("--config_path", "run.yaml", "--trainer.per_device_parallelism", 
 OFFLOADS = ("--trainer.offload_optimizer", "true")
 
 
+@pytest.mark.soak
 def test_an_offloaded_run_is_killed_and_resumed_with_and_without_and_ends_in_the_same_bits(workplace):
     plain, place = workplace(devices=8), workplace(devices=8)
     plain.write()

@@ -190,7 +190,7 @@ def check_same_files(place: Workplace, filled: Callable[[Path], None], read_by_o
     assert [one.code for one in of_two_machines(place, fewer)] == [0, 0]
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_a_run_does_not_go_on_with_another_chat_template(workplace):
     """Even if the cache that was made with the first is gone."""
     place = workplace(1)

@@ -39,7 +39,7 @@ def base_of(path: str) -> str:
     return path.replace(".base.", ".")
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_frozen_leaves_do_not_change_and_have_no_optimizer_state(whole):
     _, losses, before, after = whole
     assert len(losses) == 24

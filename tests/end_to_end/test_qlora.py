@@ -42,6 +42,7 @@ def place(workplace):
     return prepared
 
 
+@pytest.mark.soak
 def test_a_killed_run_ends_with_the_same_bits_and_is_exported(place):
     whole, killed = place(), place()
     out = whole.finish("--config_path", "run.yaml").out

@@ -168,7 +168,7 @@ ROUTERS = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("processes", one_of([1, 2]))
-@pytest.mark.parametrize("router", ROUTERS)
+@pytest.mark.parametrize("router", one_of(ROUTERS))
 def test_experts_go_on_to_the_bit(workplace, router, processes):
     """All processes kill themselves, and both start again."""
     keys = {f"--model.{key}": str(value) for key, value in ROUTERS[router].items()}
@@ -248,7 +248,7 @@ def test_killed_five_times(workplace, uninterrupted, mesh, seed):
     check(workplace, uninterrupted, mesh, seed, kills=5)
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 @pytest.mark.parametrize("mesh", ["tp 2 x fsdp 4", pytest.param("fsdp 8", marks=pytest.mark.soak)])
 def test_resumes_on_another_mesh(workplace, uninterrupted, mesh):
     """Started on one device and killed, finished on eight: the same batches, and the same losses within rounding."""

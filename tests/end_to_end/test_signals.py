@@ -29,7 +29,7 @@ def whole(request):
     [
         (1, signal.SIGTERM, 0),
         pytest.param(1, signal.SIGINT, 0, marks=pytest.mark.soak),
-        pytest.param(2, signal.SIGTERM, 0, marks=pytest.mark.slow),
+        pytest.param(2, signal.SIGTERM, 0, marks=pytest.mark.soak),
         pytest.param(2, signal.SIGTERM, 1, marks=pytest.mark.soak),
     ],
 )

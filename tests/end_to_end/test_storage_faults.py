@@ -284,7 +284,7 @@ def test_an_outage_of_a_bucket(uninterrupted, place, gcs, outage):
         assert "checkpoints are saved again" in out
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 @pytest.mark.parametrize("outage", one_of(["closed", *(name for name in OUTAGES if name != "closed")]))
 def test_an_outage_of_a_store_that_checkpoints_are_uploaded_to(uninterrupted, place, monkeypatch, outage):
     with s3_server(monkeypatch) as environment:

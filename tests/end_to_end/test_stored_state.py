@@ -8,7 +8,7 @@ RUN = ("--config_path", "run.yaml")
 IN_8_BITS = (*RUN, "--optimizer.state", "{type: 8bit, min_size: 256}", "--trainer.num_train_steps", "6")
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_two_processes_train_like_one_and_a_run_keeps_its_format(workplace):
     one, two = workplace(8), workplace(4)
     for place in (one, two):

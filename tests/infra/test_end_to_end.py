@@ -15,7 +15,7 @@ INFRA = REPOSITORY / "infra"
 SOON = ("--trainer.distributed.heartbeat_timeout", "20s")  # instead of 100 s until a killed process is lost
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_local(launched, expected):
     place = launched()
     place.wait_at(12)

@@ -83,7 +83,7 @@ def test_damage_without_end_ends_the_run_after_three_rollbacks(workplace):
     assert [note["reason"] for note in decisions(place) if note["event"] == "rollback"] == 3 * ["safety"]
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_a_run_killed_around_each_decision_ends_the_same(workplace, whole):
     place = workplace()
     place.write()

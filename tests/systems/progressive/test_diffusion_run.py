@@ -50,7 +50,7 @@ def evaluated(place: Workplace) -> dict[str, float]:
     return {name: record[name] for name in ("eval/loss", "eval/bpb")}
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_a_killed_run_hides_the_same_tokens(whole, workplace):
     uninterrupted, _ = whole
     place = start(workplace)
