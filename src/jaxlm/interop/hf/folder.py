@@ -300,10 +300,10 @@ def _described(
     # Write null ids explicitly: some classes have defaults that are out of range for a small vocabulary.
     none = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
     new = {"vocab_size": vocab_size, **none, **special_ids}
-    if form is None:
+    level = {} if form is None else form.level(keys)
+    if "vocab_size" not in level:  # no source, or another run's model with random weights
         return {"use_cache": True, **keys, **new, "dtype" if "dtype" in keys else "torch_dtype": name}
-    level = form.level(keys)
-    if level.get("vocab_size") == vocab_size:  # a run that began with random weights has no folder with the key
+    if level["vocab_size"] == vocab_size:
         new = {key: value for key, value in new.items() if key in level and value is not None}
     dtypes = [key for key in ("dtype", "torch_dtype") if key in level]
     if not dtypes and name != source.dtype:
