@@ -20,6 +20,7 @@ from jaxlm.reading.yaml import ConfigSource
 from jaxlm.session.export import Exporter, ExportHook
 from tests.answers import write_tokenizer
 from tests.interop.cases import inputs_of, logits_of, tokens
+from tests.tiers import one_of
 
 SIZES = {"seq_len": 32, "hidden_dim": 32, "num_layers": 4, "num_heads": 4}
 LLAMA = {"type": "llama", **SIZES, "intermediate_dim": 48, "rope": {"theta": 5000.0}, "initializer_range": 0.3}
@@ -131,7 +132,7 @@ def test_what_cannot_be_extended_is_refused(surgery, model, message):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.slow] * (name != "yarn")) for name in ROPES])
+@pytest.mark.parametrize("name", one_of(sorted(ROPES, reverse=True), but=2))
 def test_transformers_reads_exports_with_the_same_logits(name, tmp_path):
     torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")
     num_tokens = write_tokenizer(tmp_path / "tokenizer")

@@ -27,6 +27,7 @@ from jaxlm.surgery.lora import LoraConfig
 from jaxlm.surgery.lora_layers import LoraLinear
 from jaxlm.surgery.quantize import QuantizeConfig, describe_stored
 from tests.engine.helpers import F32, VOCAB, TinyRun, arrays, batch, layout, one_device, phase
+from tests.tiers import one_of
 
 KEY = jax.random.key(0)
 MODEL = LlamaConfig(seq_len=16, hidden_dim=128, intermediate_dim=256, num_layers=3, num_heads=4, num_kv_heads=2)
@@ -180,7 +181,9 @@ def test_adapters_train_on_a_base_that_keeps_its_bits():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("kind", "mesh"), [("nf4", {}), ("nvfp4", {"model": 2})], ids=["fsdp 8", "tp 2 x fsdp 4"])
+@pytest.mark.parametrize(
+    ("kind", "mesh"), one_of([("nvfp4", {"model": 2}), ("nf4", {})]), ids=["tp 2 x fsdp 4", "fsdp 8"]
+)
 def test_eight_devices_take_the_steps_of_one(kind, mesh):
     own = phase(model=MODEL, surgeries=(QuantizeConfig(kind=kind), QLORA[1]), trainable=ADAPTERS)
     one, eight = (TinyRun(where, own, model=MODEL) for where in (one_device(), layout(**mesh)))

@@ -133,7 +133,7 @@ def test_questions_and_examples_are_those_of_the_reference():
     assert fewshot_numbers(3, 10, 5) == GOLDEN["fewshot_idx3_of_10_n5"]
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_every_answer_is_that_of_one_question_at_a_time(bundle, tokenizer):
     """All tasks: three types with 0 to 10 examples, on eight devices, and in other batches on one device."""
     found = expected(bundle, LLAMA, tokenizer)
