@@ -31,7 +31,7 @@ def run_without_reader(*words: str, folder, **environment: str) -> tuple[int, st
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "arguments",
-    [("--help",), ("--version",), ("recipes",), pytest.param(("train", "--help"), marks=pytest.mark.slow)],
+    [("--help",), ("--version",), ("recipes",), ("train", "--help")],
 )
 def test_texts_end_quietly(tmp_path, arguments):
     assert run_without_reader("jaxlm", *arguments, folder=tmp_path) == (CLOSED, "")

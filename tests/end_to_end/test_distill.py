@@ -75,7 +75,7 @@ def test_a_run_killed_in_the_second_phase_ends_the_same(whole, workplace, teache
 
 
 @pytest.mark.soak
-@pytest.mark.parametrize("devices", [1, pytest.param(8, marks=pytest.mark.soak)])
+@pytest.mark.parametrize("devices", [1, 8])
 def test_killed_while_the_cache_is_written_and_in_training(whole, workplace, teacher, devices):
     place = prepared(workplace, teacher, "cached", devices)
     kill(place, devices, "annotating")

@@ -60,9 +60,9 @@ PLACES = {
     ("case", "devices"),
     [
         ("rewind", 1),
-        pytest.param("until", 1, marks=pytest.mark.soak),
-        pytest.param("rewind", 8, marks=pytest.mark.soak),
-        pytest.param("until", 8, marks=pytest.mark.soak),
+        ("until", 1),
+        ("rewind", 8),
+        ("until", 8),
     ],
 )
 def test_a_run_killed_around_each_decision_ends_the_same(workplace, whole, case, devices):
@@ -78,7 +78,7 @@ def test_a_run_killed_around_each_decision_ends_the_same(workplace, whole, case,
 
 
 @pytest.mark.soak
-@pytest.mark.parametrize("case", ["rewind", pytest.param("until", marks=pytest.mark.soak)])
+@pytest.mark.parametrize("case", ["rewind", "until"])
 def test_two_processes_agree(workplace, whole, case):
     place = workplace()
     place.write()

@@ -76,7 +76,7 @@ def test_it_goes_on_after_a_stop(workplace, of_train, devices):
 
 
 @pytest.mark.soak
-@pytest.mark.parametrize("devices", one_of([8, 1]))
+@pytest.mark.parametrize("devices", [8, 1])
 def test_each_goes_on_where_the_other_has_stopped(workplace, of_train, devices):
     place = workplace(devices)
     place.write(num_steps=50)

@@ -50,7 +50,7 @@ def whole(workplace) -> Callable[..., Workplace]:
 
 
 @pytest.mark.soak
-@pytest.mark.parametrize("devices", [8, pytest.param(1, marks=pytest.mark.soak)])
+@pytest.mark.parametrize("devices", [8, 1])
 def test_killed_and_resumed(whole, workplace, devices):
     place = start(workplace(devices))
     place.die("--config_path", "run.yaml", at="first phase")

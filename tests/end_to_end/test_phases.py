@@ -76,7 +76,7 @@ def test_a_run_killed_at_each_place_ends_the_same(whole, workplace, faults):
 
 
 @pytest.mark.soak
-@pytest.mark.parametrize("whole", [1, pytest.param(4, marks=pytest.mark.soak)], indirect=True)
+@pytest.mark.parametrize("whole", [1, 4], indirect=True)
 def test_the_cursor_separates_entry_from_end_and_a_damaged_entry_is_rebuilt(whole, workplace):
     place = start(workplace, whole[0])
     place.die("--config_path", "run.yaml", at="second phase")

@@ -249,7 +249,7 @@ def test_killed_five_times(workplace, uninterrupted, mesh, seed):
 
 
 @pytest.mark.soak
-@pytest.mark.parametrize("mesh", ["tp 2 x fsdp 4", pytest.param("fsdp 8", marks=pytest.mark.soak)])
+@pytest.mark.parametrize("mesh", ["tp 2 x fsdp 4", "fsdp 8"])
 def test_resumes_on_another_mesh(workplace, uninterrupted, mesh):
     """Started on one device and killed, finished on eight: the same batches, and the same losses within rounding."""
     losses, _ = uninterrupted("one device")

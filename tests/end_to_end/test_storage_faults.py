@@ -17,7 +17,6 @@ from tests.end_to_end.commands import Finished, Workplace, digest_of_arrays, end
 from tests.end_to_end.flaky_proxy import FlakyProxy, flaky_proxy
 from tests.gcs import BUCKET
 from tests.s3 import S3_BUCKET, s3_server
-from tests.tiers import one_of
 
 PACE_S = 0.3
 RUN = ("--config_path", "run.yaml")
@@ -267,7 +266,7 @@ def with_outage(
 
 
 @pytest.mark.soak
-@pytest.mark.parametrize("outage", one_of(["forbidden", *(name for name in OUTAGES if name != "forbidden")]))
+@pytest.mark.parametrize("outage", ["forbidden", *(name for name in OUTAGES if name != "forbidden")])
 def test_an_outage_of_a_bucket(uninterrupted, place, gcs, outage):
     url = f"gs://{BUCKET}/outage-{outage.replace(' ', '-')}"
     pointers = ("STORAGE_EMULATOR_HOST", "TENSORSTORE_GCS_HTTP_URL")
@@ -285,7 +284,7 @@ def test_an_outage_of_a_bucket(uninterrupted, place, gcs, outage):
 
 
 @pytest.mark.soak
-@pytest.mark.parametrize("outage", one_of(["closed", *(name for name in OUTAGES if name != "closed")]))
+@pytest.mark.parametrize("outage", ["closed", *(name for name in OUTAGES if name != "closed")])
 def test_an_outage_of_a_store_that_checkpoints_are_uploaded_to(uninterrupted, place, monkeypatch, outage):
     with s3_server(monkeypatch) as environment:
         url = f"s3://{S3_BUCKET}/outage"

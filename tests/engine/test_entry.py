@@ -193,7 +193,7 @@ def initial(config, seed: int):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("where", [pytest.param(one_device, marks=pytest.mark.slow), layout])
+@pytest.mark.parametrize("where", [one_device, layout])
 def test_weights_move_towards_a_reference(where):
     where = where()
     first = phase(surgeries=(InterpolateConfig("base", weight=0.25, match="attn|head"),))

@@ -161,7 +161,7 @@ def test_what_gcloud_would_refuse_again_is_not_repeated(cloud):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("code", [1, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("code", [1, 2])
 def test_a_run_that_must_stop_is_not_repeated(cloud, code):
     cloud.plan(train=f'echo "error: as the message says"; exit {code}')
     ended, out = cloud.run("babysit")

@@ -168,7 +168,7 @@ def test_mpt_has_four_times_the_width_whatever_the_ratio(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("lengths", [(5, 24), pytest.param((10, 24, SEQ_LEN), marks=slow)], ids=str)
+@pytest.mark.parametrize("lengths", [(5, 24), (10, 24, SEQ_LEN)], ids=str)
 def test_dynamic_rope_beyond_the_imported_length(lengths, tmp_path):
     """The frequencies depend on the length of the text, and while it grows, cached keys stay as they are."""
     theirs = loaded_by_transformers(reference_with(tmp_path, "llama-dynamic", max_position_embeddings=SEQ_LEN // 3))

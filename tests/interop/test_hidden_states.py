@@ -180,9 +180,7 @@ MESHES = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=pytest.mark.slow) if name == "tensor parallelism" else name for name in MESHES]
-)
+@pytest.mark.parametrize("name", MESHES)
 def test_a_model_lies_on_the_mesh_that_is_asked_for(name, tmp_path):
     """On eight devices: the parameters are sharded as asked, and the numbers are those of the usual layout."""
     assert jax.device_count() == 8

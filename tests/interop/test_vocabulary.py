@@ -41,7 +41,7 @@ def started(folder, num_tokens, **trainer):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("dtype", ["f32", pytest.param("bfloat16", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("dtype", ["f32", "bfloat16"])
 def test_new_rows_are_the_mean_of_the_others(tmp_path, dtype):
     num_tokens = write_tokenizer(tmp_path)
     made = jax.jit(lambda: MODEL.build(vocab_axis(num_tokens + 40), key=jax.random.key(0)))()  # rows of no token

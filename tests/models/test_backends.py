@@ -99,8 +99,8 @@ def test_matches_the_definition(backend, length, num_segments, window):
 @pytest.mark.parametrize(
     ("length", "num_segments", "window"),
     [
-        pytest.param(128, 2, None, marks=pytest.mark.slow),
-        pytest.param(256, 5, None, marks=pytest.mark.slow),
+        (128, 2, None),
+        (256, 5, None),
         (384, 3, 40),
     ],
 )
@@ -115,8 +115,8 @@ def test_splash_matches_the_definition(length, num_segments, window):
         (blocks, 131, 3, None),
         (blocks, 300, 3, 40),
         (splash, 256, 3, None),
-        pytest.param(splash, 384, 3, 40, marks=pytest.mark.slow),
-        pytest.param(plain, 131, 3, 7, marks=pytest.mark.slow),
+        (splash, 384, 3, 40),
+        (plain, 131, 3, 7),
     ],
 )
 def test_tokens_attend_to_later_ones_within_their_document_and_window(backend, length, num_segments, window):

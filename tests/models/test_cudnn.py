@@ -143,7 +143,7 @@ def stood_in(monkeypatch):
     [
         (True, True, True, packed_rows),
         *(
-            pytest.param(*case, marks=pytest.mark.slow)
+            case
             for case in [
                 (False, True, True, single_document_rows),
                 (True, False, True, single_document_rows),
@@ -209,7 +209,7 @@ def dirty_padding(q, k, v, segments):
 @pytest.mark.parametrize(
     ("attend", "found"),
     [
-        pytest.param(reference, None, marks=pytest.mark.slow),
+        (reference, None),
         (leaking, "output differs from reference attention by"),
         (one_document_wrong, "output differs from reference attention by 10.0%"),
         (wrong_gradient, "gradient of keys differs from reference attention by 10.0%"),

@@ -153,7 +153,7 @@ def test_a_document_depends_on_no_other():
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "cuts",
-    [(1, 2, 70), *(pytest.param(cuts, marks=pytest.mark.slow) for cuts in ((100,), (64, 128), (40, 45, 52, 118)))],
+    [(1, 2, 70), *(cuts for cuts in ((100,), (64, 128), (40, 45, 52, 118)))],
 )
 def test_a_text_goes_on_from_its_state(cuts):
     """In parts of any length, of one token too; documents and padding cross the cuts."""
@@ -173,9 +173,9 @@ def test_a_text_goes_on_from_its_state(cuts):
 @pytest.mark.parametrize(
     "segments",
     [
-        pytest.param(None, id="one", marks=pytest.mark.slow),
+        pytest.param(None, id="one"),
         pytest.param(_documents(1, 3, 63, 64, 69), id="several"),
-        pytest.param(_PADDED, id="padding", marks=pytest.mark.slow),
+        pytest.param(_PADDED, id="padding"),
     ],
 )
 def test_parts_of_a_text_are_affine_maps_of_the_state(segments):

@@ -46,7 +46,7 @@ def by_hand(model, logits_of, as_inputs, prompt, num_new, config):
     "config",
     [
         DenoisingConfig(),
-        pytest.param(DenoisingConfig(num_steps=3), marks=pytest.mark.slow),
+        DenoisingConfig(num_steps=3),
         DenoisingConfig(num_steps=6, block_length=4),
     ],
 )

@@ -60,7 +60,7 @@ def test_a_head_in_fp8_has_the_gradient_of_the_loss(fp8):
 
 @pytest.mark.slow
 @every_recipe
-@pytest.mark.parametrize("model", [2, *(pytest.param(size, marks=pytest.mark.slow) for size in (1, 8))])
+@pytest.mark.parametrize("model", [2, *(size for size in (1, 8))])
 def test_eight_devices_have_the_scales_of_one(fp8, model):
     given = problem(8, 16, 32, 48)
     given[0][3] *= 30  # one device has the largest hidden states

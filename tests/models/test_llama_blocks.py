@@ -50,7 +50,7 @@ def built(config):
     ("config", "key"),
     [
         (SeedOssConfig, "residual_dropout"),
-        pytest.param(Starcoder2Config, "embedding_dropout", marks=pytest.mark.slow),
+        (Starcoder2Config, "embedding_dropout"),
     ],
 )
 def test_dropout_changes_training_only(config, key):

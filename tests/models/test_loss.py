@@ -138,7 +138,7 @@ def test_dynamic_fine_tuning_weights_each_token_by_its_probability_as_a_constant
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("on_gpu")
-@pytest.mark.parametrize("shape", [(2, 37, 16, 50), pytest.param((1, 1, 4, 3), marks=pytest.mark.slow)])
+@pytest.mark.parametrize("shape", [(2, 37, 16, 50), (1, 1, 4, 3)])
 def test_one_pass_over_the_logits_matches_the_closed_forms(shape):
     test_sums_and_gradients_match_the_closed_forms(shape, 16, 1e-2, 0.1)
     test_token_losses_and_their_gradient()

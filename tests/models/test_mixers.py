@@ -138,9 +138,7 @@ def test_tokens_may_be_in_another_order_or_stay_in_that_of_the_text(name, initia
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "name", [name if name == "gated delta net" else pytest.param(name, marks=pytest.mark.slow) for name in MODELS]
-)
+@pytest.mark.parametrize("name", MODELS)
 def test_a_cache_that_grows_gives_what_the_whole_row_gives(name, initial):
     """Rows of different lengths, with padding in front and between the parts; layers in stacks and separate."""
     model, texts = initial(MODELS[name]), documents()[2:4]

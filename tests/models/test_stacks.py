@@ -137,7 +137,7 @@ def test_layers_are_divided_into_few_scans(layers, expected):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("step", [2, pytest.param(3, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("step", [2, 3])
 def test_layers_that_take_turns_compile_once_for_all_periods(step, as_inputs):
     """The program does not grow with the number of layers, forward and backward."""
 

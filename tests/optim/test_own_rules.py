@@ -68,9 +68,7 @@ OTHERS = ("lion", "soap", "kron", "adam-mini", "adagrad", "mars")
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "kind", ["adam", "muon", "sophia-h", *(pytest.param(kind, marks=pytest.mark.slow) for kind in OTHERS)]
-)
+@pytest.mark.parametrize("kind", ["adam", "muon", "sophia-h", *(kind for kind in OTHERS)])
 def test_every_optimizer_does_the_same_without_them_and_they_follow_their_rule(kind):
     check_beside(config_of(kind))
 

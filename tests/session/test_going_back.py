@@ -127,7 +127,6 @@ def test_three_bad_steps_in_a_row_go_back_and_past_their_data(runs, poison):
     assert [r["step"] for r in latest if "train/objective" in r] == list(range(1, STEPS + 1))
 
 
-@pytest.mark.slow
 def test_fewer_bad_steps_than_the_rule_asks_for_go_on(runs, poison):
     poison(5, 6)
     runs.run("two_bad", **RULE)
@@ -154,7 +153,6 @@ def test_data_that_stays_bad_ends_the_run_and_never_in_a_circle(runs, poison):
         runs.run("poisoned", trainer=trainer, **RULE)
 
 
-@pytest.mark.slow
 def test_a_damaged_checkpoint_is_passed_over(runs, poison, monkeypatch):
     poison(5, 7)
     from jaxlm.engine.phase_runner import PhaseRunner
@@ -235,9 +233,7 @@ def test_going_back_to_an_earlier_checkpoint_is_the_run_that_was_stopped_there(r
 
 
 @pytest.mark.soak
-@pytest.mark.parametrize(
-    "keep", [pytest.param([{"every": 2}], marks=pytest.mark.soak, id="permanent"), pytest.param([], id="temporary")]
-)
+@pytest.mark.parametrize("keep", [pytest.param([{"every": 2}], id="permanent"), pytest.param([], id="temporary")])
 def test_a_run_that_goes_back_may_be_killed_at_any_time(runs, stopped, keep, monkeypatch):
     """Before anything was set aside, after a part of it, and while training. Temporary checkpoints stay, too."""
     name = f"killed_{len(keep)}"
@@ -281,7 +277,6 @@ UNTIL = {
 }  # the loss falls, so that the first evaluation is the best
 
 
-@pytest.mark.slow
 def test_patience_ends_the_phase_with_the_best_weights(runs):
     exports = {"hf_save_path": f"{runs.folder}/hf_patient", "hf_save_steps": 3}
     trainer = {"until": UNTIL, "checkpointer": {**runs.checkpointer, "keep": []}}
@@ -315,7 +310,6 @@ def check_the_best_weights_are_exported(runs):
     assert same(best, last)
 
 
-@pytest.mark.slow
 def test_a_phase_that_improves_to_its_end_keeps_its_last_weights(runs):
     runs.run("improving", trainer={"until": {"metric": "eval/loss", "patience": 1}})
     assert "ends after" not in runs.output

@@ -144,7 +144,7 @@ def test_callbacks_that_look_or_raise_change_no_bit(trainings, monkeypatch):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("key", ["load_checkpoint_path", pytest.param("initialize_from_state", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("key", ["load_checkpoint_path", "initialize_from_state"])
 def test_another_runs_state_continues_bit_for_bit_and_is_saved_as_the_runs_own(trainings, key):
     name = f"by_{key}"
     result = trainings.run(name, 6, trainer={key: str(trainings.place("part"))})

@@ -106,9 +106,9 @@ def test_the_changed_config_describes_the_model(config, dropped, keys):
 @pytest.mark.parametrize(
     ("config", "dropped"),
     [
-        pytest.param(LLAMA, [1, 3], id="llama", marks=pytest.mark.slow),
+        pytest.param(LLAMA, [1, 3], id="llama"),
         pytest.param(GEMMA2, [0, 3], id="gemma2"),
-        pytest.param(QWEN2, [1, 5], id="qwen2", marks=pytest.mark.slow),
+        pytest.param(QWEN2, [1, 5], id="qwen2"),
     ],
 )
 def test_transformers_computes_the_same_without_these_layers(config, dropped, built, tmp_path):

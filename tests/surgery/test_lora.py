@@ -276,9 +276,7 @@ UNEQUAL = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "changes", [{"use_dora": True}, *(pytest.param(c, marks=pytest.mark.slow) for c in ({}, {"rslora": True}))], ids=str
-)
+@pytest.mark.parametrize("changes", [{"use_dora": True}, *(c for c in ({}, {"rslora": True}))], ids=str)
 def test_ranks_and_scales_by_layer(model, changes):
     """As in PEFT: the first pattern that matches decides. Padding has no effect and is not counted."""
     busy = randomised(adapted(model, **UNEQUAL, **changes))
@@ -315,7 +313,7 @@ def test_ranks_and_scales_by_layer(model, changes):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("use_dora", [True, pytest.param(False, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("use_dora", [True, False])
 def test_a_layer_without_an_adapter_stays_as_it_is(model, use_dora):
     """To the last bit, after two steps with weight decay."""
     config = LoraConfig(target="attn|mlp", layers_to_transform=[1], use_dora=use_dora)
@@ -353,8 +351,8 @@ _TABLES = [
     [
         (True, "^(tokens|head)$", False, True),
         (True, "^tokens$", True, False),
-        *(pytest.param(*case, False, marks=pytest.mark.slow) for case in _TABLES),
-        *(pytest.param(*case, True, marks=pytest.mark.slow) for case in _TABLES[:3]),
+        *((*case, False) for case in _TABLES),
+        *((*case, True) for case in _TABLES[:3]),
     ],
 )
 def test_adapters_of_embeddings(tied, embeddings, shared, use_dora):

@@ -259,7 +259,7 @@ def references():
     "name",
     [
         "as in nanochat",
-        pytest.param("normalized keys, with backout", marks=pytest.mark.slow),
+        "normalized keys, with backout",
         pytest.param("untied", marks=pytest.mark.soak),
     ],
 )

@@ -370,9 +370,7 @@ def test_scan_and_unrolled_layers_are_equal(built, as_inputs):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "remat", ["none", pytest.param("cheap", marks=pytest.mark.slow), pytest.param("full", marks=pytest.mark.soak)]
-)
+@pytest.mark.parametrize("remat", ["none", "cheap", pytest.param("full", marks=pytest.mark.soak)])
 def test_no_second_copy_of_the_parameters_is_saved(remat, as_inputs):
     """The backward pass selects each layer's parameters again. What it needs of the activations is small here."""
     config = NanoConfig(

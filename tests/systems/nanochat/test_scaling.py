@@ -282,10 +282,7 @@ def test_budgets_that_share_a_name_are_refused(trained, capsys):
     "changes",
     [
         [{"value": float("nan")}],
-        pytest.param(
-            [{"value": None}, {"value": "a"}, {"num_parameters": 0}, {"name": [1]}, {"name": "zz"}],
-            marks=pytest.mark.slow,
-        ),
+        [{"value": None}, {"value": "a"}, {"num_parameters": 0}, {"name": [1]}, {"name": "zz"}],
     ],
 )
 def test_a_damaged_result_is_one_message(trained, capsys, changes):

@@ -7,6 +7,6 @@ from tests.engine.test_rollback import check_rollback
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("devices", ["one", pytest.param("eight", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("devices", ["one", "eight"])
 def test_a_rollback_restores_every_bit_and_the_next_steps_repeat(tmp_path, devices):
     check_rollback(tmp_path, devices, PortfolioConfig(learning_rate=1e-2, warmup=0, telemetry=True))

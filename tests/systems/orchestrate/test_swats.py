@@ -82,7 +82,7 @@ CONFIGS = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [pytest.param("global", marks=pytest.mark.slow), "group", "schedule and decay"])
+@pytest.mark.parametrize("name", ["global", "group", "schedule and decay"])
 def test_steps_match_the_algorithm_in_float64(name):
     """Through the switch, whose position both must agree on."""
     config = CONFIGS[name]
@@ -128,7 +128,7 @@ def test_a_step_across_the_gradient_says_nothing():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("scope", ["global", pytest.param("group", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("scope", ["global", "group"])
 def test_eight_devices_switch_as_one(scope):
     config = replace(NOISY, scope=scope)
     one, eight = Updates(config), Updates(config, where=layout())

@@ -60,7 +60,7 @@ def whole():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("where", [one_device, pytest.param(layout, marks=pytest.mark.slow)], ids=["one", "eight"])
+@pytest.mark.parametrize("where", [one_device, layout], ids=["one", "eight"])
 def test_stored_streams_train_the_same_stack(where, whole):
     losses, leaves = trained(where(), cached(), Stored())
     np.testing.assert_allclose(losses, whole[0], rtol=1e-6 if where is one_device else 1e-5)

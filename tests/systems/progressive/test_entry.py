@@ -26,7 +26,7 @@ IN_8_BITS = replace(ADAM, state=EightBit(min_size=256))
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("config", "optimizer"),
-    [(MODEL, ADAM), (MODEL, IN_8_BITS), pytest.param(replace(MODEL, num_layers=3), ADAM, marks=pytest.mark.slow)],
+    [(MODEL, ADAM), (MODEL, IN_8_BITS), (replace(MODEL, num_layers=3), ADAM)],
     ids=["two layers", "in 8 bits", "three layers"],
 )
 def test_moments_of_a_cut_model_are_the_cut_moments(config, optimizer):

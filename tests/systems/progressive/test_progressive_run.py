@@ -6,7 +6,6 @@ import re
 import pytest
 
 from tests.end_to_end.commands import Workplace, check_close
-from tests.tiers import one_of
 
 pytestmark = pytest.mark.slow
 # 8 steps of each of three stacks. Checkpoints every 5 steps.
@@ -112,7 +111,7 @@ def test_eight_devices_train_the_same(whole, workplace):
 
 
 @pytest.mark.soak
-@pytest.mark.parametrize("form", one_of(["adapted", "plain"]))
+@pytest.mark.parametrize("form", ["adapted", "plain"])
 def test_exports_have_all_layers(form, whole):
     place, _ = whole(form)
     exported = place.folder / "hf" / last_step(form)

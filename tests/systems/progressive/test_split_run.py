@@ -64,7 +64,7 @@ def test_a_run_killed_at_each_place_ends_the_same(whole, workplace):
 
 
 @pytest.mark.soak
-@pytest.mark.parametrize("whole", [1, pytest.param(8, marks=pytest.mark.soak)], indirect=True)
+@pytest.mark.parametrize("whole", [1, 8], indirect=True)
 def test_its_checkpoint_is_exported_and_sampled_as_the_whole_model(whole):
     """`--verify` reads the folder with transformers if it is installed. What it predicts is what the checkpoint does."""
     place = whole[0]

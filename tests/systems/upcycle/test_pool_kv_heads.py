@@ -293,9 +293,7 @@ def test_eight_devices_and_one_make_the_same_heads(built, as_inputs, logits_of):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "name", ["biased", pytest.param("qwen2", marks=pytest.mark.slow), pytest.param("gemma2", marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize("name", ["biased", "qwen2", "gemma2"])
 def test_transformers_reads_the_export(name, built, as_inputs, logits_of, tmp_path):
     transformers, torch = pytest.importorskip("transformers"), pytest.importorskip("torch")
     config, surgery = POOLED[name], PoolKvHeadsConfig(num_kv_heads=2, align=True, calibration_batches=0)
