@@ -65,12 +65,18 @@ def few_programs():
 
 
 @pytest.fixture(scope="session")
-def gcs():
-    """Runs an emulator of Google Cloud Storage; yields the environment variables that point to it."""
+def gcs_emulator():
     from tests.gcs import gcs_server
 
-    with gcs_server() as environment:
-        yield environment
+    with gcs_server() as emulator:
+        yield emulator
+
+
+@pytest.fixture
+def gcs(gcs_emulator):
+    """Empties the emulator of Google Cloud Storage; returns the environment variables that point to it."""
+    gcs_emulator.empty()
+    return gcs_emulator.environment
 
 
 def pytest_addoption(parser):

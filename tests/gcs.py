@@ -1,9 +1,11 @@
 """A local emulator of Google Cloud Storage for gcsfs and TensorStore."""
 
 import contextlib
+import dataclasses
 import http.server
 import logging
 import os
+import sys
 import threading
 import types
 from collections.abc import Callable, Iterator
@@ -18,9 +20,17 @@ BUCKET = "bucket"
 _HANDLING = threading.RLock()  # a batch of requests calls other handlers
 
 
+@dataclasses.dataclass(frozen=True)
+class Emulator:
+    """`environment`: the variables that point to it. `empty()`: removes what earlier tests have written."""
+
+    environment: dict[str, str]
+    empty: Callable[[], None]
+
+
 @contextlib.contextmanager
-def gcs_server() -> Iterator[dict[str, str]]:
-    """Runs the server; yields the environment variables that point to it, and sets them in this process.
+def gcs_server() -> Iterator[Emulator]:
+    """Runs the server and sets the environment variables that point to it in this process.
 
     Call it once per process: TensorStore reads its variable only once.
     """
@@ -44,8 +54,14 @@ def gcs_server() -> Iterator[dict[str, str]]:
         server.start()
     # gcsfs sends two requests at once, and drops the second connection when the first is answered.
     server._api._httpd.handle_error = lambda *_: None
+
+    def empty() -> None:
+        with _HANDLING:
+            server.wipe(keep_buckets=True)
+        sys.modules["gcsfs"].GCSFileSystem.clear_instance_cache()
+
     try:
-        yield environment
+        yield Emulator(environment, empty)
     finally:
         server.stop()
 
