@@ -4,6 +4,7 @@ from collections import Counter
 
 import pytest
 
+from jaxlm.models.base import ModelConfig
 from tests.fields import model_table, orchestration_table, preset_table, run_table, trees
 from tests.fields.proofs import RANDOM_BITS, Change, Entry, Outcome, Section, ShownIn, assert_test_exists, outcome_of
 from tests.fields.trees import BASES, all_fields, at_path, merged
@@ -31,25 +32,45 @@ def shares_a_program(base: str, entry: Change) -> bool:
     return not base.startswith("rope ") and not entry.also and not getattr(entry.proof, "alone", True)
 
 
+def declared_in(base: str, path: str) -> type | None:
+    """The class that declares a key of a model, whose subclasses inherit it."""
+    model, name = (
+        ModelConfig.get_choice_class(BASES[base].get("model", {}).get("type", "llama")),
+        path.removeprefix("model."),
+    )
+    classes = [kind for kind in model.__mro__ if name in vars(kind).get("__annotations__", {})]
+    return classes[-1] if classes and path.startswith("model.") else None
+
+
 def changes() -> list:
-    """(base, fields to change at once). Those of other models than Llama, RoPE, distillation and watching are slow."""
+    """(base, fields to change at once).
+
+    Those of other models than Llama, RoPE, distillation and watching are slow. What several models inherit, CI changes in the
+    first.
+    """
 
     def quick(base: str) -> bool:
         is_slow = base in SLOW_BASES or base.startswith("rope ")
         return base == "dial" or (BASES[base]["model"]["type"] in QUICK and not is_slow)
 
-    cases: dict[str, tuple[str, list[str]]] = {}
-    shown: Counter[tuple[str, str]] = Counter()
+    cases: dict[str, tuple[str, list[str], bool]] = {}
+    shown: Counter[tuple[str, bool, str]] = Counter()
+    first: dict[tuple[type, str], str] = {}
     for (base, path), entry in ENTRIES.items():
         if isinstance(entry, Change):
+            owner = declared_in(base, path)
+            is_first = owner is None or first.setdefault((owner, path), base) == base
             case = path
             if shares_a_program(base, entry):
-                shown[base, repr(entry.proof)] += 1  # two fields with the same effect have two programs
-                case = f"effects of their own {shown[base, repr(entry.proof)]}"
-            cases.setdefault(f"{base}-{case}", (base, []))[1].append(path)
+                shown[base, is_first, repr(entry.proof)] += 1  # two fields with the same effect have two programs
+                kind = "effects of their own" if is_first else "inherited effects"
+                case = f"{kind} {shown[base, is_first, repr(entry.proof)]}"
+            cases.setdefault(f"{base}-{case}", (base, [], is_first))[1].append(path)
     return [
-        pytest.param(base, paths, id=name, marks=() if quick(base) else pytest.mark.slow)
-        for name, (base, paths) in cases.items()
+        pytest.param(
+            base, paths, id=name, marks=() if quick(base) else pytest.mark.slow if is_first else pytest.mark.soak
+        )
+        for name, (base, paths, is_first) in cases.items()
     ]
 
 

@@ -63,7 +63,7 @@ def test_two_processes_drop_the_same_layers(whole, workplace):
     assert ours == pytest.approx(theirs, rel=1e-4)
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_commands_read_the_model_of_the_checkpoints_phase(whole, in_process):
     place, _ = whole
     for step, num_layers in ((12, 4), (24, 2)):

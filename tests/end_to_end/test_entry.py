@@ -53,7 +53,7 @@ def arrays(place: Workplace, checkpoint: str) -> dict[str, np.ndarray]:
         return reader.restore(folder, args=ocp.args.PyTreeRestore(restore_args=as_numpy))
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_a_calibrated_phase_is_entered_once(workplace):
     """Killed before the entry's checkpoint is saved, it measures again; killed after, it does not. The bits are the same."""
     whole, place = workplace(), workplace()

@@ -205,7 +205,7 @@ def test_samples_use_the_average_on_request(finished, monkeypatch, capsys):
     assert "--weights: 'best' given" in capsys.readouterr().err
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_the_average_gives_the_loss_that_training_logged(finished):
     logged = next(r for r in reversed(finished.records()) if "eval/ema/loss" in r)
     assert logged["eval/ema/loss"] != logged["eval/loss"]

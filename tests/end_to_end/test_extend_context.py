@@ -73,7 +73,7 @@ def records(place: Workplace, name: str) -> dict[int, float]:
     return {line["step"]: line[name] for line in lines if name in line}
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_a_step_keeps_its_tokens_and_totals_add_them_up(whole):
     place, out = whole
     rows = "16 x 32 = 512 tokens per step.*from step 8: 8 x 64 = 512 tokens.*from step 16: 4 x 128 = 512 tokens"

@@ -38,7 +38,7 @@ def whole(workplace):
     return run
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_a_run_that_went_back_ends_like_a_clean_one(whole, uninterrupted):
     found, _, checkpoints = whole("rewind")
     steps = [(r.get("attempt", 0), r["step"]) for r in found if "train/objective" in r]

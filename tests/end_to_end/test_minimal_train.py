@@ -65,7 +65,7 @@ def test_it_trains_as_jaxlm_train_does(workplace, of_train, devices):
     check_same(place, of_train(devices))
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 @pytest.mark.parametrize("devices", one_of([1, 8]))
 def test_it_goes_on_after_a_stop(workplace, of_train, devices):
     place = workplace(devices)

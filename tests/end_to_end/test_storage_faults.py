@@ -66,7 +66,7 @@ def test_random_errors_cost_neither_a_checkpoint_nor_a_step(uninterrupted, place
     assert metrics(place)[-1]["throughput/failed_saves"] > 0
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 @pytest.mark.parametrize(
     ("fault", "reason"),
     [
@@ -106,7 +106,7 @@ def test_a_stall_costs_no_step(uninterrupted, place):
     assert "no step was done during the save" not in result.out
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_saves_that_fail_for_too_long_end_the_run(uninterrupted, place):
     result = place.run(*RUN, *OFTEN, "--trainer.checkpointer.retry_for", "1s", **faulty("enospc"))
     assert result.code == 1

@@ -443,7 +443,7 @@ def test_lora_on_instructions(tmp_path, real):
         np.testing.assert_array_equal(logits_of(again, ids), ours)
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_a_run_with_dora_ranks_by_layer_and_a_trained_head_is_exported(tmp_path, capsys):
     """From its checkpoint: verified against the base, merged and not, and the base model is bit-equal."""
     pytest.importorskip("transformers")
@@ -471,7 +471,7 @@ def test_a_run_with_dora_ranks_by_layer_and_a_trained_head_is_exported(tmp_path,
     assert described["layers_to_transform"] == [1, 2]
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 @pytest.mark.parametrize(
     "lora",
     one_of(

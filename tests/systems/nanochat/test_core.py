@@ -435,7 +435,7 @@ def test_the_command_gives_the_accuracies_of_torch(tmp_path, capsys):
 SHARED = Path(__file__).parents[4] / "shared" / "data"
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 @pytest.mark.skipif(not (SHARED / "core").is_dir(), reason="the tasks of CORE are not here")
 def test_real_questions_with_a_real_tokenizer(tmp_path):
     """Seven tasks with the settings of the bundle, GPT-2's tokenizer, and 12 questions each."""

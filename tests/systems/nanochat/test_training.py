@@ -7,7 +7,7 @@ from tests.models import test_bfloat16
 from tests.objectives import test_neftune
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_no_sum_over_tokens_loses_terms():
     sizes = test_bfloat16.SIZES | {"num_layers": 4}
     test_bfloat16.check_sums(NanoConfig(**sizes, num_kv_heads=2, smear_channels=24, backout=0.2))

@@ -375,7 +375,7 @@ def test_a_portfolio_of_one_with_an_orchestrator_is_the_optimizer_alone():
     assert_equal(*states)
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_weights_that_walk_at_random_are_not_extrapolated_and_the_tries_leave_no_trace():
     """Random targets: the trend of the weights is noise, and the held-out loss says so."""
     optimizer = PortfolioConfig(

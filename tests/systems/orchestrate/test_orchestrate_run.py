@@ -71,7 +71,7 @@ def test_a_damaged_batch_costs_one_rollback_and_branches_keep_within_the_interva
     assert ends[0] == pytest.approx(ends[1], rel=0.02)
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_damage_without_end_ends_the_run_after_three_rollbacks(workplace):
     place = workplace()
     place.write()

@@ -20,6 +20,7 @@ from jaxlm.session.references import annotations_of, flops_per_token
 from jaxlm.systems.progressive.cached_trunk import CachedTrunk
 from jaxlm.systems.progressive.surgery import GrowConfig
 from tests.engine.helpers import TinyRun, arrays, batch, layout, one_device, phase
+from tests.tiers import one_of
 
 GROWN = {
     "surgeries": (GrowConfig(2, init="random"),),
@@ -60,7 +61,7 @@ def whole():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("where", [one_device, layout], ids=["one", "eight"])
+@pytest.mark.parametrize("where", one_of([layout, one_device]), ids=["eight", "one"])
 def test_stored_streams_train_the_same_stack(where, whole):
     losses, leaves = trained(where(), cached(), Stored())
     np.testing.assert_allclose(losses, whole[0], rtol=1e-6 if where is one_device else 1e-5)

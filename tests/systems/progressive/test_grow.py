@@ -55,9 +55,9 @@ FAMILIES = {
     "granite": GraniteConfig(**GQA, num_layers=2, residual_multiplier=0.5),
     "glm4": Glm4Config(**GQA, num_layers=2, head_dim=8),
 }
-DEFAULT = ("gemma2",)
+IN_CI = ("gemma2", "gpt_neox", "mixtral")
 every = pytest.mark.parametrize(
-    "name", [name if name in DEFAULT else pytest.param(name, marks=pytest.mark.slow) for name in FAMILIES]
+    "name", [name if name in IN_CI else pytest.param(name, marks=pytest.mark.soak) for name in FAMILIES]
 )
 ENDS = pytest.mark.parametrize("at", ["append", "prepend"])
 KEY = jax.random.key(1)

@@ -29,7 +29,7 @@ from tests.surgery.test_peft import (
 )
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_adapters_of_the_upper_layers_only(tmp_path):
     """PEFT and jaxlm compute the same, and `--adapter` adds a whole model's adapters to a checkpoint that was cut."""
     peft, torch = pytest.importorskip("peft"), pytest.importorskip("torch")

@@ -42,7 +42,7 @@ MODELS = {
     "mixtral": (MixtralConfig(**GQA, num_layers=3, num_experts=4, sliding_window=5), 2),
 }
 every = pytest.mark.parametrize(
-    "name", ["gemma2", *(pytest.param(name, marks=pytest.mark.slow) for name in MODELS if name != "gemma2")]
+    "name", [name if name != "llama" else pytest.param(name, marks=pytest.mark.soak) for name in MODELS]
 )
 
 

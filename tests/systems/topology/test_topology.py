@@ -26,6 +26,7 @@ from jaxlm.systems.progressive.surgery import SplitAtConfig
 from jaxlm.systems.topology.model import TopologyConfig
 from jaxlm.systems.upcycle.dba import DbaConfig
 from tests.engine.helpers import MESHES, TinyRun, arrays, layout, one_device, phase
+from tests.tiers import one_of
 
 VOCAB = vocab_axis(50)
 SIZES = {"seq_len": 32, "hidden_dim": 32, "initializer_range": 0.2}
@@ -255,7 +256,7 @@ def spelled(attention: str, mlp: str) -> TopologyConfig:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("family", "attention", "mlp"), FAMILIES.values(), ids=FAMILIES)
+@pytest.mark.parametrize(("family", "attention", "mlp"), one_of(FAMILIES.values(), but=3), ids=FAMILIES)
 def test_a_family_that_is_spelled_out_computes_the_same(family, attention, mlp):
     config, theirs = spelled(attention, mlp), built(family)
     shapes = jax.eval_shape(lambda key: config.build(VOCAB, key=key), jax.random.key(0))
@@ -369,7 +370,7 @@ def test_scans_and_recomputation_do_not_change_gradients(text):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mesh", ["fsdp 8", "tp 2 x fsdp 4"])
+@pytest.mark.parametrize("mesh", one_of(["tp 2 x fsdp 4", "fsdp 8"]))
 @pytest.mark.parametrize("text", [ALTERNATING, MIXED], ids=["alternating", "mixed"])
 def test_eight_devices_train_as_one(text, mesh):
     config = topology(text, seq_len=16)

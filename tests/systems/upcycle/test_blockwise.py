@@ -29,6 +29,7 @@ from tests.engine.helpers import MODEL, TinyRun, arrays, layout, one_device, pha
 from tests.fields.proofs import outcome_of
 from tests.fields.trees import BASES, merged
 from tests.objectives.test_next_token import a_batch
+from tests.tiers import one_of
 
 ATTENTION = ("body.*attn",)
 ADAM = AdamConfig(learning_rate=1e-2, warmup=0, weight_decay=0.1, max_grad_norm=None)
@@ -298,7 +299,7 @@ def test_parameters_without_a_gradient_are_refused_and_others_have_one(target, t
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", sorted(OptimizerConfig.get_known_choices()))
+@pytest.mark.parametrize("kind", one_of(sorted(OptimizerConfig.get_known_choices()), but=4))
 def test_the_state_of_a_layer_that_does_not_move_stays_with_every_optimizer(kind):
     """A layer with the factor 0 keeps parameters and state; the other one moves as without a pace."""
     config = OptimizerConfig.get_choice_class(kind)(learning_rate=1e-2, warmup=0)

@@ -25,6 +25,7 @@ from jaxlm.models.inference.unstacked import Generator, stack, unstack
 from jaxlm.models.rope import DefaultRotary
 from jaxlm.systems.upcycle.dba import DbaConfig
 from tests.engine.helpers import layout
+from tests.tiers import one_of
 
 VOCAB, BATCH, LENGTH = vocab_axis(50), 2, 16
 BASE = DbaConfig(
@@ -140,7 +141,7 @@ def test_geometric_scores_depend_on_distances_alone(config):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("config", VARIANTS.values(), ids=VARIANTS.keys())
+@pytest.mark.parametrize("config", one_of(VARIANTS.values(), but=3), ids=VARIANTS.keys())
 def test_decoding_with_a_cache_computes_the_same(config):
     model, read = built(config), inputs()
     expected = logits(model, read)
@@ -219,7 +220,7 @@ def test_a_shared_key_is_the_same_as_a_copy_of_it_for_each_value(name):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", SHARED)
+@pytest.mark.parametrize("name", one_of(SHARED))
 def test_heads_on_several_devices_meet_a_shared_key_on_each(name):
     """Tensor parallelism over heads and FSDP at once: logits, gradients, and what it writes from a cache."""
     config = VARIANTS[name]
@@ -278,7 +279,7 @@ def test_optimizers_see_the_projection_to_a_shared_key_as_a_matrix():
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("key_size", "value_size"), [(12, 64), (24, 16)], ids=["narrow keys", "narrow values"])
-@pytest.mark.parametrize("kernel", ["blockwise", "splash"])
+@pytest.mark.parametrize("kernel", one_of(["splash", "blockwise"]))
 def test_kernels_pad_what_is_narrower(kernel, key_size, value_size, monkeypatch):
     """Against all scores at once, with gradients. Splash runs in Pallas's interpreter."""
     rng, length = np.random.default_rng(0), 128

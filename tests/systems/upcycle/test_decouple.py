@@ -367,7 +367,7 @@ def test_eight_devices_and_one_make_the_same_student():
     )
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 @pytest.mark.parametrize("seed", [0, 1, 2])
 def test_the_loss_right_after_depends_on_where_queries_and_keys_come_from(seed):
     """On a teacher that has learned Python's source: joint decompositions keep most of it, separate ones nothing."""

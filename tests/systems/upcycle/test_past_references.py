@@ -17,7 +17,7 @@ def trainings(tmp_path_factory):
     return Verified(tmp_path_factory.mktemp("past"))
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_tables_lack_a_teacher_that_is_gone(trainings):
     shutil.copytree(trainings.folder / "good", trainings.folder / "left")
     tables = trainings.folder / "logs" / "left" / "tables"

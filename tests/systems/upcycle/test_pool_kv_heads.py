@@ -43,6 +43,7 @@ from jaxlm.systems.upcycle.pool_kv_heads import (
 )
 from tests.engine.helpers import layout, one_device
 from tests.surgery.trained import nll, trained
+from tests.tiers import one_of
 
 SIZES = {"seq_len": 32, "hidden_dim": 32, "intermediate_dim": 48, "num_layers": 2, "num_heads": 8}
 MHA = {**SIZES, "num_kv_heads": 8}
@@ -122,7 +123,7 @@ def ids():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("config", FAMILIES)
+@pytest.mark.parametrize("config", one_of(FAMILIES, but=4))
 def test_heads_that_are_equal_in_a_group_change_nothing(config, built, as_inputs, logits_of):
     model = with_groups(built(config), 2, lambda path, heads: heads)
     expected = logits_of(model, as_inputs(ids()))
@@ -156,7 +157,7 @@ def test_heads_are_means_and_everything_else_keeps_its_bits(built):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("config", FAMILIES)
+@pytest.mark.parametrize("config", one_of(FAMILIES, but=4))
 def test_turned_heads_compute_the_same(config, built, as_inputs, logits_of):
     """Exact before heads become one. Norms of queries and keys that have weights leave keys as they are."""
     model, surgery = built(config), PoolKvHeadsConfig(num_kv_heads=2, align=True)
