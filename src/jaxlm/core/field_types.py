@@ -54,6 +54,7 @@ NonNegativeFloat = Annotated[float, Interval(ge=0, le=LARGEST_FLOAT)]
 Fraction = Annotated[float, Interval(ge=0, le=1)]
 PositiveFraction = Annotated[float, Interval(gt=0, ge=SMALLEST_FLOAT, le=1)]
 ProperFraction = Annotated[float, Interval(gt=0, ge=SMALLEST_FLOAT, lt=1)]
+AtLeastOne = Annotated[float, Interval(ge=1, le=LARGEST_FLOAT)]
 AboveOne = Annotated[float, Interval(gt=1, le=LARGEST_FLOAT)]
 BelowOne = Annotated[float, Interval(ge=0, lt=1)]
 """Probabilities of dropout, decay rates of moving means."""

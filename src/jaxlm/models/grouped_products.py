@@ -4,10 +4,8 @@ Source: the blocks of MegaBlocks, Gale et al. 2022 (arXiv:2211.15841), section 5
 padded to whole blocks, so that each block is multiplied by one matrix. TPUs use `jax.lax.ragged_dot`; elsewhere XLA would
 multiply every row by every matrix, so a loop runs over the blocks.
 
-Shapes: T rows, N unsorted rows, P rows in blocks, R rows of a block, G groups, I input features, O output features.
+Shapes: N unsorted rows, P rows in blocks, R rows of a block, G groups, I input features, O output features.
 """
-
-import functools
 
 import equinox as eqx
 import jax
@@ -17,34 +15,35 @@ from jaxlm.core.products.matmul import einsum, operand
 from jaxlm.core.products.stored_weights import StoredArray
 from jaxlm.core.sharding import current_platform
 from jaxlm.core.tracing import CustomVjp
+from jaxlm.models.row_order import RowOrder
 
 _MAX_BLOCK, _MIN_BLOCK = 512, 8
 
 
 class Grouping(eqx.Module):
-    """The permutation that sorts rows by group and pads each group to whole blocks.
+    """Rows sorted by group, each of which is padded to whole blocks.
 
     Attributes:
-        source_P: the unsorted row at each sorted position; N for padding.
-        place_N: the sorted position of each row; P for rows of no group.
+        order: the sorted order.
         sizes_G: number of rows of each group, including padding.
         block: number of rows per block.
     """
 
-    source_P: jax.Array
-    place_N: jax.Array
+    order: RowOrder
     sizes_G: jax.Array
     block: int = eqx.field(static=True)
 
     @staticmethod
-    def of(group_N: jax.Array, num_groups: int) -> "Grouping":
+    def of(group_N: jax.Array, num_groups: int, most: int | None = None) -> "Grouping":
         """Sorts rows by group.
 
         Args:
             group_N: group of each row. Rows with a group outside [0, num_groups) are left out.
+            most: number of rows in groups; None for up to all.
         """
         num_rows = group_N.shape[0]
-        block = block_rows(num_rows, num_groups)
+        most = num_rows if most is None else min(most, num_rows)
+        block = block_rows(most, num_groups)
         group_N = jnp.where((group_N >= 0) & (group_N < num_groups), group_N, num_groups)
         order_N = jnp.argsort(group_N, stable=True)
         rank_N = (
@@ -53,19 +52,9 @@ class Grouping(eqx.Module):
         counts_G = jnp.sum(group_N[:, None] == jnp.arange(num_groups), axis=0, dtype=jnp.int32)
         sizes_G = -(-counts_G // block) * block
         shift_G = jnp.cumsum(sizes_G) - sizes_G - (jnp.cumsum(counts_G) - counts_G)
-        num_positions = (-(-num_rows // block) + num_groups) * block
+        num_positions = (-(-most // block) + num_groups) * block
         place_N = jnp.where(group_N < num_groups, rank_N + shift_G[jnp.minimum(group_N, num_groups - 1)], num_positions)
-        rows = jnp.arange(num_rows, dtype=jnp.int32)
-        source_P = jnp.full(num_positions, num_rows, jnp.int32).at[place_N].set(rows, mode="drop")
-        return Grouping(source_P, place_N, sizes_G, block)
-
-    def sorted(self, x_TD: jax.Array, copies: int = 1) -> jax.Array:
-        """Rows in sorted order, [P, D]; padding is 0. Args: copies: how many rows of the N each of the T stands for."""
-        return _spread(x_TD, self.source_P, self.place_N, copies)
-
-    def unsorted(self, x_PD: jax.Array) -> jax.Array:
-        """Rows in the original order, [N, D]; rows of no group are 0."""
-        return _permute(x_PD, self.place_N, self.source_P)
+        return Grouping(RowOrder.of(place_N, num_positions), sizes_G, block)
 
     def dot(self, x_PI: jax.Array, w_GIO: jax.Array | StoredArray) -> jax.Array:
         """Multiplies each row by its group's matrix; returns [P, O] in the dtype of `operand`."""
@@ -87,46 +76,6 @@ def block_rows(num_rows: int, num_groups: int) -> int:
     """Rows per block: large enough for efficient matrix products, small enough that padding adds about a quarter."""
     target = num_rows // (4 * num_groups)
     return min(_MAX_BLOCK, max(_MIN_BLOCK, 1 << max(target, 1).bit_length() - 1))
-
-
-# The derivative of a gather is a scatter-add, which is slow and, on GPUs, nondeterministic. For a permutation it can be
-# a gather, too.
-@CustomVjp
-def _permute(x_ND: jax.Array, source_P: jax.Array, place_N: jax.Array) -> jax.Array:
-    del place_N
-    return x_ND.at[source_P].get(mode="fill", fill_value=0)
-
-
-def _permute_forward(x_ND, source_P, place_N):
-    return _permute(x_ND, source_P, place_N), (source_P, place_N)
-
-
-def _permute_backward(residuals, d_out):
-    source_P, place_N = residuals
-    return _permute(d_out, place_N, source_P), None, None
-
-
-_permute.defvjp(_permute_forward, _permute_backward)
-
-
-@functools.partial(CustomVjp, nondiff_argnums=(3,))
-def _spread(x_TD: jax.Array, source_P: jax.Array, place_N: jax.Array, copies: int) -> jax.Array:
-    """`_permute` of rows that each stand for several equal ones in a row, which it does not make."""
-    del place_N
-    return x_TD.at[source_P // copies].get(mode="fill", fill_value=0)
-
-
-def _spread_forward(x_TD, source_P, place_N, copies):
-    return _spread(x_TD, source_P, place_N, copies), (source_P, place_N)
-
-
-def _spread_backward(copies, residuals, d_out_PD):
-    source_P, place_N = residuals
-    d_x_ND = _permute(d_out_PD, place_N, source_P)
-    return jnp.sum(d_x_ND.reshape(-1, copies, d_x_ND.shape[-1]), axis=1), None, None
-
-
-_spread.defvjp(_spread_forward, _spread_backward)
 
 
 def _define_block_products(x_BRI: jax.Array, w_GIO: jax.Array | StoredArray, group_B: jax.Array) -> jax.Array:

@@ -1,4 +1,4 @@
-"""Dropless mixture of experts (MoE): a router sends each token to a few MLPs, and no token is dropped.
+"""Mixture of experts (MoE): a router sends each token to a few MLPs. No token is dropped, unless a capacity is given.
 
 Source: Shazeer et al. 2017 (arXiv:1701.06538), section 2. `jaxlm.models.routing` has the routers.
 
@@ -7,11 +7,13 @@ On a mesh, each device computes the experts (or slices of experts) that it holds
 Shapes: B batch, S position, K experts per token, P rows of this device's experts, E experts on this device, M mlp, D embed.
 """
 
+import dataclasses
 from typing import Any
 
 import equinox as eqx
 import haliax as hax
 import jax
+import jax.numpy as jnp
 from haliax import NamedArray
 from jax.ad_checkpoint import checkpoint_name
 
@@ -22,7 +24,7 @@ from jaxlm.core.products.matmul import arranged, dot
 from jaxlm.core.products.stored_weights import StoredWeight
 from jaxlm.core.sharding import Layout
 from jaxlm.models.activations import gated
-from jaxlm.models.dispatch import ExpertSharding, dispatch
+from jaxlm.models.dispatch import GATHER, ExpertSharding, dispatch
 from jaxlm.models.grouped_products import Grouping
 from jaxlm.models.layers import GatedMlp
 from jaxlm.models.linear import ExpertLinear, Linear
@@ -39,6 +41,8 @@ class Experts(eqx.Module):
         routing: chooses experts by the logits.
         gate_proj, up_proj: embed to mlp, per expert.
         down_proj: mlp to embed, per expert.
+        expert_dispatch: how devices exchange tokens (`jaxlm.models.dispatch`).
+        expert_capacity: how many choices a device takes, relative to even loads; None for all.
     """
 
     router: Linear
@@ -47,6 +51,8 @@ class Experts(eqx.Module):
     down_proj: ExpertLinear
     routing: Routing
     activation: str = eqx.field(static=True)
+    expert_dispatch: str = eqx.field(static=True, default=GATHER)
+    expert_capacity: float | None = eqx.field(static=True, default=None)
 
     def __call__(self, x: NamedArray, segment_ids: NamedArray) -> tuple[NamedArray, RouterStats]:
         """Maps {batch, position, embed} to the same shape; also returns the router's statistics.
@@ -55,11 +61,18 @@ class Experts(eqx.Module):
             segment_ids: of the tokens; 0 is padding, which the statistics ignore.
         """
         routes = self.routing(self.router(self.router.operand(x)), segment_ids)
-        out = self._apply_experts(x, routes.ids.array, routes.shares.array.astype(x.dtype))
-        return out, routes.stats
+        chosen_BSK, limit = routes.ids.array, self.expert_capacity
+        if limit is not None or self.expert_dispatch != GATHER:  # padding needs no experts
+            is_token_BS1 = segment_ids.rearrange((BATCH, POSITION)).array[..., None] != 0
+            chosen_BSK = jnp.where(is_token_BS1, chosen_BSK, -1)
+        out, dropped = self._apply_experts(x, chosen_BSK, routes.shares.array.astype(x.dtype))
+        stats = routes.stats
+        return out, stats if limit is None else dataclasses.replace(stats, dropped=hax.named(dropped, ()))
 
-    def _apply_experts(self, x: NamedArray, chosen_BSK: jax.Array, share_BSK: jax.Array) -> NamedArray:
-        """The chosen experts' outputs, weighted and summed."""
+    def _apply_experts(
+        self, x: NamedArray, chosen_BSK: jax.Array, share_BSK: jax.Array
+    ) -> tuple[NamedArray, jax.Array]:
+        """The chosen experts' outputs, weighted and summed, and how many choices were dropped."""
         x = x.rearrange((BATCH, POSITION, EMBED))
         into_mlp, out_of_mlp = (EXPERTS, EMBED, MLP), (EXPERTS, MLP, EMBED)
         weights = [
@@ -69,11 +82,18 @@ class Experts(eqx.Module):
         sharding = ExpertSharding.of(x, self.gate_proj.weight)
 
         def local(x_BSD, chosen_BSK, share_BSK, *weights):
-            sent = dispatch(x_BSD, chosen_BSK, num_experts=weights[0].shape[0], sharding=sharding)
-            return sent.combine(self._local_experts(sent.rows_PD, sent.grouping, *weights), share_BSK)
+            sent = dispatch(
+                *(x_BSD, chosen_BSK, share_BSK),
+                num_experts=weights[0].shape[0],
+                sharding=sharding,
+                backend=self.expert_dispatch,
+                capacity=self.expert_capacity,
+            )
+            out_BSD = sent.combine(self._local_experts(sent.rows_PD, sent.grouping, *weights))
+            return out_BSD, sent.num_dropped.astype(jnp.float32)
 
-        run = sharding.shard_map(local, weights)
-        return hax.auto_sharded(NamedArray(run(x.array, chosen_BSK, share_BSK, *weights), x.axes))
+        out, dropped = sharding.shard_map(local, weights)(x.array, chosen_BSK, share_BSK, *weights)
+        return hax.auto_sharded(NamedArray(out, x.axes)), dropped
 
     def _local_experts(self, x_PD, grouping: Grouping, gate_EDM, up_EDM, down_EMD) -> jax.Array:
         """The outputs of this device's experts."""

@@ -38,6 +38,7 @@ class RouterStats(eqx.Module):
         tokens: {}, number of tokens.
         balance_weight, z_weight: coefficients of the load-balancing loss and the z-loss.
         num_chosen: experts per token.
+        dropped: {}, number of choices that were beyond the capacity of devices; None without one.
     """
 
     chosen: NamedArray
@@ -47,10 +48,11 @@ class RouterStats(eqx.Module):
     balance_weight: float = eqx.field(static=True)
     z_weight: float = eqx.field(static=True)
     num_chosen: int = eqx.field(static=True)
+    dropped: NamedArray | None = None
 
     def aux_losses(self) -> dict[str, AuxLoss]:
-        """The load-balancing loss (at best `num_chosen`) and the z-loss of all layers, and the largest load of an
-        expert relative to a uniform load."""
+        """The load-balancing loss (at best `num_chosen`) and the z-loss of all layers, the largest load of an expert
+        relative to a uniform load and, with a capacity, the share of the choices that were dropped."""
         num_experts, num_layers = self.chosen.axis_size(ROUTES), self.chosen.axis_size(LAYERS)
         weight = self.tokens.array[0]
         num_tokens = jnp.maximum(weight, 1.0)
@@ -58,7 +60,11 @@ class RouterStats(eqx.Module):
         probabilities_LE = self.probabilities.rearrange((LAYERS, ROUTES)).array / num_tokens
         balance = num_experts * jnp.sum(chosen_LE.mean(axis=0) * probabilities_LE.mean(axis=0))
         max_load = jax.lax.stop_gradient(jnp.max(chosen_LE)) * num_experts / self.num_chosen
-        return {
+        dropped = {}
+        if self.dropped is not None:
+            share = jnp.sum(jax.lax.stop_gradient(self.dropped.array)) / (num_layers * self.num_chosen)
+            dropped = {"router/dropped": AuxLoss(Sum(share, weight), 0.0)}
+        return dropped | {
             "router/balance_loss": AuxLoss(Sum(balance * weight, weight), self.balance_weight),
             "router/z_loss": AuxLoss(Sum(jnp.sum(self.squares.array) / num_layers, weight), self.z_weight),
             "router/max_load": AuxLoss(Sum(max_load * weight, weight), 0.0),

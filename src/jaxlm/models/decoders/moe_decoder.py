@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
 import equinox as eqx
@@ -12,7 +12,7 @@ from haliax import Axis, NamedArray
 
 from jaxlm.core.axes import EXPERTS, MLP, ROUTES, SHARED_MLP
 from jaxlm.core.errors import ConfigError, check_at_least, check_divides
-from jaxlm.core.field_types import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
+from jaxlm.core.field_types import AtLeastOne, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 from jaxlm.core.rules import Rules, ordered
 from jaxlm.models.decoder import DecoderBlock, DecoderConfig, gated_mlp, pre_norm_block, renumbered, rms_norm
 from jaxlm.models.decoders.pre_norm import (
@@ -21,6 +21,7 @@ from jaxlm.models.decoders.pre_norm import (
     check_pre_norm,
     local_kinds,
 )
+from jaxlm.models.dispatch import GATHER
 from jaxlm.models.growth import StartsAsIdentity, without_output
 from jaxlm.models.linear import ExpertLinear, Linear
 from jaxlm.models.mixers.base import ForCache, LayerCache, LayerContext, Mixer
@@ -28,6 +29,7 @@ from jaxlm.models.moe import Experts, SharedExpert
 from jaxlm.models.norms import Norm
 from jaxlm.models.routing import RouterStats, Routing, SigmoidRouting, SoftmaxRouting
 from jaxlm.models.stacks import Block, LayerKind
+from jaxlm.reading.effects import field
 
 
 class MoeBlock(StartsAsIdentity):
@@ -106,12 +108,20 @@ class RoutedConfig(ExpertsConfig):
         router_aux_loss_coef: coefficient of the load-balancing loss, computed over a microbatch on all devices.
         router_z_loss_coef: coefficient of the router z-loss, the squared logsumexp of the router logits. It keeps the
             logits small.
+        expert_dispatch: how devices that share both a batch and the experts exchange tokens. `gather`: each gathers all
+            tokens. `padded`, `ragged`: each sends a token to the devices that have its experts, `padded` a fixed number to
+            each, `ragged` as many as there are. `auto` is `gather`, which needs no capacity to be fast and runs everywhere.
+        expert_capacity: how many choices of tokens a device computes (`padded`: sends to each device), relative to even
+            loads. Choices beyond it are dropped, in evaluations too, and counted as `router/dropped`. Null drops none: then
+            arrays are as large as if one device had all tokens.
     """
 
     num_experts: PositiveInt = 8
     num_experts_per_token: PositiveInt = 2
     router_aux_loss_coef: NonNegativeFloat = 0.001
     router_z_loss_coef: NonNegativeFloat = 0.0
+    expert_dispatch: Literal["auto", "gather", "padded", "ragged"] = field("auto", on_resume="rounding")
+    expert_capacity: AtLeastOne | None = None
     key_rules: ClassVar[Rules] = (ordered("num_experts_per_token", "num_experts"),)
 
     def routing(self) -> Routing:
@@ -178,6 +188,8 @@ def experts(config: RoutedConfig, keys: jax.Array) -> Experts:
         down_proj=ExpertLinear.init(Expert, Mlp, Embed, std=std, key=keys[3]),
         routing=config.routing(),
         activation=config.activation_function,
+        expert_dispatch=GATHER if config.expert_dispatch == "auto" else config.expert_dispatch,
+        expert_capacity=config.expert_capacity,
     )
 
 

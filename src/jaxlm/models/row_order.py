@@ -1,0 +1,79 @@
+"""Another order of rows, in which some may be left out, and others empty.
+
+Shapes: T rows, K copies of each, N = T x K, P rows in the other order, D features.
+"""
+
+import functools
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+
+from jaxlm.core.tracing import CustomVjp
+
+
+class RowOrder(eqx.Module):
+    """Says where each row is in another order.
+
+    Attributes:
+        source_P: the row at each place of the other order; N for none.
+        place_N: the place of each row in the other order; P for none.
+    """
+
+    source_P: jax.Array
+    place_N: jax.Array
+
+    @staticmethod
+    def of(place_N: jax.Array, num_places: int) -> "RowOrder":
+        """Args: place_N: no two rows have the same, apart from `num_places`, which is none."""
+        rows = jnp.arange(len(place_N), dtype=jnp.int32)
+        source_P = jnp.full(num_places, len(place_N), jnp.int32).at[place_N].set(rows, mode="drop")
+        return RowOrder(source_P, place_N)
+
+    def into(self, x_TD: jax.Array, copies: int = 1) -> jax.Array:
+        """Rows in the other order, [P, D]; 0 where there is none. Args: copies: how many rows each of these stands for."""
+        return _spread(x_TD, self.source_P, self.place_N, copies)
+
+    def back(self, x_PD: jax.Array) -> jax.Array:
+        """Rows in their own order, [N, D]; 0 for those that the other order leaves out."""
+        return _permute(x_PD, self.place_N, self.source_P)
+
+
+# The derivative of a gather is a scatter-add, which is slow and, on GPUs, nondeterministic. For a permutation it can be
+# a gather, too.
+@CustomVjp
+def _permute(x_ND: jax.Array, source_P: jax.Array, place_N: jax.Array) -> jax.Array:
+    del place_N
+    return x_ND.at[source_P].get(mode="fill", fill_value=0)
+
+
+def _permute_forward(x_ND, source_P, place_N):
+    return _permute(x_ND, source_P, place_N), (source_P, place_N)
+
+
+def _permute_backward(residuals, d_out):
+    source_P, place_N = residuals
+    return _permute(d_out, place_N, source_P), None, None
+
+
+_permute.defvjp(_permute_forward, _permute_backward)
+
+
+@functools.partial(CustomVjp, nondiff_argnums=(3,))
+def _spread(x_TD: jax.Array, source_P: jax.Array, place_N: jax.Array, copies: int) -> jax.Array:
+    """`_permute` of rows that each stand for several equal ones in a row, which it does not make."""
+    del place_N
+    return x_TD.at[source_P // copies].get(mode="fill", fill_value=0)
+
+
+def _spread_forward(x_TD, source_P, place_N, copies):
+    return _spread(x_TD, source_P, place_N, copies), (source_P, place_N)
+
+
+def _spread_backward(copies, residuals, d_out_PD):
+    source_P, place_N = residuals
+    d_x_ND = _permute(d_out_PD, place_N, source_P)
+    return jnp.sum(d_x_ND.reshape(-1, copies, d_x_ND.shape[-1]), axis=1), None, None
+
+
+_spread.defvjp(_spread_forward, _spread_backward)
