@@ -43,6 +43,11 @@ EXPERTS: dict[str, Entry] = {
     "model.num_experts": Change(8, Shapes({r"^model.*router": (2, 8, 32)})),
     "model.router_aux_loss_coef": Change(0.3, Constant(0.3)),
     "model.router_z_loss_coef": Change(0.3, Constant(0.3)),
+    "model.expert_dispatch": Change(
+        "padded", Program(gains=r"stablehlo.constant dense<-1> : tensor<i32>", alone=False)
+    ),
+    "model.expert_products": Change("mosaic", Refused(r"model\.expert_products: 'mosaic' does not run on cpu")),
+    "model.expert_capacity": Change(1.5, Program(gains=r"call @cumsum")),
 }
 _NO_EXPERTS = Shapes({r"^model.*router": None})
 DENSE: dict[str, Entry] = {

@@ -208,12 +208,14 @@ class Speed:
         attention: FLOP/s of fused attention to at most 4,096 tokens.
         memory: bytes/s.
         long_attention: FLOP/s of fused attention to at least 16,384 tokens; None for that of short rows.
+        grouped: FLOP/s of products of rows with the matrices of their groups.
     """
 
     products: float
     attention: float
     memory: float
     long_attention: float | None = None
+    grouped: float = math.inf
 
     def attention_to(self, num_keys: int) -> float:
         """FLOP/s of fused attention to that many tokens."""
@@ -226,16 +228,17 @@ class Speed:
 
 # Fractions of the peak that the kernels of a training step reach: matrix products 600 to 690 of 989 TFLOP/s, cuDNN's
 # attention 350 to 500, and elementwise kernels 4.0 of 4.8 TB/s (public measurements on Hopper). Attention to long rows:
-# docs/benchmarks.md, "Long rows on a card".
+# docs/benchmarks.md, "Long rows on a card". Grouped products: 550 of 989 TFLOP/s, assumed.
 _PRODUCTS_SHARE, _ATTENTION_SHARE, _MEMORY_SHARE = 0.66, 0.43, 0.83
-_LONG_ATTENTION_SHARE = 0.555
+_LONG_ATTENTION_SHARE, _GROUPED_SHARE = 0.555, 0.556
 
 
 def speed_of(topology: Topology, dtype: Any) -> Speed:
     """Returns what kernels reach on a chip. Args: dtype: of the matrix products."""
     chip = topology.chip
     peak, memory = chip.peak_of(dtype), chip.memory_bandwidth * _MEMORY_SHARE
-    return Speed(peak * _PRODUCTS_SHARE, peak * _ATTENTION_SHARE, memory, peak * _LONG_ATTENTION_SHARE)
+    shares = (_LONG_ATTENTION_SHARE, _GROUPED_SHARE)
+    return Speed(peak * _PRODUCTS_SHARE, peak * _ATTENTION_SHARE, memory, *(peak * share for share in shares))
 
 
 _SHORT_AND_LONG = (4096, 16384)  # keys; between them, attention gets faster with the logarithm of their number

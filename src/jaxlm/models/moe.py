@@ -2,7 +2,7 @@
 
 Source: Shazeer et al. 2017 (arXiv:1701.06538), section 2. `jaxlm.models.routing` has the routers.
 
-On a mesh, each device computes the experts (or slices of experts) that it holds (`jaxlm.models.dispatch`).
+On a mesh, each device computes the experts (or slices of experts) that it holds (`jaxlm.models.experts.dispatch`).
 
 Shapes: B batch, S position, K experts per token, P rows of this device's experts, E experts on this device, M mlp, D embed.
 """
@@ -24,8 +24,8 @@ from jaxlm.core.products.matmul import arranged, dot
 from jaxlm.core.products.stored_weights import StoredWeight
 from jaxlm.core.sharding import Layout
 from jaxlm.models.activations import gated
-from jaxlm.models.dispatch import GATHER, ExpertSharding, dispatch
-from jaxlm.models.grouped_products import Grouping
+from jaxlm.models.experts.dispatch import GATHER, ExpertSharding, dispatch
+from jaxlm.models.experts.grouped_products import AUTO, Grouping, choose_products, largest_block
 from jaxlm.models.layers import GatedMlp
 from jaxlm.models.linear import ExpertLinear, Linear
 from jaxlm.models.remat import EXPERT
@@ -41,8 +41,9 @@ class Experts(eqx.Module):
         routing: chooses experts by the logits.
         gate_proj, up_proj: embed to mlp, per expert.
         down_proj: mlp to embed, per expert.
-        expert_dispatch: how devices exchange tokens (`jaxlm.models.dispatch`).
+        expert_dispatch: how devices exchange tokens (`jaxlm.models.experts.dispatch`).
         expert_capacity: how many choices a device takes, relative to even loads; None for all.
+        expert_products: how grouped products are computed, or `auto` (`jaxlm.models.experts.grouped_products`).
     """
 
     router: Linear
@@ -53,6 +54,7 @@ class Experts(eqx.Module):
     activation: str = eqx.field(static=True)
     expert_dispatch: str = eqx.field(static=True, default=GATHER)
     expert_capacity: float | None = eqx.field(static=True, default=None)
+    expert_products: str = eqx.field(static=True, default=AUTO)
 
     def __call__(self, x: NamedArray, segment_ids: NamedArray) -> tuple[NamedArray, RouterStats]:
         """Maps {batch, position, embed} to the same shape; also returns the router's statistics.
@@ -82,12 +84,14 @@ class Experts(eqx.Module):
         sharding = ExpertSharding.of(x, self.gate_proj.weight)
 
         def local(x_BSD, chosen_BSK, share_BSK, *weights):
+            products, _ = choose_products(x_BSD.dtype, weights[0], weights[0].shape, self.expert_products)
             sent = dispatch(
                 *(x_BSD, chosen_BSK, share_BSK),
                 num_experts=weights[0].shape[0],
                 sharding=sharding,
                 backend=self.expert_dispatch,
                 capacity=self.expert_capacity,
+                largest_block=largest_block(products),
             )
             out_BSD = sent.combine(self._local_experts(sent.rows_PD, sent.grouping, *weights))
             return out_BSD, sent.num_dropped.astype(jnp.float32)
@@ -97,8 +101,11 @@ class Experts(eqx.Module):
 
     def _local_experts(self, x_PD, grouping: Grouping, gate_EDM, up_EDM, down_EMD) -> jax.Array:
         """The outputs of this device's experts."""
-        gate_PM, up_PM = (checkpoint_name(grouping.dot(x_PD, w_EDM), EXPERT) for w_EDM in (gate_EDM, up_EDM))
-        return checkpoint_name(grouping.dot(gated(self.activation, gate_PM, up_PM), down_EMD), EXPERT)
+        gate_PM, up_PM = (
+            checkpoint_name(grouping.dot(x_PD, w_EDM, self.expert_products), EXPERT) for w_EDM in (gate_EDM, up_EDM)
+        )
+        hidden_PM = gated(self.activation, gate_PM, up_PM)
+        return checkpoint_name(grouping.dot(hidden_PM, down_EMD, self.expert_products), EXPERT)
 
 
 class SharedExpert(DeclaresParameters):

@@ -6,14 +6,16 @@ from collections.abc import Iterator
 import jax
 
 from jaxlm.core import tree
+from jaxlm.core.axes import EMBED, EXPERTS, MLP
 from jaxlm.core.devices import cuda_capability
 from jaxlm.core.precision import Precision
 from jaxlm.core.sharding import Layout
 from jaxlm.models.attention.choose import AttentionTask
 from jaxlm.models.base import LanguageModel, ModelConfig
+from jaxlm.models.experts.grouped_products import choose_products
 from jaxlm.models.layers import activation_dtype
 from jaxlm.models.mixers.attention import Attention
-from jaxlm.models.moe import num_active
+from jaxlm.models.moe import Experts, num_active
 from jaxlm.models.remat import describe_remat, parse_remat
 from jaxlm.models.scan import runs_as_scan
 from jaxlm.models.stacks import HeterogeneousBody, Stack
@@ -72,3 +74,22 @@ def attention_tasks(
         for layer in tree.modules(stack, Attention)
         for kind in stack.kinds
     ]
+
+
+def expert_rows(model: LanguageModel, layout: Layout, precision: Precision) -> Iterator[tuple[str, str]]:
+    """How devices exchange the tokens of experts, and how they multiply, one row for each way. Args: model: with shapes."""
+    choices: dict[tuple[str, ...], None] = {}
+    for experts in tree.modules(jax.eval_shape(precision.cast_to_compute, model), Experts):
+        weight = experts.gate_proj.weight
+        shape = [weight.axis_size(name) // layout.num_shards(name) for name in (EXPERTS, EMBED, MLP)]
+        with layout.use():
+            name, reason = choose_products(
+                weight.dtype, weight, (shape[0], shape[1], shape[2]), experts.expert_products
+            )
+        limit = "no choice is dropped"
+        if experts.expert_capacity is not None:
+            limit = f"choices beyond {experts.expert_capacity:g} times even loads are dropped"
+        choices[f"{experts.expert_dispatch}: {limit}", f"{name}: {reason}"] = None
+    for exchange, products in choices:
+        yield "dispatch of tokens", exchange
+        yield "products of experts", products

@@ -20,7 +20,7 @@ from jaxlm.data.tokenizer.tokenizer import Tokenizer
 from jaxlm.engine.checkpoint.manifest import Cursor
 from jaxlm.engine.phases import Phase
 from jaxlm.models.chunked_loss import default_chunk_tokens
-from jaxlm.models.rows import model_rows
+from jaxlm.models.rows import expert_rows, model_rows
 from jaxlm.observe.environment import JAX_OPTIONS, flags, source_of, source_of_jaxlm, variables
 from jaxlm.observe.trackers import RunInfo
 from jaxlm.plan.batches import describe_batches
@@ -70,6 +70,7 @@ def describe(plan: Plan, start: str | None = None) -> list[tuple[str, str]]:
         *model_rows(first.model, model, plan.state_builder.Vocab.size, plan.layout, chunk),
         ("FLOPs per token", f"{flops_per_token(plan, first).causal:.4g} ({passes}, {attended} attention)"),
         ("attention", "; ".join(f"{c.name}: {c.reason}" for c in attention_choices(plan)) or "chosen by the model"),
+        *expert_rows(model, plan.layout, plan.precision),
         *[(name, text) for name, text in optional.items() if text is not None],
         *planned_phases(plan),
         *[(f"reference {name}", f"{ref.path} in {ref.dtype}") for name, ref in plan.config.refs.items()],

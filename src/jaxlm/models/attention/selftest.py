@@ -83,7 +83,7 @@ def selftest_cudnn(shape: AttentionShape, *, packed: bool) -> str | None:
 @functools.cache
 def _run_selftest(shape: AttentionShape, packed: bool) -> str | None:
     segment_BT = packed_rows() if packed else single_document_rows()
-    return _in_new_thread(lambda: _cudnn_problem(segment_BT, shape, packed=packed))
+    return in_new_thread(lambda: _cudnn_problem(segment_BT, shape, packed=packed))
 
 
 def disagreement(attend: Attend, segment_BT: np.ndarray, shape: AttentionShape) -> str | None:
@@ -172,7 +172,7 @@ def selftest_problem(test: Callable[[], str | None]) -> str | None:
     return problem if passed_everywhere or problem is not None else "its self-test failed on another process"
 
 
-def _in_new_thread(test: Callable[[], str | None]) -> str | None:
+def in_new_thread(test: Callable[[], str | None]) -> str | None:
     """Runs a test in a new thread, because the caller may be tracing or inside a mesh."""
     results: list[str | None] = []
     thread = threading.Thread(target=lambda: results.append(test()))

@@ -21,7 +21,7 @@ from jaxlm.models.decoders.pre_norm import (
     check_pre_norm,
     local_kinds,
 )
-from jaxlm.models.dispatch import GATHER
+from jaxlm.models.experts.dispatch import GATHER
 from jaxlm.models.growth import StartsAsIdentity, without_output
 from jaxlm.models.linear import ExpertLinear, Linear
 from jaxlm.models.mixers.base import ForCache, LayerCache, LayerContext, Mixer
@@ -114,6 +114,9 @@ class RoutedConfig(ExpertsConfig):
         expert_capacity: how many choices of tokens a device computes (`padded`: sends to each device), relative to even
             loads. Choices beyond it are dropped, in evaluations too, and counted as `router/dropped`. Null drops none: then
             arrays are as large as if one device had all tokens.
+        expert_products: how rows are multiplied with the matrices of their experts. `mosaic`: jax's kernels for NVIDIA's
+            Hopper. `ragged_dot`: XLA's, on TPUs. `blocks`: a loop over blocks of rows. `auto` selects the fastest that the
+            device and the experts allow, and compares `mosaic` with single products first; the plan shows which one and why.
     """
 
     num_experts: PositiveInt = 8
@@ -122,6 +125,7 @@ class RoutedConfig(ExpertsConfig):
     router_z_loss_coef: NonNegativeFloat = 0.0
     expert_dispatch: Literal["auto", "gather", "padded", "ragged"] = field("auto", on_resume="rounding")
     expert_capacity: AtLeastOne | None = None
+    expert_products: Literal["auto", "mosaic", "ragged_dot", "blocks"] = field("auto", on_resume="rounding")
     key_rules: ClassVar[Rules] = (ordered("num_experts_per_token", "num_experts"),)
 
     def routing(self) -> Routing:
@@ -190,6 +194,7 @@ def experts(config: RoutedConfig, keys: jax.Array) -> Experts:
         activation=config.activation_function,
         expert_dispatch=GATHER if config.expert_dispatch == "auto" else config.expert_dispatch,
         expert_capacity=config.expert_capacity,
+        expert_products=config.expert_products,
     )
 
 

@@ -8,10 +8,13 @@ functions are replaced while tracing.
 import contextlib
 import importlib.util
 from collections.abc import Iterator, Mapping, Sequence
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
+import jax
+
 from jaxlm.core.errors import ConfigError
+from jaxlm.core.sharding import current_device
 from jaxlm.core.tracing import tracing
 from jaxlm.hardware.topologies import Cuda, Topology
 
@@ -96,6 +99,7 @@ def _gpu_target_config(topology: Topology, cuda: Cuda) -> str:
 def compiling_for_cuda(capability: tuple[int, int]) -> Iterator[None]:
     """Traces the code inside for a GPU of this compute capability that is not attached."""
     from jax._src.cudnn import fused_attention_stablehlo as fused
+    from jax.experimental.pallas.ops.gpu import transposed_ragged_dot_mgpu
 
     def parse(version: str) -> tuple[int, ...]:
         return tuple(map(int, version.split(".")))
@@ -104,13 +108,17 @@ def compiling_for_cuda(capability: tuple[int, int]) -> Iterator[None]:
         "check_compute_capability": lambda minimum: capability >= parse(minimum),
         "is_cuda_compute_capability_equal": lambda other: capability == parse(other),
     }
-    originals = {name: getattr(fused, name) for name in replacements}
-    _set_attributes(fused, replacements)
+    of_device = {"jax": SimpleNamespace(**{**vars(jax), "devices": lambda: [current_device()]})}
+    replaced = [(fused, replacements), (transposed_ragged_dot_mgpu, of_device)]
+    originals = [(module, {name: getattr(module, name) for name in values}) for module, values in replaced]
+    for module, values in replaced:
+        _set_attributes(module, values)
     try:
         with tracing(assume_kernels=True):
             yield
     finally:
-        _set_attributes(fused, originals)
+        for module, values in originals:
+            _set_attributes(module, values)
 
 
 def _set_attributes(module: ModuleType, values: Mapping[str, object]) -> None:

@@ -31,10 +31,11 @@ from jaxlm.hardware.hlo import (
     transfers,
 )
 from jaxlm.hardware.topologies import Speed, Topology, speed_of
+from jaxlm.models.experts.mosaic_products import SCOPE
 
 _SCORES = re.compile(r'"intermediate_tensor_shape".*?"dimensions": ?\[([\d," ]*)\]')
 _UNMASKED = re.compile(r'"mask_type": ?"(NO_MASK|PADDING)"')
-_ATTENTION = "__cudnn$fmha"
+_ATTENTION, _MOSAIC = "__cudnn$fmha", 'custom_call_target="mosaic_gpu'
 _FUSIONS = ("fusion", "fusion-start")
 # Instructions that move no data: aliases of existing values, collectives, and the ends of what runs asynchronously.
 _FREE = {
@@ -56,7 +57,7 @@ _FREE = {
 _SLICES = {"dynamic-slice", "gather", "slice"}
 # The backward pass of attention has five matrix products, the forward pass two.
 _BACKWARD = 2.5
-_ONE_FLOP = Speed(products=1.0, attention=1.0, memory=math.inf)  # a "second" is a FLOP
+_ONE_FLOP = Speed(products=1.0, attention=1.0, memory=math.inf, grouped=1.0)  # a "second" is a FLOP
 
 
 @dataclass(frozen=True)
@@ -231,6 +232,8 @@ class _Roofline:
             *_, num_keys = _scores_shape(kernel)
             return Seconds(attention=_attention_flops(kernel) / self.speed.attention_to(num_keys))
         memory = self._traffic(kernel, body) / self.speed.memory
+        if _MOSAIC in kernel.line and SCOPE in kernel.source:
+            return Seconds(products=max(_grouped_flops(kernel, body) / self.speed.grouped, memory))
         if flops := self._flops(kernel, body):
             return Seconds(products=max(flops / self.speed.products, memory))
         return Seconds(memory=memory)
@@ -294,6 +297,13 @@ def _attention_flops(call: Instruction) -> float:
     share = 1 if _UNMASKED.search(call.line) else 0.5
     passes = _BACKWARD if "Backward" in call.line else 1
     return 2 * 2 * math.prod(_scores_shape(call)) * call.shape[-1] * share * passes
+
+
+def _grouped_flops(call: Instruction, body: Computation) -> float:
+    """FLOPs of grouped products of all rows, with matrices or, for the gradient of these, with other rows."""
+    rows = next(shape for name in call.operands for _, shape in body[name].outputs if len(shape) == 2)
+    summed = rows[1] if len(call.shape) == 2 else rows[0] / call.shape[0]
+    return 2.0 * math.prod(call.shape) * summed
 
 
 def _scores_shape(call: Instruction) -> tuple[int, ...]:

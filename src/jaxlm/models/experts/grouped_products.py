@@ -1,23 +1,31 @@
 """Products of rows with the matrices of their groups.
 
 Source: the blocks of MegaBlocks, Gale et al. 2022 (arXiv:2211.15841), section 5: rows are sorted by group, and each group is
-padded to whole blocks, so that each block is multiplied by one matrix. TPUs use `jax.lax.ragged_dot`; elsewhere XLA would
-multiply every row by every matrix, so a loop runs over the blocks.
+padded to whole blocks, so that each block is multiplied by one matrix. TPUs use `jax.lax.ragged_dot`, NVIDIA's Hopper
+`mosaic_products`; elsewhere XLA would multiply every row by every matrix, so a loop runs over the blocks.
 
 Shapes: N unsorted rows, P rows in blocks, R rows of a block, G groups, I input features, O output features.
 """
+
+from collections.abc import Sequence
+from typing import Any
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 
+from jaxlm.core.errors import ConfigError
 from jaxlm.core.products.matmul import einsum, operand
-from jaxlm.core.products.stored_weights import StoredArray
+from jaxlm.core.products.stored_weights import StoredArray, StoredWeight
 from jaxlm.core.sharding import current_platform
 from jaxlm.core.tracing import CustomVjp
-from jaxlm.models.row_order import RowOrder
+from jaxlm.models.experts.mosaic_products import LARGEST_BLOCK, mosaic_problem, mosaic_products
+from jaxlm.models.experts.row_order import RowOrder
 
-_MAX_BLOCK, _MIN_BLOCK = 512, 8
+MAX_BLOCK, _MIN_BLOCK = 512, 8
+
+
+AUTO = "auto"
 
 
 class Grouping(eqx.Module):
@@ -34,16 +42,17 @@ class Grouping(eqx.Module):
     block: int = eqx.field(static=True)
 
     @staticmethod
-    def of(group_N: jax.Array, num_groups: int, most: int | None = None) -> "Grouping":
+    def of(group_N: jax.Array, num_groups: int, most: int | None = None, largest_block: int = MAX_BLOCK) -> "Grouping":
         """Sorts rows by group.
 
         Args:
             group_N: group of each row. Rows with a group outside [0, num_groups) are left out.
             most: number of rows in groups; None for up to all.
+            largest_block: rows of a block.
         """
         num_rows = group_N.shape[0]
         most = num_rows if most is None else min(most, num_rows)
-        block = block_rows(most, num_groups)
+        block = min(block_rows(most, num_groups), largest_block)
         group_N = jnp.where((group_N >= 0) & (group_N < num_groups), group_N, num_groups)
         order_N = jnp.argsort(group_N, stable=True)
         rank_N = (
@@ -56,10 +65,13 @@ class Grouping(eqx.Module):
         place_N = jnp.where(group_N < num_groups, rank_N + shift_G[jnp.minimum(group_N, num_groups - 1)], num_positions)
         return Grouping(RowOrder.of(place_N, num_positions), sizes_G, block)
 
-    def dot(self, x_PI: jax.Array, w_GIO: jax.Array | StoredArray) -> jax.Array:
+    def dot(self, x_PI: jax.Array, w_GIO: jax.Array | StoredArray, backend: str = AUTO) -> jax.Array:
         """Multiplies each row by its group's matrix; returns [P, O] in the dtype of `operand`."""
         x_PI = operand(x_PI, w_GIO)
-        if current_platform() == "tpu":
+        name, _ = choose_products(x_PI.dtype, w_GIO, w_GIO.shape, backend, self.block)
+        if name == "mosaic":
+            return mosaic_products(x_PI, w_GIO, self.sizes_G, self.block)
+        if name == "ragged_dot":
             if isinstance(w_GIO, StoredArray):
                 return _stored_ragged_dot(x_PI, w_GIO, self.sizes_G)
             return jax.lax.ragged_dot(x_PI, w_GIO, self.sizes_G)
@@ -72,10 +84,55 @@ class Grouping(eqx.Module):
         return out_BRO.reshape(x_PI.shape[0], -1)
 
 
+# Name -> description. Fastest first.
+_BACKENDS = {
+    "mosaic": "jax's Mosaic kernels, forward and backward",
+    "ragged_dot": "jax.lax.ragged_dot",
+    "blocks": "a loop over blocks of rows",
+}
+_BY_PLATFORM = {"cpu": ("blocks",), "gpu": ("mosaic", "blocks"), "tpu": ("ragged_dot", "blocks")}
+
+
+def choose_products(
+    dtype: Any, weight: Any, shape: Sequence[int], backend: str = AUTO, block: int | None = None
+) -> tuple[str, str]:
+    """Selects how rows are multiplied with the matrices of their groups; returns the name and the reason.
+
+    Args:
+        dtype: of the rows.
+        weight: of which only the type counts: whether it is stored in another form.
+        shape: [G, I, O] of the matrices.
+        block: rows per block; None for enough of them.
+        backend: a name, or `auto` for the fastest of the platform that supports this.
+
+    Raises:
+        ConfigError: the named one does not run on this platform, or does not support this.
+    """
+    allowed, rejected = _BY_PLATFORM[current_platform()], []
+    if backend not in (AUTO, *allowed):
+        raise ConfigError(
+            f"model.expert_products: '{backend}' does not run on {current_platform()}. Allowed: {', '.join([AUTO, *allowed])}"
+        )
+    for name in allowed if backend == AUTO else (backend,):
+        problem = None
+        if name == "mosaic":
+            is_stored = isinstance(weight, StoredArray | StoredWeight)
+            problem = "weights are stored in another form" if is_stored else mosaic_problem(dtype, shape, block)
+        if problem is None:
+            return name, "; ".join([_BACKENDS[name], *rejected])
+        rejected.append(f"not {name}: {problem}")
+    raise ConfigError(f"model.expert_products: '{backend}' given, but {rejected[0].partition(': ')[2]}. Use {AUTO}")
+
+
+def largest_block(name: str) -> int:
+    """The most rows per block for the way of multiplying of this name. Whole blocks are filled up, so fewer are better."""
+    return LARGEST_BLOCK if name == "mosaic" else MAX_BLOCK
+
+
 def block_rows(num_rows: int, num_groups: int) -> int:
     """Rows per block: large enough for efficient matrix products, small enough that padding adds about a quarter."""
     target = num_rows // (4 * num_groups)
-    return min(_MAX_BLOCK, max(_MIN_BLOCK, 1 << max(target, 1).bit_length() - 1))
+    return min(MAX_BLOCK, max(_MIN_BLOCK, 1 << max(target, 1).bit_length() - 1))
 
 
 def _define_block_products(x_BRI: jax.Array, w_GIO: jax.Array | StoredArray, group_B: jax.Array) -> jax.Array:

@@ -4,7 +4,7 @@ If mesh axes shard both experts and tokens, devices exchange tokens:
 
     gather   all tokens are all-gathered over these axes, and the results are reduce-scattered back
     padded   all-to-all: a device sends one copy of a token to each device that has an expert of it, a fixed number to each
-    ragged   the same, with as many as there are (`jaxlm.models.ragged_exchange`)
+    ragged   the same, with as many as there are (`jaxlm.models.experts.ragged_exchange`)
 
 t tokens on each of n devices with k experts per token: a device receives t (n - 1) rows with `gather`, and with the others
 t (n - 1) (1 - (1 - 1 / n)^k) if the loads are even, which is what a `padded` device reserves, times the capacity.
@@ -32,9 +32,9 @@ from jaxlm.core.axes import BATCH, EXPERTS, MLP, POSITION
 from jaxlm.core.products.matmul import array_specs
 from jaxlm.core.products.stored_weights import Weight
 from jaxlm.core.sharding import current_layout
-from jaxlm.models.grouped_products import Grouping
-from jaxlm.models.ragged_exchange import RaggedExchange
-from jaxlm.models.row_order import RowOrder
+from jaxlm.models.experts.grouped_products import MAX_BLOCK, Grouping
+from jaxlm.models.experts.ragged_exchange import RaggedExchange
+from jaxlm.models.experts.row_order import RowOrder
 from jaxlm.models.token_sharding import mesh_axes
 
 
@@ -167,6 +167,7 @@ def dispatch(
     sharding: ExpertSharding,
     backend: str = GATHER,
     capacity: float | None = None,
+    largest_block: int = MAX_BLOCK,
 ) -> Dispatched:
     """Brings tokens to this device's experts. Called on each device's shard.
 
@@ -175,6 +176,7 @@ def dispatch(
         chosen_BSK: the numbers of the experts that each of them chose; -1 for none.
         num_experts: number of experts on this device.
         capacity: how many choices a device computes, or with `padded`, sends to a device, relative to even loads.
+        largest_block: of `Grouping`.
     """
     exchanged = () if backend == GATHER else sharding.exchanged
     gathered = tuple(name for name in sharding.shared if name not in exchanged)
@@ -202,7 +204,7 @@ def dispatch(
         *floats, chosen_RK = (send(a) for a in (x_TD, share_TK, jnp.where(is_kept_TK, chosen_TK, -1) + 1))
         arrived = floats[0], chosen_RK - 1 - first, floats[1]
     x_RD, local_RK, share_RK = arrived
-    grouping = Grouping.of(local_RK.reshape(-1), num_experts, most)
+    grouping = Grouping.of(local_RK.reshape(-1), num_experts, most, largest_block)
     return Dispatched(
         grouping.order.into(x_RD, copies=local_RK.shape[1]),
         grouping,

@@ -78,7 +78,7 @@ def _exchange(
     if current_platform() == "cpu":
         return _emulated(x_SX, out_RX, there, axes)
     offsets = (there.sent_from, there.num_sent, there.sent_to, there.num_received)
-    return jax.lax.ragged_all_to_all(x_SX, out_RX, *offsets, axis_name=axes if len(axes) > 1 else axes[0])
+    return jax.lax.ragged_all_to_all(x_SX, out_RX, *offsets, axis_name=axes)
 
 
 def _exchange_forward(x_SX, there, back, sizes, axes):
