@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from tests.interop.published_gemma4 import TEXTS
 from tests.interop.published_moe import MOE
 from tests.interop.published_relatives import RELATIVES
 
@@ -850,7 +851,7 @@ OPENED: dict[str, tuple[Any, ...]] = {
         "custom_pipelines",
     ),
 }
-OPENED |= {**RELATIVES, **MOE}
+OPENED |= {**RELATIVES, **MOE, **TEXTS}
 
 _AN_EXPERT = {
     "hidden_act": "silu",

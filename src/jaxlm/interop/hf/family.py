@@ -214,6 +214,7 @@ class Family:
         text: the multimodal folders whose text part is such a model.
         kept: regular expressions for the beginnings of names of tensors that this model does not have, and exports copy, such
             as those of further layers that predict more tokens (MTP).
+        vocab_keys: keys of config.json with the number of rows of a table for the vocabulary.
         further: the tensor that a layer of the files has only if it predicts more tokens. Exports copy such layers.
     """
 
@@ -231,6 +232,7 @@ class Family:
     text: tuple[TextPart, ...] = ()
     kept: tuple[str, ...] = ()
     further: str = ""
+    vocab_keys: tuple[str, ...] = ("vocab_size",)
 
     def modeling_files(self) -> dict[str, bytes]:
         """Name -> content of the files with the code of the model; none if transformers has it."""

@@ -299,12 +299,13 @@ def _described(
     name = source.dtype if dtype is None else np.dtype(dtype).name
     # Write null ids explicitly: some classes have defaults that are out of range for a small vocabulary.
     none = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
-    new = {"vocab_size": vocab_size, **none, **special_ids}
+    rows = dict.fromkeys(family.vocab_keys, vocab_size)
+    new = {**rows, **none, **special_ids}
     level = {} if form is None else form.level(keys)
     if "vocab_size" not in level:  # no source, or another run's model with random weights
         return {"use_cache": True, **keys, **new, "dtype" if "dtype" in keys else "torch_dtype": name}
     if level["vocab_size"] == vocab_size:
-        new = {key: value for key, value in new.items() if key in level and value is not None}
+        new = {k: v for k, v in new.items() if k in level and v is not None and k not in rows}
     dtypes = [key for key in ("dtype", "torch_dtype") if key in level]
     if not dtypes and name != source.dtype:
         dtypes = ["torch_dtype"]
