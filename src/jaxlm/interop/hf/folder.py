@@ -23,6 +23,7 @@ from jaxlm.interop.hf.family import Family, Json, config_from_json, family_of_co
 from jaxlm.interop.hf.form import Form, edited_json, form_of_json, form_of_source
 from jaxlm.interop.hf.load import Change, differing_head, load_weights, with_tied_names
 from jaxlm.interop.hf.source_folder import NO_SOURCE, SourceFolder
+from jaxlm.interop.hf.stored_formats import QUANTIZATION, open_weights
 from jaxlm.interop.hf.tensor_files import most_common_dtype, open_tensors, renamed, unread_indices
 from jaxlm.interop.hf.text_part import Names, replaced_keys
 from jaxlm.interop.hf.weights import TensorWriter
@@ -109,10 +110,10 @@ def load_model(
     Raises:
         ConfigError: the weights do not fit the model; lists all tensors that are missing or do not fit.
     """
-    config, source, vocab_size, unused = as_family(config), open_tensors(path), None, ()
+    config, vocab_size, unused = as_family(config), None, ()
     form = Form(family_of_config(config))
     if options.rules:
-        source = renamed(source, options.rules)
+        source = renamed(open_tensors(path), options.rules)
     else:
         opened = open_folder(path, options)
         theirs = family_of_config(opened.config)
@@ -125,7 +126,7 @@ def load_model(
         unused = (re.escape(SCORE),) if is_classifier(read_json_object(path / "config.json")) else ()
         for note in opened.notes:
             options.log(f"note: {note}")
-        source = form.tensors(source)
+        source = form.tensors(open_weights(path, np.float32))
     return load_weights(
         abstract,
         form.table(config, form.layout(source, config, dict(tree.leaves(abstract)))),
@@ -161,6 +162,8 @@ def open_folder(path: Path, options: ReadOptions = AS_THEY_ARE) -> PretrainedMod
     if type(vocab_size) is not int or vocab_size < 1:
         raise ConfigError(f"{file}: vocab_size: {vocab_size!r} given, an integer of 1 or more expected")
     config, notes = config_from_json(form.family, level, str(file))
+    if stored := level.get(QUANTIZATION):
+        notes = (*notes, f"{file}: the weights are stored as {stored['quant_method']}, and decoded as they are read")
     config, more = _untied_if_different(path, form, config)
     if is_classifier(content):
         config, more = _tied(path, config)
@@ -190,7 +193,7 @@ def _untied_if_different(path: Path, form: Form, config: Any) -> tuple[ModelConf
     if not getattr(config, "tie_word_embeddings", False):
         return config, ()
     try:
-        source = open_tensors(path)
+        source = open_weights(path)
     except ConfigError:  # not downloaded yet; loading the weights reports what is wrong with them
         return config, ()
     head = differing_head(form.table(config), form.tensors(source), form.family.prefix)
@@ -208,7 +211,7 @@ def parameter_dtype(path: Path) -> tuple[str, str | None]:
     content = read_json_object(path / "config.json")
     content = form_of_json(content, str(path / "config.json")).level(content)
     dtype = str(content.get("dtype") or content.get("torch_dtype")).removeprefix("torch.")
-    name = dtype if dtype in DTYPES else most_common_dtype(open_tensors(path)).name
+    name = dtype if dtype in DTYPES else most_common_dtype(open_weights(path)).name
     if name in _PARAMETER_DTYPES:
         return name, None
     return (

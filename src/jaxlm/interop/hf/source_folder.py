@@ -23,7 +23,8 @@ from jaxlm.interop.hf.form import Form, form_of_json
 from jaxlm.interop.hf.hub import local_folder, repository_of
 from jaxlm.interop.hf.load import differing_head, embedding_names
 from jaxlm.interop.hf.safetensors_file import TensorInfo
-from jaxlm.interop.hf.tensor_files import NamedTensors, TensorSource, most_common_dtype, open_tensors
+from jaxlm.interop.hf.stored_formats import open_weights
+from jaxlm.interop.hf.tensor_files import NamedTensors, Region, TensorSource, most_common_dtype
 from jaxlm.interop.hf.text_part import AS_IN_TABLE, IN_TRANSFORMERS, Modules, Names, without_sections
 from jaxlm.interop.hf.weights import expanded
 from jaxlm.models.base import LanguageModel, ModelConfig, as_family, vocab_axis
@@ -87,7 +88,7 @@ class SourceFolder:
             config: the content of its config.json.
             text: the config of its text model.
         """
-        form, source = form_of_json(config, str(folder / "config.json")), open_tensors(folder)
+        form, source = form_of_json(config, str(folder / "config.json")), open_weights(folder)
         names, kept = form.names(source), form.kept(source)
         ours = form.tensors(source)
         tied = form.table(replace(text, tie_word_embeddings=True)) if hasattr(text, "tie_word_embeddings") else ()
@@ -142,7 +143,7 @@ class SourceFolder:
 
     def by_modules(self, folder: Path) -> TensorSource:
         """Opens its tensors, by the names of its modules in transformers."""
-        source, names = open_tensors(folder), self.modules.names
+        source, names = open_weights(folder), self.modules.names
         return NamedTensors(source, {names.in_folder(self.names.in_table(name)): name for name in source.tensors})
 
     def describe_export(self, parts: str) -> str:
@@ -196,7 +197,7 @@ class SourceFolder:
         """Opens what exports copy. Raises `PublishError` if it is missing or has changed."""
         try:
             folder = local_folder(self.location, "the source of the export", weights=True)
-            source = open_tensors(folder)
+            source = open_weights(folder)
         except ConfigError as error:
             raise PublishError(f"{self._cannot_copy()}: {error}. {_RESTORE}") from error
         for name, kept in self.kept.items():
@@ -264,11 +265,11 @@ class OpenedSource:
         """Name -> shape and dtype."""
         return {name: self.opened.tensors[name] for name in self.source.kept}
 
-    def view(self, name: str) -> np.ndarray:
+    def view(self, name: str, region: Region = ()) -> np.ndarray:
         """A tensor. Raises `PublishError` if it has changed."""
         array = self.opened.view(name)
         self._check(name, _digest(array), self.source.kept[name].sha256)
-        return array
+        return array[(*region, ...)]
 
     def where(self, name: str) -> str:
         return self.opened.where(name)

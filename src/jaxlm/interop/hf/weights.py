@@ -8,6 +8,7 @@ layer or expert. If they have one tensor with all experts of a layer, its name h
 
 import itertools
 import json
+import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -22,7 +23,7 @@ from jaxlm.core.axes import EXPERTS, LAYERS, SHARED_MLP, VALUE_LAYERS
 from jaxlm.core.parameters import declared
 from jaxlm.core.sharding import Layout
 from jaxlm.interop.hf.safetensors_file import TensorInfo, in_shards, shard_names, write_safetensors
-from jaxlm.interop.hf.tensor_files import TensorSource
+from jaxlm.interop.hf.tensor_files import Region, TensorSource
 from jaxlm.models.base import LanguageModel
 from jaxlm.models.stacks import numbers_by_stack
 
@@ -106,18 +107,38 @@ class Tensor:
         shape = self._unmerged(sizes)
         return (int(np.prod(shape[: self.merged])), *shape[self.merged :])
 
-    def read(self, theirs: np.ndarray, number: int, sizes: Sizes, axes: Sequence[str]) -> np.ndarray:
-        """Part `number` of the tensor, as a view with the given axes (without stacked ones) in this order."""
+    def read(
+        self,
+        view: Callable[[Region], np.ndarray],
+        number: int,
+        sizes: Sizes,
+        axes: Sequence[str],
+        wanted: Sequence[slice] | None = None,
+    ) -> np.ndarray:
+        """Part `number` of the tensor, with the given axes (without stacked ones) in this order.
+
+        Args:
+            view: a region of the tensor -> its numbers.
+            wanted: slices of the axes, with start and stop; None for all of the part.
+        """
         part = self.parts[number]
-        whole = theirs.reshape(self._unmerged(sizes)) if self.merged > 1 else theirs
-        start, size = (
-            sum(before.shape(sizes)[self.along] for before in self.parts[:number]),
-            part.shape(sizes)[self.along],
-        )
-        rows = slice(number, None, len(self.parts)) if self.interleaved else slice(start, start + size)
-        section = whole[(slice(None),) * self.along + (rows,)]
-        order = [axis for dim in part.dims for axis in dim]
-        return section.reshape([sizes[axis] for axis in order]).transpose([order.index(axis) for axis in axes])
+        slices = dict(zip(axes, wanted or [slice(0, sizes[axis]) for axis in axes], strict=True))
+        region, read = [], Sizes()  # whole rows, columns, ... which have the wanted numbers of a dimension's first axis
+        for dim in part.dims:
+            read |= {axis: sizes[axis] for axis in dim}
+            inner, outer = math.prod(sizes[axis] for axis in dim[1:]), slices[dim[0]] if dim else slice(0, 1)
+            read |= dict.fromkeys(dim[:1], outer.stop - outer.start)
+            region.append(slice(outer.start * inner, outer.stop * inner))
+        before, rows = sum(part.shape(sizes)[self.along] for part in self.parts[:number]), region[self.along]
+        region[self.along] = slice(before + rows.start, before + rows.stop)
+        if self.interleaved:
+            count = len(self.parts)
+            region[self.along] = slice(number + count * rows.start, count * rows.stop, count)
+        whole = view(()).reshape(self._unmerged(sizes)) if self.merged > 1 else None
+        section = view(tuple(region)) if whole is None else whole[tuple(region)]
+        order, first = list(read), {dim[0] for dim in part.dims if dim}
+        array = section.reshape(list(read.values())).transpose([order.index(axis) for axis in axes])
+        return array[tuple(slice(None) if axis in first else slices[axis] for axis in axes)]
 
     def write(self, parts: Sequence[np.ndarray], axes: Sequence[Sequence[str]], sizes: Sizes) -> np.ndarray:
         """Combines parameters to a tensor. `axes` has the axis names of each parameter (without stacked ones)."""
