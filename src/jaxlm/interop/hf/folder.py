@@ -259,6 +259,7 @@ def save_folder(
     if is_reward or parts == "text":
         source = source.text_alone()
     source.check_fits(config, model.Vocab.size)
+    source = source.with_config(replaced_keys(source.config, {}, [QUANTIZATION]))
     special_ids = {key: _known_ids(ids, model.Vocab.size) for key, ids in special_ids.items()}
     form = form_of_source(family, source.config)
     described = _described(family, form, config, model.Vocab.size, special_ids, source, dtype)
