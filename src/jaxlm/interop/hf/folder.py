@@ -38,6 +38,9 @@ LARGEST_FILE = 5_000_000_000
 PARTS = ("all", "text")
 Parts = Literal["all", "text"]
 """What an export has of its source: all parts, or only the text model."""
+STORED_FORMATS = ("decode", "keep")
+StoredFormat = Literal["decode", "keep"]
+"""How an export has the weights that its source has in a stored form: as floats, or as they are there."""
 _AS_IN_SOURCE = "source"
 
 
@@ -231,6 +234,7 @@ def save_folder(
     special_ids: Mapping[str, int | list[int] | None],
     source: SourceFolder = NO_SOURCE,
     parts: Parts = "all",
+    stored_format: StoredFormat = "decode",
     largest_file: int = LARGEST_FILE,
 ) -> None:
     """Exports a model in the format of transformers. Every process must call this; process 0 writes.
@@ -246,20 +250,24 @@ def save_folder(
         special_ids: `bos_token_id`, `eos_token_id` and `pad_token_id`. Ids that the model does not have become null.
         source: the folder that it was made from. The export has its form.
         parts: `text` leaves out what the source has beside the text model.
+        stored_format: `keep` copies the tensors that the source has in a stored form.
         largest_file: maximum size of a weights file in bytes.
 
     Raises:
         ConfigError: config.json cannot represent the model, the folder already exists, or the model has another structure
             than the parts of the source that it is to be written with.
         PublishError: on process 0, the folder cannot be written or uploaded, or a part of the source is missing or has
-            changed.
+            changed; a tensor that is to be copied in a stored form was trained.
     """
     check_unused(folder, "config.json")
     family, is_reward = family_of_config(config), is_reward_model(model)
     if is_reward or parts == "text":
         source = source.text_alone()
     source.check_fits(config, model.Vocab.size)
-    source = source.with_config(replaced_keys(source.config, {}, [QUANTIZATION]))
+    if stored_format == "keep":
+        source.check_keeps(config)
+    else:
+        source = source.with_config(replaced_keys(source.config, {}, [QUANTIZATION]))
     special_ids = {key: _known_ids(ids, model.Vocab.size) for key, ids in special_ids.items()}
     form = form_of_source(family, source.config)
     described = _described(family, form, config, model.Vocab.size, special_ids, source, dtype)
@@ -283,7 +291,8 @@ def save_folder(
             _write_json(unfinished / "config.json", described)
             if _GENERATION not in files:
                 _write_json(unfinished / _GENERATION, {"_from_model_config": True, **special_ids})
-            writer.write(unfinished, largest_file, opened)
+            stored = source.open_stored() if stored_format == "keep" else None
+            writer.write(unfinished, largest_file, opened, stored)
     except PublishError:
         writer.join_others()
         raise

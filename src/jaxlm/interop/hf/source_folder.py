@@ -5,7 +5,7 @@ the folder: the description has their digests, so that a copy has the bytes that
 """
 
 import hashlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,7 @@ from jaxlm.interop.hf.form import Form, form_of_json
 from jaxlm.interop.hf.hub import local_folder, repository_of
 from jaxlm.interop.hf.load import differing_head, embedding_names
 from jaxlm.interop.hf.safetensors_file import TensorInfo
-from jaxlm.interop.hf.stored_formats import open_weights
+from jaxlm.interop.hf.stored_formats import StoredView, open_weights
 from jaxlm.interop.hf.tensor_files import NamedTensors, Region, TensorSource, most_common_dtype
 from jaxlm.interop.hf.text_part import AS_IN_TABLE, IN_TRANSFORMERS, Modules, Names, without_sections
 from jaxlm.interop.hf.weights import expanded
@@ -67,6 +67,7 @@ class SourceFolder:
         dtypes: names of the text model's tensors with another dtype -> the dtype.
         kept: name -> a tensor that exports copy.
         files: name -> SHA-256 of a file that exports copy.
+        stored: the table's names of the tensors that it has in a stored form.
     """
 
     config: Mapping[str, Any] = field(default_factory=dict)
@@ -79,6 +80,7 @@ class SourceFolder:
     dtypes: Mapping[str, str] = field(default_factory=dict)
     kept: Mapping[str, KeptTensor] = field(default_factory=dict)
     files: Mapping[str, str] = field(default_factory=dict)
+    stored: tuple[str, ...] = ()
 
     @classmethod
     def read(cls, folder: Path, location: str, config: Mapping[str, Any], text: Any) -> "SourceFolder":
@@ -96,11 +98,16 @@ class SourceFolder:
         common, vocab = most_common_dtype(ours), form.level(config)["vocab_size"]
         tensors = {name: info for name, info in source.tensors.items() if kept(name)}
         others = [name for name in source.tensors if name not in tensors]
+        leaves = dict(tree.leaves(_abstract(text, vocab)))
+        layout, stored = form.layout(ours, text, leaves), ()
+        if isinstance(source, StoredView):
+            rows = expanded(form.table(text, layout), lambda tensor: tensor.sizes(leaves))
+            stored = tuple({row.name: None for name, row, _ in rows if names.in_folder(name) in source.stored})
         return cls(
             config,
             location,
             names,
-            form.layout(ours, text, dict(tree.leaves(_abstract(text, vocab)))),
+            layout,
             untied,
             embedding_names(tied, ours, form.family.prefix) if tied and not untied else (),
             common.name,
@@ -110,6 +117,7 @@ class SourceFolder:
                 for name, info in tensors.items()
             },
             {path.name: sha256(path) for path in _processor_files(folder)} if form.part else {},
+            stored,
         )
 
     @classmethod
@@ -118,8 +126,8 @@ class SourceFolder:
         if not content:
             return cls(config)
         kept = {name: KeptTensor(t["dtype"], tuple(t["shape"]), t["sha256"]) for name, t in content["kept"].items()}
-        embedding = tuple(content.get("embedding", ()))
-        return cls(config, **{**content, "names": Names(**content["names"]), "kept": kept, "embedding": embedding})
+        lists = {key: tuple(content.get(key, ())) for key in ("embedding", "stored")}
+        return cls(config, **{**content, "names": Names(**content["names"]), "kept": kept, **lists})
 
     def to_json(self) -> Json:
         """Everything except `config`."""
@@ -192,6 +200,40 @@ class SourceFolder:
             why = f"config.json has {lost[0]}, and the vocabulary has {rows:,} rows"
         if why:
             raise self._misfit(why)
+
+    def check_keeps(self, config: ModelConfig, trained: Collection[str] = ()) -> None:
+        """Checks that an export of a model of this config can have the tensors that are stored as they are.
+
+        Args:
+            trained: paths of trained leaves.
+
+        Raises:
+            ConfigError: there are none, or one of them is trained, or has a trained adapter.
+        """
+        key = "hf_stored_format: keep (jaxlm convert: --stored_format keep)"
+        if not self.stored or (form := self.form) is None:
+            raise ConfigError(f"{key} given, but {self.location or 'the source'} has no stored weights. Remove it")
+        table = form.table(config, self.layout)
+        frozen = {part.path for tensor in table if tensor.name in self.stored for part in tensor.parts}
+        others = {part.path for tensor in table for part in tensor.parts} - frozen
+        modules = {path.rpartition(".")[0] for path in frozen if path.endswith(".weight")}
+        for path in trained:
+            parents = (path[:end] for end, character in enumerate(path) if character == ".")
+            if path in frozen or (path not in others and not modules.isdisjoint(parents)):
+                raise ConfigError(
+                    f"{key} given, but {path} is trained, and {self.location} has its weight in a stored form. Freeze it, or"
+                    " set hf_stored_format: decode"
+                )
+
+    def open_stored(self) -> StoredView:
+        """Opens its stored tensors. Raises `PublishError` if they are missing."""
+        try:
+            source = open_weights(local_folder(self.location, "the source of the export", weights=True), np.float32)
+        except ConfigError as error:
+            raise PublishError(f"cannot copy stored weights from {self.location}: {error}. Restore it") from error
+        if not isinstance(source, StoredView):
+            raise PublishError(f"cannot copy stored weights from {self.location}: it has none any more. Restore it")
+        return source
 
     def open(self) -> "OpenedSource":
         """Opens what exports copy. Raises `PublishError` if it is missing or has changed."""

@@ -21,13 +21,17 @@ import numpy as np
 from jaxlm.core import tree
 from jaxlm.core.axes import EXPERTS, LAYERS, SHARED_MLP, VALUE_LAYERS
 from jaxlm.core.parameters import declared
+from jaxlm.core.publish import PublishError
 from jaxlm.core.sharding import Layout
 from jaxlm.interop.hf.safetensors_file import TensorInfo, in_shards, shard_names, write_safetensors
+from jaxlm.interop.hf.stored_formats import StoredView
 from jaxlm.interop.hf.tensor_files import Region, TensorSource
 from jaxlm.models.base import LanguageModel
 from jaxlm.models.stacks import numbers_by_stack
 
 Sizes = dict[str, int]
+_COMPARED_AT_ONCE = 1 << 24
+_DECODE = "Set hf_stored_format: decode (jaxlm convert: --stored_format decode)"
 _LAYERS = {LAYERS: "layer", VALUE_LAYERS: "value_layer"}
 _NUMBERS = {
     **_LAYERS,
@@ -435,17 +439,44 @@ class TensorWriter:
         for _ in self.arrays(list(self._left)):
             pass
 
-    def write(self, folder: Path, largest_file: int, others: TensorSource | None = None) -> None:
-        """Writes the weights files, and an index if there are several. Args: others: more tensors, to be copied."""
+    def write(
+        self, folder: Path, largest_file: int, others: TensorSource | None = None, stored: StoredView | None = None
+    ) -> None:
+        """Writes the weights files, and an index if there are several.
+
+        Args:
+            others: more tensors, to be copied.
+            stored: the source, with tensors that are copied in their stored form.
+
+        Raises:
+            PublishError: a tensor differs from the one that is to be copied in its stored form, or is not in the source.
+        """
         copied = {} if others is None else others.tensors
-        all_infos = {**self.infos, **copied}
+        all_infos, stored_in = {}, {}
+        for name, info in {**self.infos, **copied}.items():
+            if stored is not None and name not in stored.tensors:
+                raise PublishError(f"cannot keep stored weights: the source has no {name}. {_DECODE}")
+            if stored is None or name not in stored.stored:
+                all_infos[name] = info
+                continue
+            pieces = stored.stored[name].names
+            all_infos |= {piece: stored.source.tensors[piece] for piece in pieces}
+            stored_in |= {piece: name if piece == pieces[0] else "" for piece in pieces}
+
+        def whole(name: str) -> Iterator[np.ndarray]:
+            if others is not None and name in copied:
+                yield others.view(name)
+            else:
+                yield from self.arrays([name])
 
         def arrays(names: Iterable[str]) -> Iterator[np.ndarray]:
             for name in names:
-                if others is not None and name in copied:
-                    yield others.view(name)
-                else:
-                    yield from self.arrays([name])
+                if stored is None or name not in stored_in:
+                    yield from whole(name)
+                    continue
+                for array in whole(stored_in[name]) if stored_in[name] else ():
+                    self._check_same(stored_in[name], array, stored)
+                yield stored.source.view(name)
 
         shards = list(in_shards(all_infos, largest_file))
         files = shard_names(len(shards))
@@ -456,6 +487,17 @@ class TensorWriter:
             where = {name: file for file, infos in zip(files, shards, strict=True) for name in infos}
             index = {"metadata": {"total_size": total}, "weight_map": where}
             (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n")
+
+    def _check_same(self, name: str, array: np.ndarray, stored: StoredView) -> None:
+        """Checks that a tensor has the numbers that the stored one stands for, a part of its rows at a time."""
+        leaf = self._leaves[self._places[name][0].parts[0].path] if name in self._places else array
+        rows = max(1, _COMPARED_AT_ONCE // max(1, array[:1].size))
+        for start in range(0, len(array), rows):
+            part = stored.view(name, (slice(start, start + rows),)).astype(leaf.dtype).astype(array.dtype)
+            if not np.array_equal(part, array[start : start + rows]):
+                raise PublishError(
+                    f"cannot keep {name} in its stored form: it was trained, or its source changed. {_DECODE}"
+                )
 
     def _sizes(self, tensor: Tensor) -> Sizes:
         return tensor.sizes(self._leaves)
