@@ -68,11 +68,8 @@ def main(arguments: Sequence[str]) -> int:
     opened = open_model(options.checkpoint, {}, options.adapter, options.weights)
     if options.upload is not None:
         check_upload("--upload")
-    of_source = {
-        "--parts": options.parts,
-        "--stored_format": options.stored_format,
-        "--dtype source": options.dtype == "source",
-    }
+    of_source = {"--parts": options.parts, "--stored_format": options.stored_format}
+    of_source["--dtype source"] = options.dtype == "source"
     if options.adapters == "only" and (given := next((key for key, value in of_source.items() if value), None)):
         raise ConfigError(f"{given}: given, but --adapters only writes no part of the source. Remove it")
     dtype = opened.plan.precision.params if options.dtype is None else parse_export_dtype(options.dtype, "--dtype")
@@ -81,8 +78,8 @@ def main(arguments: Sequence[str]) -> int:
             _write_adapters(folder, opened, dtype, _card(opened, options.checkpoint, "peft"), verify=verify)
         else:
             card = _card(opened, options.checkpoint, "transformers")
-            written = {"parts": options.parts or "all", "stored": options.stored_format or "decode"}
-            _write_model(folder, opened, dtype, card, verify=verify, **written)
+            parts_of_source, stored = options.parts or "all", options.stored_format or "decode"
+            _write_model(folder, opened, dtype, card, verify=verify, parts=parts_of_source, stored=stored)
     if options.upload is not None:
         step = "" if opened.step is None else f", step {opened.step}"
         print(f"pushed to {upload_folder(Path(folder), options.upload, f'{options.checkpoint}{step}')}")
