@@ -55,6 +55,6 @@ def test_what_cannot_be_kept_is_told_before_it_trains(place):
     ):
         with pytest.raises(ConfigError, match=message):
             run(place, "a", hf_stored_format="keep", **start_of(place, **keys))
-    decoded = start_of(place) | {"initialize_from_hf": str(place / "hf-decoded")}
+    decoded: dict = start_of(place) | {"initialize_from_hf": str(place / "hf-decoded")}
     with pytest.raises(ConfigError, match=r"keep .* given, but .*hf-decoded has no stored weights. Remove it"):
         run(place, "a", hf_stored_format="keep", **decoded)

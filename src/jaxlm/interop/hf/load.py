@@ -78,7 +78,7 @@ def load_weights(
         def view(numbers: tuple[int, ...], wanted: tuple[slice, ...]) -> tuple[str, np.ndarray]:
             theirs = tensor.numbered(numbers).removeprefix(omitted)
             read = functools.partial(source.view, theirs)
-            return source.where(theirs), tensor.read(read, number, sizes, tensor.own_axes(leaf), wanted)
+            return source.where(theirs), tensor.read_region(read, number, sizes, tensor.own_axes(leaf), wanted)
 
         def whole(leaf: Any, view: View = view) -> hax.NamedArray:
             return hax.NamedArray(_load_sharded(leaf, tensor.stacked, view, layout), leaf.axes)

@@ -111,22 +111,21 @@ class Tensor:
         shape = self._unmerged(sizes)
         return (int(np.prod(shape[: self.merged])), *shape[self.merged :])
 
-    def read(
+    def read(self, theirs: np.ndarray, number: int, sizes: Sizes, axes: Sequence[str]) -> np.ndarray:
+        """Part `number` of the tensor, as a view with the given axes (without stacked ones) in this order."""
+        return self.read_region(theirs.__getitem__, number, sizes, axes, [slice(0, sizes[axis]) for axis in axes])
+
+    def read_region(
         self,
         view: Callable[[Region], np.ndarray],
         number: int,
         sizes: Sizes,
         axes: Sequence[str],
-        wanted: Sequence[slice] | None = None,
+        wanted: Sequence[slice],
     ) -> np.ndarray:
-        """Part `number` of the tensor, with the given axes (without stacked ones) in this order.
-
-        Args:
-            view: a region of the tensor -> its numbers.
-            wanted: slices of the axes, with start and stop; None for all of the part.
-        """
+        """As `read`, of slices of the axes. Args: view: a region of the tensor -> its numbers."""
         part = self.parts[number]
-        slices = dict(zip(axes, wanted or [slice(0, sizes[axis]) for axis in axes], strict=True))
+        slices = dict(zip(axes, wanted, strict=True))
         region, read = [], Sizes()  # whole rows, columns, ... which have the wanted numbers of a dimension's first axis
         for dim in part.dims:
             read |= {axis: sizes[axis] for axis in dim}

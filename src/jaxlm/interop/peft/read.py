@@ -71,10 +71,7 @@ class Saved:
     def read(self, leaf: Any, sizes: AxisSizes) -> np.ndarray:
         """The value for a leaf."""
         axes = self.tensor.own_axes(leaf)
-        layers = [
-            self.tensor.read(lambda region, a=array: a[region], self.number, sizes.of(self.tensor), axes)
-            for array in self.arrays
-        ]
+        layers = [self.tensor.read(array, self.number, sizes.of(self.tensor), axes) for array in self.arrays]
         return np.stack(layers) if self.tensor.stacked else layers[0]
 
 
