@@ -174,6 +174,9 @@ def test_parts_follow_one_another_or_take_turns(along, interleaved):
     assert table.shape(sizes) == whole.shape
     for number, part in enumerate((gate, up)):
         np.testing.assert_array_equal(table.read(whole, number, sizes, axes), part)
+        wanted = (slice(1, 2), slice(1, 3), slice(0, 2))
+        found = table.read_region(whole.__getitem__, number, sizes, axes, wanted)
+        np.testing.assert_array_equal(found, part[wanted])
 
 
 @pytest.mark.parametrize("with_tied_names", [True, False])

@@ -20,6 +20,7 @@ from typing import Any
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.field_types import check_field
 from jaxlm.core.safe_io import read_bytes
+from jaxlm.interop.hf.stored_formats import QUANTIZATION, unreadable
 from jaxlm.interop.hf.text_part import TextPart
 from jaxlm.interop.hf.weights import Tensor
 from jaxlm.models.base import ModelConfig, as_family
@@ -44,7 +45,7 @@ SILENT = {
 # Keys that change the numbers, by what they do. A value that is false, null, zero or empty switches the feature off.
 _CHANGES: dict[str, tuple[str, ...]] = {
     "it stores or computes the weights in another form": (
-        *("quantization_config", "quantization", "compression_config", "pruned_heads"),
+        *(QUANTIZATION, "quantization", "compression_config", "pruned_heads"),
     ),
     "it changes the attention scores": (
         *("alibi", "alibi_bias_max", "attention_logit_cap", "attention_multiplier", "attention_scale", "attn_scale"),
@@ -118,13 +119,16 @@ def sort_unread(content: Mapping[str, Any], names: Iterable[str]) -> tuple[list[
     """
     problems, unknown = [], []
     for name in sorted(set(names) - SILENT):
-        reason = _reason(name, content[name])
+        reason, stored = _reason(name, content[name]), name == QUANTIZATION and unreadable(content[name])
+        if name == QUANTIZATION and not stored:
+            continue  # the weights are decoded
         if reason is None:
             unknown.append(f"{name}: {_short(content[name])}")
         else:
             fix = f"To compute without it, set hf_skip_keys: [{name}] (skip_keys in refs), or remove the key"
             problems.append(
-                f"{name}: {_short(content[name])} given, which is not supported for this family: {reason}. {fix}"
+                f"{name}: {_short(content[name])} given, which is not supported for this family: {reason}"
+                f"{f' ({stored})' if stored else ''}. {fix}"
             )
     return problems, unknown
 
