@@ -173,11 +173,13 @@ class FixedKey:
 
     Attributes:
         others: additional values that are accepted because they mean the same.
+        default: the value if the key is missing; None for the supported one.
     """
 
     theirs: str
     value: Any
     others: tuple[Any, ...] = ()
+    default: Any = None
 
 
 @dataclass(frozen=True)
@@ -346,7 +348,7 @@ def key_problems(family: Family, content: Mapping[str, Any]) -> list[str]:
 
 
 def _check_fixed(key: FixedKey, content: Mapping[str, Any]) -> None:
-    value = content.get(key.theirs, key.value)
+    value = content.get(key.theirs, key.value if key.default is None else key.default)
     if value != key.value and value not in key.others:
         raise ConfigError(f"{key.theirs}: {value} given, which is not supported; {key.value} expected")
 

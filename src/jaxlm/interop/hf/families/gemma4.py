@@ -147,7 +147,7 @@ FAMILY = Family(
         FixedKey("use_bidirectional_attention", None, others=("vision",)),
         FixedKey("attention_bias", False),
         FixedKey("attention_dropout", 0.0),
-        FixedKey("hidden_size_per_layer_input", 0),
+        FixedKey("hidden_size_per_layer_input", 0, default=256),
         FixedKey("num_kv_shared_layers", 0),
         # Of tables and layers that there are none of.
         KeyGroup(("vocab_size_per_layer_input", "use_double_wide_mlp"), lambda _: {}, lambda _: {}),
