@@ -56,13 +56,17 @@ class Experts(eqx.Module):
     expert_capacity: float | None = eqx.field(static=True, default=None)
     expert_products: str = eqx.field(static=True, default=AUTO)
 
-    def __call__(self, x: NamedArray, segment_ids: NamedArray) -> tuple[NamedArray, RouterStats]:
+    def __call__(
+        self, x: NamedArray, segment_ids: NamedArray, routed_by: NamedArray | None = None
+    ) -> tuple[NamedArray, RouterStats]:
         """Maps {batch, position, embed} to the same shape; also returns the router's statistics.
 
         Args:
             segment_ids: of the tokens; 0 is padding, which the statistics ignore.
+            routed_by: what the router reads, with the axes of x; None for x.
         """
-        routes = self.routing(self.router(self.router.operand(x)), segment_ids)
+        read = x if routed_by is None else routed_by
+        routes = self.routing(self.router(self.router.operand(read)), segment_ids)
         chosen_BSK, limit = routes.ids.array, self.expert_capacity
         if limit is not None or self.expert_dispatch != GATHER:  # padding needs no experts
             is_token_BS1 = segment_ids.rearrange((BATCH, POSITION)).array[..., None] != 0
