@@ -79,13 +79,12 @@ def attention_tasks(
 def expert_rows(model: LanguageModel, layout: Layout, precision: Precision) -> Iterator[tuple[str, str]]:
     """How devices exchange the tokens of experts, and how they multiply, one row for each way. Args: model: with shapes."""
     choices: dict[tuple[str, ...], None] = {}
-    for experts in tree.modules(jax.eval_shape(precision.cast_to_compute, model), Experts):
+    model = jax.eval_shape(precision.cast_to_compute, model)
+    for experts in tree.modules(model, Experts):
         weight = experts.gate_proj.weight
         shape = [weight.axis_size(name) // layout.num_shards(name) for name in (EXPERTS, EMBED, MLP)]
         with layout.use():
-            name, reason = choose_products(
-                weight.dtype, weight, (shape[0], shape[1], shape[2]), experts.expert_products
-            )
+            name, reason = choose_products(activation_dtype(model), weight, shape, experts.expert_products)
         limit = "no choice is dropped"
         if experts.expert_capacity is not None:
             limit = f"choices beyond {experts.expert_capacity:g} times even loads are dropped"

@@ -115,8 +115,9 @@ class RoutedConfig(ExpertsConfig):
             loads. Choices beyond it are dropped, in evaluations too, and counted as `router/dropped`. Null drops none: then
             arrays are as large as if one device had all tokens.
         expert_products: how rows are multiplied with the matrices of their experts. `mosaic`: jax's kernels for NVIDIA's
-            Hopper. `ragged_dot`: XLA's, on TPUs. `blocks`: a loop over blocks of rows. `auto` selects the fastest that the
-            device and the experts allow, and compares `mosaic` with single products first; the plan shows which one and why.
+            Hopper. `ragged_dot`: XLA's, on TPUs and, slowly, on CPUs. `blocks`: a loop over blocks of rows. `auto` selects
+            the fastest that the device and the experts allow, and compares `mosaic` with single products first; the plan
+            shows which one and why.
     """
 
     num_experts: PositiveInt = 8

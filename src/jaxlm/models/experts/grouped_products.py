@@ -90,7 +90,7 @@ _BACKENDS = {
     "ragged_dot": "jax.lax.ragged_dot",
     "blocks": "a loop over blocks of rows",
 }
-_BY_PLATFORM = {"cpu": ("blocks",), "gpu": ("mosaic", "blocks"), "tpu": ("ragged_dot", "blocks")}
+_BY_PLATFORM = {"cpu": ("blocks", "ragged_dot"), "gpu": ("mosaic", "blocks"), "tpu": ("ragged_dot", "blocks")}
 
 
 def choose_products(
