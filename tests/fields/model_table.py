@@ -43,9 +43,7 @@ EXPERTS: dict[str, Entry] = {
     "model.num_experts": Change(8, Shapes({r"^model.*router": (2, 8, 32)})),
     "model.router_aux_loss_coef": Change(0.3, Constant(0.3)),
     "model.router_z_loss_coef": Change(0.3, Constant(0.3)),
-    "model.expert_dispatch": Change(
-        "padded", Program(gains=r"stablehlo.constant dense<-1> : tensor<i32>")
-    ),
+    "model.expert_dispatch": Change("padded", Program(gains=r"stablehlo.constant dense<-1> : tensor<i32>")),
     "model.expert_products": Change("ragged_dot", Program(loses=r"stablehlo.while")),
     "model.expert_capacity": Change(1.5, Program(gains=r"call @cumsum")),
 }
