@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import jax.numpy as jnp
 import numpy as np
@@ -35,12 +35,12 @@ _PARAMETER_DTYPES = ("float32", "bfloat16")
 _GENERATION = "generation_config.json"
 LARGEST_FILE = 5_000_000_000
 """Maximum size of a weights file in bytes."""
-PARTS = ("all", "text")
 Parts = Literal["all", "text"]
 """What an export has of its source: all parts, or only the text model."""
-STORED_FORMATS = ("decode", "keep")
+PARTS = get_args(Parts)
 StoredFormat = Literal["decode", "keep"]
 """How an export has the weights that its source has in a stored form: as floats, or as they are there."""
+STORED_FORMATS = get_args(StoredFormat)
 _AS_IN_SOURCE = "source"
 
 
