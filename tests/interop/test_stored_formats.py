@@ -11,7 +11,7 @@ from jaxlm.core.errors import ConfigError
 from jaxlm.interop.hf.folder import load_model, open_folder
 from jaxlm.interop.hf.safetensors_file import TensorInfo, write_safetensors
 from jaxlm.interop.hf.source_folder import SourceFolder
-from jaxlm.interop.hf.stored_formats import open_weights
+from jaxlm.interop.hf.stored_formats import open_weights, unreadable
 from jaxlm.interop.hf.tensor_files import open_tensors
 from tests.engine.helpers import one_device
 from tests.interop.cases import FIRST, VOCAB, abstract_of, exported, inputs_of, logits_of, reference, tokens
@@ -124,6 +124,11 @@ def test_incomplete_fp8_is_refused(arrays, message, tmp_path):
     made = {name: np.ones(shape, dtypes.get(name, np.float32)) for name, shape in arrays.items()}
     with pytest.raises(ConfigError, match=message):
         open_weights(folder_of(tmp_path, fp8(), **made))
+
+
+@pytest.mark.parametrize("config", ["x", [1], {"bits": 4}, {"quant_method": ["fp8"]}, fp8((0, 128))], ids=str)
+def test_a_format_that_cannot_be_read_has_a_reason(config):
+    assert unreadable(config)
 
 
 def test_incomplete_mxfp4_is_refused(tmp_path):

@@ -186,7 +186,7 @@ def open_weights(folder: Path, dtype: Any = None) -> TensorSource:
 def unreadable(config: Any) -> str | None:
     """Says why weights stored in this way cannot be read; None if they can. Args: config: the key of config.json."""
     method = config.get("quant_method") if isinstance(config, Mapping) else None
-    if method not in _FORMATS:
+    if method not in list(_FORMATS):  # whatever JSON has
         return f"its quant_method is {method}. Known: {', '.join(_FORMATS)}"
     block = config.get("weight_block_size")
     if block is None or (
