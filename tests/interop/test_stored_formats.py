@@ -8,7 +8,7 @@ import pytest
 
 from jaxlm.core import tree
 from jaxlm.core.errors import ConfigError
-from jaxlm.interop.hf.folder import load_model, open_folder
+from jaxlm.interop.hf.folder import ReadOptions, load_model, open_folder
 from jaxlm.interop.hf.safetensors_file import TensorInfo, write_safetensors
 from jaxlm.interop.hf.source_folder import SourceFolder
 from jaxlm.interop.hf.stored_formats import open_weights, unreadable
@@ -129,6 +129,14 @@ def test_incomplete_fp8_is_refused(arrays, message, tmp_path):
 @pytest.mark.parametrize("config", ["x", [1], {"bits": 4}, {"quant_method": ["fp8"]}, fp8((0, 128))], ids=str)
 def test_a_format_that_cannot_be_read_has_a_reason(config):
     assert unreadable(config)
+
+
+def test_a_format_that_is_read_cannot_be_skipped(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", "quantization_config": fp8()}))
+    with pytest.raises(
+        ConfigError, match=r"^hf_skip_keys: quantization_config given, but .* are decoded by it\. Remove it"
+    ):
+        open_folder(tmp_path, ReadOptions(skip_keys=["quantization_config"]))
 
 
 def test_incomplete_mxfp4_is_refused(tmp_path):

@@ -23,7 +23,7 @@ from jaxlm.interop.hf.family import Family, Json, config_from_json, family_of_co
 from jaxlm.interop.hf.form import Form, edited_json, form_of_json, form_of_source
 from jaxlm.interop.hf.load import Change, differing_head, load_weights, with_tied_names
 from jaxlm.interop.hf.source_folder import NO_SOURCE, SourceFolder
-from jaxlm.interop.hf.stored_formats import QUANTIZATION, open_weights
+from jaxlm.interop.hf.stored_formats import QUANTIZATION, open_weights, unreadable
 from jaxlm.interop.hf.tensor_files import most_common_dtype, open_tensors, renamed, unread_indices
 from jaxlm.interop.hf.text_part import Names, replaced_keys
 from jaxlm.interop.hf.weights import TensorWriter
@@ -188,6 +188,9 @@ def _without(content: Json, skip_keys: Sequence[str], where: str, file: Path) ->
     for name in skip_keys:
         if name not in level or replaced_keys(content, {}, [name]) == content:
             raise ConfigError(f"{where}'{name}' given, but {file} has no such key of the model. Remove it")
+    stored = level.get(QUANTIZATION)
+    if QUANTIZATION in skip_keys and stored and not unreadable(stored):
+        raise ConfigError(f"{where}{QUANTIZATION} given, but the weights in {file.parent} are decoded by it. Remove it")
     return replaced_keys(content, {}, skip_keys)
 
 
