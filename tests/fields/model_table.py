@@ -1,5 +1,6 @@
 """The fields of models: the effect of each on the parameters or on the training step's program."""
 
+import dataclasses
 import math
 
 from tests.fields.proofs import (
@@ -46,6 +47,7 @@ EXPERTS: dict[str, Entry] = {
     "model.expert_dispatch": Change("padded", Program(gains=r"stablehlo.constant dense<-1> : tensor<i32>")),
     "model.expert_products": Change("ragged_dot", Program(loses=r"stablehlo.while")),
     "model.expert_capacity": Change(1.5, Program(gains=r"call @cumsum")),
+    "model.expert_parts": Change(2, Program(gains=r"stablehlo.sort")),
 }
 _NO_EXPERTS = Shapes({r"^model.*router": None})
 DENSE: dict[str, Entry] = {
@@ -496,8 +498,13 @@ TABLE: Table = {
         "model.num_experts": Change(8, Shapes({r"^model\.body\.1\..*router\.weight": (1, 8, 32)}), also=ROUTED),
         "model.num_experts_per_token": Change(4, Program(gains=r"chlo.top_k\(%\w+, k = 4\)"), also=ROUTED),
         "model.expert_dim": Change(40, Shapes({r"^model\.body\.1\..*experts.*up_proj": (1, 5, 32, 40)}), also=ROUTED),
-        "model.router_aux_loss_coef": Change(0.3, Constant(0.3), also=ROUTED),
-        "model.router_z_loss_coef": Change(0.3, Constant(0.3), also=ROUTED),
+        **{
+            f"model.{name}": dataclasses.replace(EXPERTS[f"model.{name}"], also=ROUTED)
+            for name in (
+                *("router_aux_loss_coef", "router_z_loss_coef"),
+                *("expert_dispatch", "expert_products", "expert_capacity", "expert_parts"),
+            )
+        },
     },
     "gpt_neox": {
         "model.use_parallel_residual": Change(False, Program(gains=r"stablehlo.add")),

@@ -111,6 +111,7 @@ ENTRY %main (x: f32[8]) -> f32[64] {
   %g = (f32[2,8]{1,0}, f32[16,8]{1,0}) all-gather-start(%x), dimensions={0}
   %r = (f32[1000]{0}, f32[3000]{0}) all-reduce-start(%x, %y), to_apply=%add
   %s = ((f32[80]{0}, bf16[16,8]{1,0}), (f32[10]{0}, bf16[2,8]{1,0})) reduce-scatter-start(%x, %y), to_apply=%add
+  %a = ((f32[48]{0}), f32[48]{0}) all-to-all-start(%x), dimensions={0}
   %p = (f32[64]{0}, f32[64]{0}, u32[], u32[]) collective-permute-start(%x), source_target_pairs={{0,1}}
   %q = ((f32[65]{0}, s32[7]{0}), (f32[65]{0}, s32[7]{0})) collective-permute-start(%x, %y), source_target_pairs={{0,1}}
 }
@@ -121,6 +122,7 @@ ENTRY %main (x: f32[8]) -> f32[64] {
         Collective("all-reduce", "f32", (3000,)): 1,
         Collective("reduce-scatter", "f32", (10,)): 1,
         Collective("reduce-scatter", "bf16", (2, 8)): 1,
+        Collective("all-to-all", "f32", (48,)): 1,
         Collective("collective-permute", "f32", (64,)): 1,
         Collective("collective-permute", "f32", (65,)): 1,
         Collective("collective-permute", "s32", (7,)): 1,

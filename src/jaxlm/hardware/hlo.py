@@ -189,7 +189,7 @@ class Instruction:
             return []
         if kind != self.opcode and self.type.startswith("("):
             # An asynchronous collective returns operands, then results; an all-reduce returns them once.
-            if kind in ("all-gather", "reduce-scatter"):
+            if kind in ("all-gather", "all-to-all", "reduce-scatter"):
                 outputs = outputs[len(outputs) // 2 :]
             elif kind == "collective-permute":
                 outputs = outputs[len(self.operands) : 2 * len(self.operands)]

@@ -8,6 +8,7 @@ Shapes: B batch, S position, K experts per token, P rows of this device's expert
 """
 
 import dataclasses
+import math
 from typing import Any
 
 import equinox as eqx
@@ -24,8 +25,8 @@ from jaxlm.core.products.matmul import arranged, dot
 from jaxlm.core.products.stored_weights import StoredWeight
 from jaxlm.core.sharding import Layout
 from jaxlm.models.activations import gated
-from jaxlm.models.experts.dispatch import GATHER, ExpertSharding, dispatch
-from jaxlm.models.experts.grouped_products import AUTO, Grouping, choose_products, largest_block
+from jaxlm.models.experts.dispatch import GATHER, Dispatched, ExpertSharding, dispatch
+from jaxlm.models.experts.grouped_products import AUTO, choose_products, largest_block
 from jaxlm.models.layers import GatedMlp
 from jaxlm.models.linear import ExpertLinear, Linear
 from jaxlm.models.remat import EXPERT
@@ -44,6 +45,7 @@ class Experts(eqx.Module):
         expert_dispatch: how devices exchange tokens (`jaxlm.models.experts.dispatch`).
         expert_capacity: how many choices a device takes, relative to even loads; None for all.
         expert_products: how grouped products are computed, or `auto` (`jaxlm.models.experts.grouped_products`).
+        expert_parts: number of parts of each device's tokens, which are sent and computed one after another.
     """
 
     router: Linear
@@ -55,6 +57,7 @@ class Experts(eqx.Module):
     expert_dispatch: str = eqx.field(static=True, default=GATHER)
     expert_capacity: float | None = eqx.field(static=True, default=None)
     expert_products: str = eqx.field(static=True, default=AUTO)
+    expert_parts: int = eqx.field(static=True, default=1)
 
     def __call__(
         self, x: NamedArray, segment_ids: NamedArray, routed_by: NamedArray | None = None
@@ -87,29 +90,40 @@ class Experts(eqx.Module):
         ]
         sharding = ExpertSharding.of(x, self.gate_proj.weight)
 
-        def local(x_BSD, chosen_BSK, share_BSK, *weights):
-            products, _ = choose_products(x_BSD.dtype, weights[0], weights[0].shape, self.expert_products)
+        def part(*tokens, weights):
+            products, _ = choose_products(tokens[0].dtype, weights[0], weights[0].shape, self.expert_products)
             sent = dispatch(
-                *(x_BSD, chosen_BSK, share_BSK),
+                *tokens,
                 num_experts=weights[0].shape[0],
                 sharding=sharding,
                 backend=self.expert_dispatch,
                 capacity=self.expert_capacity,
                 largest_block=largest_block(products),
             )
-            out_BSD = sent.combine(self._local_experts(sent.rows_PD, sent.grouping, *weights))
+            out_BSD = sent.combine(self._local_experts(sent, *weights))
             return out_BSD, sent.num_dropped.astype(jnp.float32)
+
+        def local(x_BSD, chosen_BSK, share_BSK, *weights):
+            tokens = x_BSD, chosen_BSK, share_BSK
+            num_parts = math.gcd(self.expert_parts, x_BSD.shape[0] * x_BSD.shape[1])
+            if num_parts == 1:
+                return part(*tokens, weights=weights)
+            parts = zip(*(a.reshape(num_parts, 1, -1, a.shape[-1]) for a in tokens), strict=True)
+            outs, dropped = zip(*(part(*one, weights=weights) for one in parts), strict=True)
+            return jnp.concatenate(outs, axis=1).reshape(x_BSD.shape), sum(dropped)
 
         out, dropped = sharding.shard_map(local, weights)(x.array, chosen_BSK, share_BSK, *weights)
         return hax.auto_sharded(NamedArray(out, x.axes)), dropped
 
-    def _local_experts(self, x_PD, grouping: Grouping, gate_EDM, up_EDM, down_EMD) -> jax.Array:
+    def _local_experts(self, sent: Dispatched, gate_EDM, up_EDM, down_EMD) -> jax.Array:
         """The outputs of this device's experts."""
+        x_PD, grouping = sent.rows_PD, sent.grouping
         gate_PM, up_PM = (
             checkpoint_name(grouping.dot(x_PD, w_EDM, self.expert_products), EXPERT) for w_EDM in (gate_EDM, up_EDM)
         )
-        hidden_PM = gated(self.activation, gate_PM, up_PM)
-        return checkpoint_name(grouping.dot(hidden_PM, down_EMD, self.expert_products), EXPERT)
+        hidden_PM = sent.weighted(gated(self.activation, gate_PM, up_PM))
+        # `combine` reads only rows of groups.
+        return checkpoint_name(grouping.dot(hidden_PM, down_EMD, self.expert_products, any_rest=True), EXPERT)
 
 
 class SharedExpert(DeclaresParameters):

@@ -390,7 +390,7 @@ def config_to_json(family: Family, config: ModelConfig) -> Json:
 # Fields that only affect how the model is computed, and fields that may be null here but are numbers in config.json.
 _NOT_COMPARED = (
     *("gradient_checkpointing", "scan_layers", "attn_backend", "mlp_tile_tokens", "pad_vocab_to_multiple_of"),
-    *("expert_dispatch", "expert_capacity", "expert_products"),
+    *("expert_dispatch", "expert_capacity", "expert_products", "expert_parts"),
     *("num_kv_heads", "head_dim"),
     "seq_len",  # dynamic rotary embeddings need the length from which on they change
     "router_z_loss_coef",  # transformers has no such loss; it does not affect the model's outputs

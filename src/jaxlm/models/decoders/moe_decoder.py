@@ -99,12 +99,10 @@ class ExpertsConfig(DecoderConfig):
 
 
 @dataclass(frozen=True)
-class RoutedConfig(ExpertsConfig):
-    """A family with a mixture of experts. Each expert is `intermediate_dim` wide.
+class DispatchConfig(DecoderConfig):
+    """A family that may have experts.
 
     Attributes:
-        num_experts: number of experts per layer.
-        num_experts_per_token: number of experts that each token is routed to.
         router_aux_loss_coef: coefficient of the load-balancing loss, computed over a microbatch on all devices.
         router_z_loss_coef: coefficient of the router z-loss, the squared logsumexp of the router logits. It keeps the
             logits small.
@@ -118,15 +116,42 @@ class RoutedConfig(ExpertsConfig):
             Hopper. `ragged_dot`: XLA's, on TPUs and, slowly, on CPUs. `blocks`: a loop over blocks of rows. `auto` selects
             the fastest that the device and the experts allow, and compares `mosaic` with single products first; the plan
             shows which one and why.
+        expert_parts: each device's tokens are sent and computed in this many parts (or a divisor of both), so that one part
+            travels while experts compute another. A capacity is that of each part.
     """
 
-    num_experts: PositiveInt = 8
-    num_experts_per_token: PositiveInt = 2
     router_aux_loss_coef: NonNegativeFloat = 0.001
     router_z_loss_coef: NonNegativeFloat = 0.0
     expert_dispatch: Literal["auto", "gather", "padded", "ragged"] = field("auto", on_resume="rounding")
     expert_capacity: AtLeastOne | None = None
     expert_products: Literal["auto", "mosaic", "ragged_dot", "blocks"] = field("auto", on_resume="rounding")
+    expert_parts: PositiveInt = field(1, on_resume="rounding")
+
+    def balance(self) -> dict[str, float]:
+        """The coefficients of the router's losses, as arguments of `Routing`."""
+        return {"balance_weight": self.router_aux_loss_coef, "z_weight": self.router_z_loss_coef}
+
+    def dispatched(self) -> dict[str, Any]:
+        """How experts are computed, as arguments of `Experts`."""
+        return {
+            "expert_dispatch": GATHER if self.expert_dispatch == "auto" else self.expert_dispatch,
+            "expert_capacity": self.expert_capacity,
+            "expert_products": self.expert_products,
+            "expert_parts": self.expert_parts,
+        }
+
+
+@dataclass(frozen=True)
+class RoutedConfig(DispatchConfig, ExpertsConfig):
+    """A family with a mixture of experts. Each expert is `intermediate_dim` wide.
+
+    Attributes:
+        num_experts: number of experts per layer.
+        num_experts_per_token: number of experts that each token is routed to.
+    """
+
+    num_experts: PositiveInt = 8
+    num_experts_per_token: PositiveInt = 2
     key_rules: ClassVar[Rules] = (ordered("num_experts_per_token", "num_experts"),)
 
     def routing(self) -> Routing:
@@ -134,8 +159,7 @@ class RoutedConfig(ExpertsConfig):
         options: dict[str, Any] = {
             "num_chosen": self.num_experts_per_token,
             "normalised": self.norm_topk_prob,
-            "balance_weight": self.router_aux_loss_coef,
-            "z_weight": self.router_z_loss_coef,
+            **self.balance(),
         }
         if self.scores == "softmax":
             return SoftmaxRouting(**options)
@@ -193,9 +217,7 @@ def experts(config: RoutedConfig, keys: jax.Array) -> Experts:
         down_proj=ExpertLinear.init(Expert, Mlp, Embed, std=std, key=keys[3]),
         routing=config.routing(),
         activation=config.activation_function,
-        expert_dispatch=GATHER if config.expert_dispatch == "auto" else config.expert_dispatch,
-        expert_capacity=config.expert_capacity,
-        expert_products=config.expert_products,
+        **config.dispatched(),
     )
 
 

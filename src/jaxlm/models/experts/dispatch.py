@@ -142,6 +142,7 @@ class Dispatched:
         rows_PD: a row for each token and expert, sorted by expert.
         grouping: which rows are whose, and how many each expert has.
         share_RK: the shares of the experts of each token that the device has received.
+        share_P1: those of the rows; None if `combine` multiplies the outputs by them, not `weighted` what `down_proj` reads.
         give_back: maps outputs of these tokens, [R, D], to the sums for each token of this device, [B, S, D].
         num_dropped: how many choices of all devices were dropped.
     """
@@ -149,11 +150,19 @@ class Dispatched:
     rows_PD: jax.Array
     grouping: Grouping
     share_RK: jax.Array
+    share_P1: jax.Array | None
     give_back: Callable[[jax.Array], jax.Array]
     num_dropped: jax.Array
 
+    def weighted(self, hidden_PX: jax.Array) -> jax.Array:
+        """Multiplies rows by their shares, unless `combine` does."""
+        # The gradient of shares then needs no outputs, which the backward pass would compute again.
+        return hidden_PX if self.share_P1 is None else hidden_PX * self.share_P1
+
     def combine(self, out_PD: jax.Array) -> jax.Array:
         """Sums the experts' outputs, times their shares, of each token of this device; returns [B, S, D]."""
+        if self.share_P1 is not None:
+            return self.give_back(self.grouping.order.sums(out_PD, self.share_RK.shape[1]))
         out_RKD = self.grouping.order.back(out_PD).reshape(*self.share_RK.shape, -1)
         return self.give_back(jnp.sum(out_RKD * self.share_RK[..., None], axis=1).astype(self.rows_PD.dtype))
 
@@ -209,6 +218,7 @@ def dispatch(
         grouping.order.into(x_RD, copies=local_RK.shape[1]),
         grouping,
         share_RK,
+        grouping.order.into(share_RK.reshape(-1, 1)) if exchanged else None,
         lambda out_RD: sharding.scatter_tokens(give_back(out_RD).reshape(x_BSD.shape), gathered),
         sharding.sum_choices(num_dropped),
     )
@@ -237,7 +247,7 @@ def _padded(device_TK: jax.Array, axes: tuple[str, ...], size: int, mean: float,
     order = RowOrder.of(place_TW.reshape(-1), size * slots)
     exchange = lambda a: jax.lax.all_to_all(a, axes, 0, 0, tiled=True)  # noqa: E731
     send = lambda a: exchange(order.into(a, copies=size))  # noqa: E731
-    give_back = lambda out_RD: _sum_copies(order, exchange(out_RD), size)  # noqa: E731
+    give_back = lambda out_RD: order.sums(exchange(out_RD), size)  # noqa: E731
     return send, give_back, jnp.any(is_kept_TKW & has_slot_TW[:, None], axis=2), most
 
 
@@ -260,10 +270,5 @@ def _ragged(device_TK: jax.Array, axes: tuple[str, ...], size: int, mean: float,
     order = RowOrder.of(place_TW.reshape(-1), num_sent)
     exchange = RaggedExchange.of(counts_W, num_sent, received, axes)
     send = lambda a: exchange.send(order.into(a, copies=size))  # noqa: E731
-    give_back = lambda out_RD: _sum_copies(order, exchange.give_back(out_RD), size)  # noqa: E731
+    give_back = lambda out_RD: order.sums(exchange.give_back(out_RD), size)  # noqa: E731
     return send, give_back, jnp.any(is_kept_TKW, axis=2), most
-
-
-def _sum_copies(order: RowOrder, x_SD: jax.Array, size: int) -> jax.Array:
-    """Sums what the devices have returned for each token."""
-    return jnp.sum(order.back(x_SD).reshape(-1, size, x_SD.shape[-1]), axis=1)

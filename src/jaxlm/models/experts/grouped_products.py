@@ -65,12 +65,18 @@ class Grouping(eqx.Module):
         place_N = jnp.where(group_N < num_groups, rank_N + shift_G[jnp.minimum(group_N, num_groups - 1)], num_positions)
         return Grouping(RowOrder.of(place_N, num_positions), sizes_G, block)
 
-    def dot(self, x_PI: jax.Array, w_GIO: jax.Array | StoredArray, backend: str = AUTO) -> jax.Array:
-        """Multiplies each row by its group's matrix; returns [P, O] in the dtype of `operand`."""
+    def dot(
+        self, x_PI: jax.Array, w_GIO: jax.Array | StoredArray, backend: str = AUTO, *, any_rest: bool = False
+    ) -> jax.Array:
+        """Multiplies each row by its group's matrix; returns [P, O] in the dtype of `operand`.
+
+        Args:
+            any_rest: rows after the last group may be anything; otherwise they are 0.
+        """
         x_PI = operand(x_PI, w_GIO)
         name, _ = choose_products(x_PI.dtype, w_GIO, w_GIO.shape, backend, self.block)
         if name == "mosaic":
-            return mosaic_products(x_PI, w_GIO, self.sizes_G, self.block)
+            return mosaic_products(x_PI, w_GIO, self.sizes_G, self.block, any_rest)
         if name == "ragged_dot":
             if isinstance(w_GIO, StoredArray):
                 return _stored_ragged_dot(x_PI, w_GIO, self.sizes_G)

@@ -44,17 +44,23 @@ def mosaic_problem(dtype: Any, shape: Sequence[int], block: int | None) -> str |
     return None if trace_options().assume_kernels else _run_selftest(jnp.dtype(dtype), *map(_columns, features))
 
 
-@functools.partial(CustomVjp, nondiff_argnums=(3,))
-def mosaic_products(x_PI: jax.Array, w_GIO: jax.Array, sizes_G: jax.Array, block: int) -> jax.Array:
-    """Multiplies each row by its group's matrix, [P, O]; 0 after the last group. Args: sizes_G: multiples of `block`."""
-    return _rows_products(x_PI, w_GIO, sizes_G, block)
+@functools.partial(CustomVjp, nondiff_argnums=(3, 4))
+def mosaic_products(x_PI: jax.Array, w_GIO: jax.Array, sizes_G: jax.Array, block: int, any_rest: bool) -> jax.Array:
+    """Multiplies each row by its group's matrix, [P, O].
+
+    Args:
+        sizes_G: multiples of `block`.
+        any_rest: rows after the last group may be anything; otherwise they are 0.
+    """
+    return _rows_products(x_PI, w_GIO, sizes_G, block, any_rest=any_rest)
 
 
-def _mosaic_forward(x_PI, w_GIO, sizes_G, block):
-    return _rows_products(x_PI, w_GIO, sizes_G, block), (x_PI, w_GIO, sizes_G)
+def _mosaic_forward(x_PI, w_GIO, sizes_G, block, any_rest):
+    return _rows_products(x_PI, w_GIO, sizes_G, block, any_rest=any_rest), (x_PI, w_GIO, sizes_G)
 
 
-def _mosaic_backward(block, residuals, d_out_PO):
+def _mosaic_backward(block, any_rest, residuals, d_out_PO):
+    del any_rest
     from jax.experimental.pallas.ops.gpu.transposed_ragged_dot_mgpu import transposed_ragged_dot
 
     x_PI, w_GIO, sizes_G = residuals
@@ -74,7 +80,15 @@ def _mosaic_backward(block, residuals, d_out_PO):
 mosaic_products.defvjp(_mosaic_forward, _mosaic_backward)
 
 
-def _rows_products(x_PI: jax.Array, w: jax.Array, sizes_G: jax.Array, block: int, *, transposed: bool = False):
+def _rows_products(
+    x_PI: jax.Array,
+    w: jax.Array,
+    sizes_G: jax.Array,
+    block: int,
+    *,
+    transposed: bool = False,
+    any_rest: bool = False,
+) -> jax.Array:
     """Args: transposed: w is [G, O, I]."""
     from jax.experimental.pallas.ops.gpu.ragged_dot_mgpu import ragged_dot
 
@@ -89,6 +103,8 @@ def _rows_products(x_PI: jax.Array, w: jax.Array, sizes_G: jax.Array, block: int
     }
     with jax.named_scope(SCOPE):
         out_PO = ragged_dot(x_PI, w, group_sizes=sizes_G, transpose_rhs=transposed, **tiles)
+    if any_rest:
+        return out_PO
     return jnp.where((jnp.arange(len(out_PO)) < jnp.sum(sizes_G))[:, None], out_PO, 0)
 
 
@@ -120,7 +136,7 @@ def _disagreement(dtype: Any, inputs: int, outputs: int) -> str | None:
         out, vjp = jax.vjp(products, x, w)
         return out, *vjp(d_out)
 
-    found = results(lambda x, w: mosaic_products(x, w, jnp.asarray(sizes, jnp.int32), block), x, w, d_out)
+    found = results(lambda x, w: mosaic_products(x, w, jnp.asarray(sizes, jnp.int32), block, False), x, w, d_out)
     expected = results(exact, *(a.astype(jnp.float32) for a in (x, w, d_out)))
     names = ("output", "gradient of rows", "gradient of matrices")
     for name, result, reference in zip(names, found, expected, strict=True):

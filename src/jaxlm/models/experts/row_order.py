@@ -38,6 +38,10 @@ class RowOrder(eqx.Module):
         """Rows in their own order, [N, D]; 0 for those that the other order leaves out."""
         return _permute(x_PD, self.place_N, self.source_P)
 
+    def sums(self, x_PD: jax.Array, copies: int) -> jax.Array:
+        """Sums of the rows that stand for the same one, [T, D]. Args: copies: as for `into`."""
+        return _collect(x_PD, self.source_P, self.place_N, copies)
+
 
 # The derivative of a gather is a scatter-add, which is slow and, on GPUs, nondeterministic. For a permutation it can be
 # a gather, too.
@@ -71,9 +75,25 @@ def _spread_forward(x_TD, source_P, place_N, copies):
 
 
 def _spread_backward(copies, residuals, d_out_PD):
-    source_P, place_N = residuals
-    d_x_ND = _permute(d_out_PD, place_N, source_P)
-    return jnp.sum(d_x_ND.reshape(-1, copies, d_x_ND.shape[-1]), axis=1), None, None
+    return _collect(d_out_PD, *residuals, copies), None, None
 
 
 _spread.defvjp(_spread_forward, _spread_backward)
+
+
+@functools.partial(CustomVjp, nondiff_argnums=(3,))
+def _collect(x_PD: jax.Array, source_P: jax.Array, place_N: jax.Array, copies: int) -> jax.Array:
+    """The sum of those rows, of which `_spread` is the adjoint."""
+    x_ND = _permute(x_PD, place_N, source_P)
+    return jnp.sum(x_ND.reshape(-1, copies, x_ND.shape[-1]), axis=1)
+
+
+def _collect_forward(x_PD, source_P, place_N, copies):
+    return _collect(x_PD, source_P, place_N, copies), (source_P, place_N)
+
+
+def _collect_backward(copies, residuals, d_out_TD):
+    return _spread(d_out_TD, *residuals, copies), None, None
+
+
+_collect.defvjp(_collect_forward, _collect_backward)

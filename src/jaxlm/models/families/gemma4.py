@@ -16,10 +16,11 @@ from haliax import Axis
 from jaxlm.core.axes import EXPERTS, HEAD_SIZE, KV_HEADS, MLP, ROUTES
 from jaxlm.core.errors import ConfigError, check_divides
 from jaxlm.core.field_types import NonNegativeFloat, NumLayers, PositiveFloat, PositiveInt
-from jaxlm.core.rules import Rules, ordered, together
+from jaxlm.core.rules import Rules, only, ordered, together
 from jaxlm.models.base import ModelConfig
 from jaxlm.models.decoder import Decoder, gated_mlp
 from jaxlm.models.decoders.gemma4 import ExpertsBeside, Gemma4Block
+from jaxlm.models.decoders.moe_decoder import DispatchConfig
 from jaxlm.models.decoders.pre_norm import PatternConfig
 from jaxlm.models.linear import ExpertLinear, Linear
 from jaxlm.models.mixers.normed_values import NormedValueAttention
@@ -32,7 +33,7 @@ from jaxlm.reading.choices import choice
 
 
 @choice(ModelConfig, "gemma4")
-class Gemma4Config(PatternConfig):
+class Gemma4Config(DispatchConfig, PatternConfig):
     """Gemma 4 (text only). The defaults are Gemma 4 31B with a shorter context. The last layer is always global.
 
     Attributes:
@@ -46,8 +47,6 @@ class Gemma4Config(PatternConfig):
         num_experts: number of experts beside the MLP of each layer. Null for none.
         num_experts_per_token: number of experts that each token is routed to.
         expert_dim: hidden width of an expert.
-        router_aux_loss_coef: coefficient of the load-balancing loss, computed over a microbatch on all devices.
-        router_z_loss_coef: coefficient of the router z-loss, the squared logsumexp of the router logits.
     """
 
     seq_len: PositiveInt = 8192
@@ -71,11 +70,10 @@ class Gemma4Config(PatternConfig):
     num_experts: PositiveInt | None = None
     num_experts_per_token: PositiveInt | None = None
     expert_dim: PositiveInt | None = None
-    router_aux_loss_coef: NonNegativeFloat = 0.001
-    router_z_loss_coef: NonNegativeFloat = 0.0
     key_rules: ClassVar[Rules] = (
         together("num_experts", "num_experts_per_token", "expert_dim"),
         ordered("num_experts_per_token", "num_experts"),
+        only("expert_dispatch", "expert_capacity", "expert_products", "expert_parts", when="num_experts"),
     )
 
     @property
@@ -157,8 +155,7 @@ class Gemma4Config(PatternConfig):
         routing = SoftmaxRouting(
             num_chosen=self.num_experts_per_token,
             normalised=True,
-            balance_weight=self.router_aux_loss_coef,
-            z_weight=self.router_z_loss_coef,
+            **self.balance(),
             expert_scale=hax.ones(Route),
         )
         chosen = Experts(
@@ -168,6 +165,7 @@ class Gemma4Config(PatternConfig):
             down_proj=ExpertLinear.init(Expert, Mlp, Embed, std=std, key=keys[3]),
             routing=routing,
             activation=self.activation_function,
+            **self.dispatched(),
         )
         norms = [RMSNorm.init(Embed, self.layer_norm_epsilon) for _ in range(4)]
         return ExpertsBeside(norms[0], norms[1], norms[2], chosen, norms[3])
