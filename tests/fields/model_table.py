@@ -189,6 +189,10 @@ ROPES: Table = {
         "model.rope.truncate": Change(False, untruncated_yarn()),
         "model.rope.original_max_position_embeddings": Change(512, Constant(1.0, 1 / 2, 1 / 4, 1 / 8)),
     },
+    "rope proportional": {
+        "model.rope.theta": Change(16.0, Constant(*(16.0 ** (-i / 8) for i in (0, 2)), 0.0, 0.0)),
+        "model.rope.partial_rotary_factor": Change(0.25, Constant(1.0, 0.0, 0.0, 0.0)),
+    },
     "rope longrope": {
         "model.rope.theta": Change(77.0, frequencies(77.0, 2.0)),
         "model.rope.partial_rotary_factor": Change(0.5, Refused(r"model\.rope\.short_factor: 4 factors.*\b2\b")),
@@ -222,6 +226,7 @@ LATE_WINDOW: dict[str, Entry] = {
     "model.local_layers": local_layers(),
 }
 PATTERN = {"model.local_layers": local_layers(sliding_window_pattern=None)}
+ROUTED = {"model": {"num_experts": 5, "num_experts_per_token": 2, "expert_dim": 24}}
 INITIAL_LAMBDA = ShownIn("tests/systems/nanochat/test_nano.py::test_initialization")
 # S layers of the base attend 8 tokens back, which are 9 keys.
 NANO: dict[str, Entry] = {
@@ -470,6 +475,26 @@ TABLE: Table = {
         "model.sliding_window_pattern": Change(1, Program(loses="dense<512>")),
         "model.local_rope": SCALED_ROPE,
         "model.use_bidirectional_attention": BIDIRECTIONAL,
+    },
+    "gemma4": {
+        "model.local_layers": Change(
+            [],
+            Shapes({r"^model\.body\.0\.": None}),
+            also={"model": {"sliding_window_pattern": None, "local_layers": [0]}},
+        ),
+        "model.rope": Change(SCALED_ROPE.value, frequencies(77.0, 2.0, size=16)),
+        "model.local_rope": SCALED_ROPE,
+        "model.sliding_window": WINDOW,
+        "model.sliding_window_pattern": Change(1, Program(loses="dense<1024>")),
+        "model.final_soft_cap": Change(3.0, Constant(3.0)),
+        "model.global_head_dim": Change(24, Shapes({r"^model\.body\.1\..*q_proj\.weight": (1, 4, 24, 32)})),
+        "model.num_global_kv_heads": Change(1, Shapes({r"^model\.body\.1\..*k_proj\.weight": (1, 1, 16, 32)})),
+        "model.keys_are_values": Change(False, Shapes({r"^model\.body\.1\..*v_proj\.weight": (1, 2, 16, 32)})),
+        "model.num_experts": Change(8, Shapes({r"^model\.body\.1\..*router\.weight": (1, 8, 32)}), also=ROUTED),
+        "model.num_experts_per_token": Change(4, Program(gains=r"chlo.top_k\(%\w+, k = 4\)"), also=ROUTED),
+        "model.expert_dim": Change(40, Shapes({r"^model\.body\.1\..*experts.*up_proj": (1, 5, 32, 40)}), also=ROUTED),
+        "model.router_aux_loss_coef": Change(0.3, Constant(0.3), also=ROUTED),
+        "model.router_z_loss_coef": Change(0.3, Constant(0.3), also=ROUTED),
     },
     "gpt_neox": {
         "model.use_parallel_residual": Change(False, Program(gains=r"stablehlo.add")),

@@ -62,7 +62,7 @@ def check_same(found, expected, rtol: float) -> None:
     ("kind", "platform"),
     [
         ("nf4", "cpu"),
-        *(case for case in (("nf4", "tpu"), ("nvfp4", "cpu"), ("int8", "cpu"))),
+        *(case for case in (("nf4", "tpu"), ("nvfp4", "cpu"), ("mxfp4", "cpu"), ("int8", "cpu"))),
     ],
 )
 def test_products_and_gradients_are_those_of_the_floats(kind, platform, x, monkeypatch):

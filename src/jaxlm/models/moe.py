@@ -50,13 +50,17 @@ class Experts(eqx.Module):
     activation: str = eqx.field(static=True)
     clamp: SwigluClamp | None = eqx.field(static=True, default=None)
 
-    def __call__(self, x: NamedArray, segment_ids: NamedArray) -> tuple[NamedArray, RouterStats]:
+    def __call__(
+        self, x: NamedArray, segment_ids: NamedArray, routed_by: NamedArray | None = None
+    ) -> tuple[NamedArray, RouterStats]:
         """Maps {batch, position, embed} to the same shape; also returns the router's statistics.
 
         Args:
             segment_ids: of the tokens; 0 is padding, which the statistics ignore.
+            routed_by: what the router reads, with the axes of x; None for x.
         """
-        routes = self.routing(self.router(self.router.operand(x)), segment_ids)
+        read = x if routed_by is None else routed_by
+        routes = self.routing(self.router(self.router.operand(read)), segment_ids)
         out = self._apply_experts(x, routes.ids.array, routes.shares.array.astype(x.dtype))
         return out, routes.stats
 
