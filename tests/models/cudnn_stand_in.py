@@ -84,4 +84,8 @@ def stand_in_backward(q, k, v, *rest, scale, mask_type, sliding_window_length, *
     together = lambda t: t.reshape(*shape[:3], -1, shape[3]).sum(3)  # noqa: E731
     dk, dv = jnp.einsum("bnts,btnh->bsnh", d_scores, q), jnp.einsum("bnts,btnh->bsnh", weights, d_out)
     gradients = [jnp.einsum("bnts,bsnh->btnh", d_scores, k), together(dk), together(dv)]
-    return [jnp.where((document != 0)[:, :, None, None], g, jnp.nan) for g in gradients] if lengths is not None else gradients
+    return (
+        [jnp.where((document != 0)[:, :, None, None], g, jnp.nan) for g in gradients]
+        if lengths is not None
+        else gradients
+    )

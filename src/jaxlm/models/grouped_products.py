@@ -85,7 +85,8 @@ class Grouping(eqx.Module):
         if bias_GO is None:
             return x_PO
         # A product, because the derivative of a gather is a scatter-add.
-        is_group_BG = (self._groups(x_PO.shape[0] // self.block)[:, None] == jnp.arange(len(bias_GO))).astype(jnp.float32)
+        group_B = self._groups(x_PO.shape[0] // self.block)
+        is_group_BG = (group_B[:, None] == jnp.arange(len(bias_GO))).astype(jnp.float32)
         bias_BO = jnp.matmul(is_group_BG, bias_GO.astype(jnp.float32), precision=jax.lax.Precision.HIGHEST)
         out_BRO = x_PO.reshape(len(bias_BO), self.block, -1).astype(jnp.float32) + bias_BO[:, None]
         return out_BRO.reshape(x_PO.shape).astype(x_PO.dtype)

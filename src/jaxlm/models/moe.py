@@ -81,7 +81,9 @@ class Experts(eqx.Module):
         def local(x_BSD, chosen_BSK, share_BSK, *weights):
             sent = dispatch(x_BSD, chosen_BSK, num_experts=weights[0].shape[0], sharding=sharding)
             *weights, down_bias_ED = weights
-            rows_PD = self._local_experts(sent.rows_PD, sent.grouping, *weights, sharding.once(down_bias_ED))
+            rows_PD = self._local_experts(
+                sent.rows_PD, sent.grouping, *weights, down_bias_ED=sharding.once(down_bias_ED)
+            )
             return sent.combine(rows_PD, share_BSK)
 
         run = sharding.shard_map(local, weights)

@@ -4,7 +4,7 @@ Source: attention sinks as learned scores: OpenAI 2025, gpt-oss model card (arXi
 
 A kernel need not know of a sink. Its output o and the logsumexp l of its scores give those with a sink of score s:
 L = log(e^l + e^s), o' = o e^(l - L). The kernel's backward pass, given o' and L in place of o and l, returns the gradients of
-queries, keys and values, because it makes the weights from L and subtracts the sum over the features of o' times its gradient.
+queries, keys and values, because it makes the weights from L and subtracts the sum over features of o' times its gradient.
 The gradient of s is minus that sum times e^(s - L).
 """
 

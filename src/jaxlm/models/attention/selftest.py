@@ -13,12 +13,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from jaxlm.core.imports import haliax as hax
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from jaxlm.core.axes import HEADS
-from jaxlm.core.imports import haliax as hax
 from jaxlm.core.runtime import all_processes
 from jaxlm.core.tracing import trace_options
 from jaxlm.models.attention.backends.cudnn import DOCUMENTS_PER_CALL, cudnn_attention

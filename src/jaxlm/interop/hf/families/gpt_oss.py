@@ -3,12 +3,14 @@
 Source: OpenAI 2025, gpt-oss-120b and gpt-oss-20b model card (arXiv:2508.10925), section 2.
 """
 
+from collections.abc import Mapping
 from dataclasses import field
+from typing import Any
 
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.field_types import NonNegativeFloat, NumLayers, PositiveFloat, PositiveInt
 from jaxlm.interop.hf.block_rows import llama_rows
-from jaxlm.interop.hf.family import Family, FixedKey
+from jaxlm.interop.hf.family import Family, FixedKey, KeyGroup
 from jaxlm.interop.hf.shared_keys import (
     RESPELLED_WINDOWS,
     head_dim,
@@ -76,6 +78,17 @@ class GptOssConfig(PatternConfig, LlamaAttention, MoeConfig):
             )
 
 
+def _balance_notes(theirs: Mapping[str, Any]) -> list[str]:
+    """Published files have 0.9, so that this loss is larger than the other."""
+    given = theirs.get(_BALANCE, 0.0)
+    if theirs.get("output_router_logits") or not given:
+        return []
+    said = "is minimized, though transformers does not where output_router_logits is false. Set 0 in the model section"
+    return [f"{_BALANCE}: {given}: {said} to do without"]
+
+
+_BALANCE = "router_aux_loss_coef"
+
 FAMILY = Family(
     model_types=("gpt_oss",),
     architecture="GptOssForCausalLM",
@@ -89,6 +102,7 @@ FAMILY = Family(
         window_pattern(2, window=128),
         *router("num_local_experts", num_experts=128, chosen=4),
         *same_keys(attention_bias=True, swiglu_alpha=1.702, swiglu_limit=7.0),
+        KeyGroup((_BALANCE,), lambda _: {}, lambda _: {}, _balance_notes),
         FixedKey("hidden_act", "silu"),
         FixedKey("attention_dropout", 0.0),
     ),

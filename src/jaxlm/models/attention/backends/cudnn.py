@@ -161,7 +161,9 @@ def single_backward(options: CudnnOptions, segment_BT, q_BTNH, k_BTKH, v_BTKH, o
     return _backward(options, mask, [None] * 4, q_BTNH, k_BTKH, v_BTKH, lse_BNT, out_BTNH, d_out_BTNH)
 
 
-def _backward(options: CudnnOptions, mask: Any, documents: Sequence[jax.Array | None], q_BTNH, k_BTKH, v_BTKH, *results):
+def _backward(
+    options: CudnnOptions, mask: Any, documents: Sequence[jax.Array | None], q_BTNH, k_BTKH, v_BTKH, *results
+):
     """Calls the backward kernel.
 
     Args:
@@ -183,7 +185,9 @@ def _backward(options: CudnnOptions, mask: Any, documents: Sequence[jax.Array | 
     if jax.__version_info__ >= (0, 12):
         parameters["score_mod"] = None
     given = [none if array is None else array for array in (None, *documents, None, None)]
-    return tuple(fused._dot_product_attention_bwd_p_wrapper.bind(q_BTNH, k_BTKH, v_BTKH, *given, *results, **parameters))
+    return tuple(
+        fused._dot_product_attention_bwd_p_wrapper.bind(q_BTNH, k_BTKH, v_BTKH, *given, *results, **parameters)
+    )
 
 
 # --- Rows of several documents: the packed kernel ---------------------------------------------------------------------
