@@ -14,6 +14,7 @@ from haliax import Axis
 from jaxlm.core.mesh import AxisMappings, make_layout, mesh_shape
 from jaxlm.core.products.matmul import arranged
 from jaxlm.core.tracing import tracing
+from jaxlm.interop.hf.families.gpt_oss import GptOssConfig
 from jaxlm.models.families.mixtral import MixtralConfig
 from jaxlm.models.moe import Experts
 from tests.engine.helpers import AXES, one_device
@@ -29,6 +30,7 @@ CASES = {
     "none": {"push": (0, 1, 2, 4, 5, 6, 7)},  # expert 3 has none
     "k 1": {"k": 1},
     "k E": {"k": NUM_EXPERTS},
+    "biases": {"k": 4, "kind": GptOssConfig},
 }
 
 
@@ -39,9 +41,9 @@ def layout(num_devices: int):
 
 
 @functools.lru_cache
-def experts_of(k: int = 2, push: tuple[int, ...] = (), **changes) -> Experts:
-    config = MixtralConfig(seq_len=16, num_experts=NUM_EXPERTS, num_experts_per_token=k, initializer_range=0.3, **SIZES)
-    experts = dataclasses.replace(jax.jit(lambda: config.block(key=jax.random.key(0)).mlp)(), **changes)
+def experts_of(k: int = 2, push: tuple[int, ...] = (), kind: Any = MixtralConfig) -> Experts:
+    config = kind(seq_len=16, num_experts=NUM_EXPERTS, num_experts_per_token=k, initializer_range=0.3, **SIZES)
+    experts = with_biases(jax.jit(lambda: config.block(key=jax.random.key(0)).mlp)())
     # Of one normalized share, the gradient is a sum that cancels.
     experts = dataclasses.replace(experts, routing=dataclasses.replace(experts.routing, normalised=k > 1))
     if not push:
@@ -53,6 +55,16 @@ def experts_of(k: int = 2, push: tuple[int, ...] = (), **changes) -> Experts:
     assert [axis.name for axis in weight.axes] == ["routes", "embed"]
     router = dataclasses.replace(experts.router, weight=hax.named(weight.array + first, weight.axes))
     return dataclasses.replace(experts, router=router)
+
+
+def with_biases(experts: Experts) -> Experts:
+    """With random values in place of zeros."""
+    names = [name for name in ("router", "gate_proj", "up_proj", "down_proj") if getattr(experts, name).bias is not None]
+    layers = {name: getattr(experts, name) for name in names}
+    keys = jax.random.split(jax.random.key(3), 4)
+    biases = {name: hax.random.normal(key, layers[name].bias.axes) for name, key in zip(names, keys, strict=False)}
+    changed = {name: dataclasses.replace(layer, bias=biases[name]) for name, layer in layers.items()}
+    return dataclasses.replace(experts, **changed)
 
 
 def inputs() -> tuple[hax.NamedArray, hax.NamedArray]:

@@ -24,7 +24,7 @@ from jaxlm.core.parameters import SCALE, DeclaresParameters, Parameter
 from jaxlm.core.products.matmul import arranged, dot
 from jaxlm.core.products.stored_weights import StoredWeight
 from jaxlm.core.sharding import Layout
-from jaxlm.models.activations import gated
+from jaxlm.models.activations import SwigluClamp, clamped, gated
 from jaxlm.models.experts.dispatch import GATHER, Dispatched, ExpertSharding, dispatch
 from jaxlm.models.experts.grouped_products import AUTO, choose_products, largest_block
 from jaxlm.models.layers import GatedMlp
@@ -41,7 +41,8 @@ class Experts(eqx.Module):
         router: embed to routes, one per expert: the logits.
         routing: chooses experts by the logits.
         gate_proj, up_proj: embed to mlp, per expert.
-        down_proj: mlp to embed, per expert.
+        down_proj: mlp to embed, per expert. Its biases are weighted too.
+        clamp: of gate and up, in place of the activation; None for none.
         expert_dispatch: how devices exchange tokens (`jaxlm.models.experts.dispatch`).
         expert_capacity: how many choices a device takes, relative to even loads; None for all.
         expert_products: how grouped products are computed, or `auto` (`jaxlm.models.experts.grouped_products`).
@@ -54,6 +55,7 @@ class Experts(eqx.Module):
     down_proj: ExpertLinear
     routing: Routing
     activation: str = eqx.field(static=True)
+    clamp: SwigluClamp | None = eqx.field(static=True, default=None)
     expert_dispatch: str = eqx.field(static=True, default=GATHER)
     expert_capacity: float | None = eqx.field(static=True, default=None)
     expert_products: str = eqx.field(static=True, default=AUTO)
@@ -88,6 +90,10 @@ class Experts(eqx.Module):
             arranged(layer.weight, order)
             for layer, order in ((self.gate_proj, into_mlp), (self.up_proj, into_mlp), (self.down_proj, out_of_mlp))
         ]
+        biases = [
+            None if layer.bias is None else layer.bias.rearrange((EXPERTS, out)).array
+            for layer, out in ((self.gate_proj, MLP), (self.up_proj, MLP), (self.down_proj, EMBED))
+        ]
         sharding = ExpertSharding.of(x, self.gate_proj.weight)
 
         def part(*tokens, weights):
@@ -100,7 +106,8 @@ class Experts(eqx.Module):
                 capacity=self.expert_capacity,
                 largest_block=largest_block(products),
             )
-            out_BSD = sent.combine(self._local_experts(sent, *weights))
+            *weights, down_bias_ED = weights
+            out_BSD = sent.combine(self._local_experts(sent, *weights, down_bias_ED=sharding.once(down_bias_ED)))
             return out_BSD, sent.num_dropped.astype(jnp.float32)
 
         def local(x_BSD, chosen_BSK, share_BSK, *weights):
@@ -112,18 +119,26 @@ class Experts(eqx.Module):
             outs, dropped = zip(*(part(*one, weights=weights) for one in parts), strict=True)
             return jnp.concatenate(outs, axis=1).reshape(x_BSD.shape), sum(dropped)
 
-        out, dropped = sharding.shard_map(local, weights)(x.array, chosen_BSK, share_BSK, *weights)
+        run = sharding.shard_map(local, weights)
+        out, dropped = run(x.array, chosen_BSK, share_BSK, *weights, *biases)
         return hax.auto_sharded(NamedArray(out, x.axes)), dropped
 
-    def _local_experts(self, sent: Dispatched, gate_EDM, up_EDM, down_EMD) -> jax.Array:
+    def _local_experts(
+        self, sent: Dispatched, gate_EDM, up_EDM, down_EMD, gate_bias_EM, up_bias_EM, down_bias_ED
+    ) -> jax.Array:
         """The outputs of this device's experts."""
-        x_PD, grouping = sent.rows_PD, sent.grouping
-        gate_PM, up_PM = (
-            checkpoint_name(grouping.dot(x_PD, w_EDM, self.expert_products), EXPERT) for w_EDM in (gate_EDM, up_EDM)
+        grouping = sent.grouping
+
+        def layer(x_PI: jax.Array, w_EIO, bias_EO) -> jax.Array:
+            return checkpoint_name(grouping.shifted(grouping.dot(x_PI, w_EIO, self.expert_products), bias_EO), EXPERT)
+
+        gate_PM, up_PM = layer(sent.rows_PD, gate_EDM, gate_bias_EM), layer(sent.rows_PD, up_EDM, up_bias_EM)
+        hidden_PM = (
+            gated(self.activation, gate_PM, up_PM) if self.clamp is None else clamped(self.clamp, gate_PM, up_PM)
         )
-        hidden_PM = sent.weighted(gated(self.activation, gate_PM, up_PM))
         # `combine` reads only rows of groups.
-        return checkpoint_name(grouping.dot(hidden_PM, down_EMD, self.expert_products, any_rest=True), EXPERT)
+        out_PD = grouping.dot(sent.weighted(hidden_PM), down_EMD, self.expert_products, any_rest=True)
+        return checkpoint_name(grouping.shifted(out_PD, down_bias_ED, sent.share_P1), EXPERT)
 
 
 class SharedExpert(DeclaresParameters):
@@ -157,7 +172,8 @@ def num_active(model: Any) -> int:
     """Number of parameters that are active for one token: all except those of the experts it is not routed to."""
     inactive = 0
     for experts in tree.modules(model, Experts):
-        expert_size = sum(layer.weight.size for layer in (experts.gate_proj, experts.up_proj, experts.down_proj))
+        layers = (experts.gate_proj, experts.up_proj, experts.down_proj)
+        expert_size = sum(layer.weight.size + (0 if layer.bias is None else layer.bias.size) for layer in layers)
         num_experts = experts.gate_proj.weight.axis_size(EXPERTS)
         inactive += expert_size * (num_experts - experts.routing.num_chosen) // num_experts
     return tree.num_parameters(model) - inactive
