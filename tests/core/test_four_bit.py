@@ -14,12 +14,12 @@ import pytest
 from haliax import Axis
 
 from jaxlm.core.products.dynamic_map import dynamic_map
-from jaxlm.core.products.four_bit import NF4_TABLE, FourBitWeight, NF4Weight, NVFP4Weight
+from jaxlm.core.products.four_bit import NF4_TABLE, FourBitWeight, MXFP4Weight, NF4Weight, NVFP4Weight
 from jaxlm.core.products.matmul import dot
 from jaxlm.core.products.stored_weights import HalfWeight
 
 VECTORS = json.loads((Path(__file__).parents[1] / "vectors" / "nf4.json").read_text())
-KINDS = {"nf4": NF4Weight, "nvfp4": NVFP4Weight}
+KINDS = {"nf4": NF4Weight, "nvfp4": NVFP4Weight, "mxfp4": MXFP4Weight}
 
 
 def weight(seed: int, *axes: Axis) -> hax.NamedArray:
@@ -125,6 +125,29 @@ def test_nvfp4_is_what_ml_dtypes_rounds_to():
     assert bits(stored) == pytest.approx(4.5, abs=0.01)
     normal, In, Out = matrix(np.random.default_rng(0).standard_normal((512, 2048)), (512, 2048))
     assert relative_error(jax.jit(lambda normal: NVFP4Weight.of(normal, In, Out))(normal), normal) <= 0.097
+
+
+@pytest.mark.slow
+def test_mxfp4_keeps_what_is_in_mxfp4_and_rounds_the_rest_as_ml_dtypes():
+    """Of all codes with all scales but those whose numbers float32 has not, or not as normal ones."""
+    codes = np.random.default_rng(0).integers(0, 16, (251, 64)).astype(np.uint8)
+    codes[:, :16] = np.arange(16)
+    table = np.arange(16, dtype=np.uint8).view(ml_dtypes.float4_e2m1fn).astype(np.float64)
+    kept, In, Out = matrix(table[codes] * 2.0 ** (np.arange(2, 253.0)[:, None] - 127), codes.shape)
+    for block, largest in ((0, 1.5), (32, 0.5)):  # blocks whose largest number is not 6
+        small = np.where(np.abs(table[codes[:128, block:][:, :32]]) > largest, 0, 1)
+        kept = hax.named(kept.array.at[:128, block : block + 32].multiply(small), kept.axes)
+    stored, floats = jax.jit(lambda w: (s := MXFP4Weight.of(w, In, Out), s.floats(jnp.float32)))(kept)
+    np.testing.assert_array_equal(flat(floats), flat(kept))
+    assert bits(stored) == 4.25
+    exact, In, Out = matrix(np.random.default_rng(1).standard_normal((64, 256)) * 0.02, (64, 256))
+    exact = hax.named(exact.array.at[3, :32].set(0).at[5].multiply(1e-6), exact.axes)
+    stored, floats = jax.jit(lambda w: (s := MXFP4Weight.of(w, In, Out), s.floats(jnp.float32)))(exact)
+    blocks = flat(exact).reshape(-1, 32)
+    largest = np.abs(blocks).max(axis=1, keepdims=True)
+    scale = np.where(largest > 0, 2 ** (np.floor(np.log2(np.maximum(largest, 1e-30))) - 2), 1)
+    expected = np.clip(blocks / scale, -6, 6).astype(ml_dtypes.float4_e2m1fn).astype(np.float32) * scale
+    np.testing.assert_array_equal(flat(floats), expected.astype(np.float32).reshape(-1))
 
 
 Layers, Heads, Size, Embed = Axis("layers", 3), Axis("heads", 5), Axis("head_size", 8), Axis("embed", 64)

@@ -77,6 +77,7 @@ TOP_LEVEL: dict[str, Entry] = {
     "hf_save_path": ShownIn(HUGGING_FACE + "test_import_and_export_round_trip"),
     "hf_save_steps": ShownIn(HUGGING_FACE + "test_import_and_export_round_trip"),
     "hf_save_parts": ShownIn("tests/session/test_multimodal_run.py::test_a_run_exports_all_parts_or_the_text"),
+    "hf_stored_format": ShownIn("tests/session/test_stored_source.py::test_a_run_keeps_what_it_does_not_train"),
     "hf_save_dtype": ShownIn(HUGGING_FACE + "test_import_and_export_round_trip"),
     "hf_upload": ShownIn("tests/interop/test_model_card.py::test_exports_are_pushed_and_a_failed_push_ends_nothing"),
     "data_seed": ShownIn("tests/session/test_num_steps.py::test_the_seed_of_the_data_order_alone"),

@@ -121,6 +121,7 @@ NODES = {
 }
 ROPES: dict[str, Tree] = {
     "default": {},
+    "proportional": {"partial_rotary_factor": 0.5},
     "linear": {},
     "dynamic": {"original_max_position_embeddings": 8},
     "llama3": {"original_max_position_embeddings": 8},

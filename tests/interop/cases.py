@@ -56,6 +56,18 @@ OLMO3_ROPES = {
     "full_attention": {**YARN, "attention_factor": 1.1, "beta_fast": 16.0, "beta_slow": 1.0, "truncate": True},
     "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
 }
+GEMMA4 = {
+    "num_hidden_layers": 7,  # of which the sixth is global, and the last one always is
+    "head_dim": 16,
+    "global_head_dim": 32,
+    "num_global_key_value_heads": 1,
+    "attention_k_eq_v": True,
+    "sliding_window": 5,
+    "final_logit_softcapping": 3.0,
+    "hidden_size_per_layer_input": 0,
+    "vocab_size_per_layer_input": VOCAB,
+}
+GEMMA4_EXPERTS = {"enable_moe_block": True, "num_experts": 5, "top_k_experts": 2, "moe_intermediate_size": 16}
 GRANITE = {
     "embedding_multiplier": 3.0,
     "attention_multiplier": 0.3,
@@ -358,6 +370,12 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "gemma3-deep": ("gemma3_text", {"num_hidden_layers": 8, **GEMMA, "final_logit_softcapping": 3.0}),
+    "gemma4": ("gemma4_text", GEMMA4),
+    "gemma4-moe": ("gemma4_text", GEMMA4 | GEMMA4_EXPERTS),
+    "gemma4-separate": (
+        "gemma4_text",
+        GEMMA4 | {"attention_k_eq_v": False, "num_hidden_layers": 4, "layer_types": [_GLOBAL, _LOCAL, _LOCAL, _GLOBAL]},
+    ),
     "seed_oss": ("seed_oss", {"head_dim": 12, "attention_out_bias": True}),
     "seed_oss-biases": (
         "seed_oss",
@@ -471,9 +489,10 @@ def olmo_hybrid_files(arrays: Mapping[str, np.ndarray]) -> Iterator[tuple[str, n
 
 
 def state_of(model: Any) -> dict[str, Any]:
-    """The parameters of a transformers model by name, with the biases of routers, which are buffers there."""
-    biases = {name: buffer for name, buffer in model.named_buffers() if name.endswith("correction_bias")}
-    return {**dict(model.named_parameters()), **biases}
+    """The parameters of a transformers model by name, with the biases of routers and factors of layers, buffers there."""
+    saved = ("correction_bias", "layer_scalar")
+    buffers = {name: buffer for name, buffer in model.named_buffers() if name.endswith(saved)}
+    return {**dict(model.named_parameters()), **buffers}
 
 
 def tokens(rows: int = 2, length: int = SEQ_LEN) -> np.ndarray:

@@ -10,7 +10,7 @@ import numpy as np
 from jaxlm.core.safe_io import read_json_object
 from jaxlm.interop.hf.folder import open_folder
 from jaxlm.interop.hf.source_folder import SourceFolder
-from tests.interop.cases import GROWING_SCORES, SEQ_LEN
+from tests.interop.cases import GEMMA4, GROWING_SCORES, SEQ_LEN
 
 VOCAB = 96  # more than the ids of the images' tokens
 _TEXT = {
@@ -46,6 +46,10 @@ _QWEN_IDS = {"image_token_id": 90, "video_token_id": 91, "vision_start_token_id"
 _SECTIONS = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [1, 1, 2]}
 _INTERLEAVED = {**_SECTIONS, "mrope_section": [2, 1, 1], "mrope_interleaved": True}
 
+_GEMMA4_TOWER = {**_PATCHES, "patch_size": 4, "position_embedding_size": 16}
+_GEMMA4_IDS = {"image_token_id": 90, "video_token_id": 91, "boi_token_id": 92, "eoi_token_id": 93}
+_GEMMA4_IDS |= {"audio_token_id": 94, "boa_token_id": 95, "eoa_token_index": 89}
+
 # model_type, maybe with an addition -> keys of its config.
 CASES: dict[str, dict[str, Any]] = {
     "gemma3": {
@@ -61,6 +65,12 @@ CASES: dict[str, dict[str, Any]] = {
         "image_token_index": 90,
         "boi_token_index": 91,
         "eoi_token_index": 92,
+    },
+    "gemma4": {
+        "text_config": {**_TEXT, **GEMMA4, "vocab_size_per_layer_input": VOCAB},
+        "vision_config": {**_GEMMA4_TOWER, "num_key_value_heads": 2, "head_dim": 8},
+        "audio_config": None,
+        **_GEMMA4_IDS,
     },
     "qwen2_vl": {
         "text_config": {**_TEXT, "rope_parameters": _SECTIONS},

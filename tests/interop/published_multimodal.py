@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from tests.interop.published import OPENED
+from tests.interop.published_gemma4 import gemma4_folder
 
 Json = dict[str, Any]
 _QWEN_IDS = {
@@ -279,6 +280,12 @@ FOLDERS: dict[str, Folder] = {
         _mistral3(_text("Ministral-3-8B"), tie_word_embeddings=False),
         *(8_918_026_240, (309, 222), _WRAPPED),
         is_published=False,
+    ),
+    "gemma-4-31B": Folder(
+        gemma4_folder(_text("gemma-4-31B"), audio=False), 31_273_088_876, (832, 356), is_published=False
+    ),
+    "gemma-4-26B-A4B": Folder(
+        gemma4_folder(_text("gemma-4-26B-A4B"), audio=False), 25_805_936_206, (657, 356), is_published=False
     ),
     "Qwen3.5-0.8B": Folder(
         _qwen3_5("Qwen3.5-0.8B", "Qwen3_5", "qwen3_5", depth=12, hidden=768, mlp=3072, heads=12),

@@ -10,6 +10,7 @@ LENGTH, ORIGINAL, HEAD_SIZE, VOCAB = 48, 16, 16, 61
 _SIZES = {
     **dict.fromkeys(("intermediate_size", "moe_intermediate_size"), 40),
     "shared_expert_intermediate_size": 24,
+    **{"q_lora_rank": 16, "kv_lora_rank": 12, "qk_nope_head_dim": 10, "qk_rope_head_dim": 6, "v_head_dim": 7},
     "vocab_size": VOCAB,
 }
 _IDS = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": None}
@@ -22,9 +23,13 @@ def scaled_down(content: Mapping[str, Any]) -> Json:
     _scale_heads(small)
     _scale_layers(small)
     _scale_lengths(small, content)
+    if "global_head_dim" in small:
+        small |= {"global_head_dim": 2 * HEAD_SIZE, "vocab_size_per_layer_input": VOCAB}
+        small["num_global_key_value_heads"] = small["num_global_key_value_heads"] and 1
     for key in ("num_experts", "num_local_experts", "n_routed_experts"):
         if key in small:
-            small[key] = small["num_experts_per_tok"] + 2
+            chosen = next((small[name] for name in ("num_experts_per_tok", "top_k_experts") if name in small), None)
+            small[key] = chosen and chosen + 2
     if "rotary_dim" in small:
         small["rotary_dim"] = HEAD_SIZE // 2
     return small

@@ -90,6 +90,8 @@ def test_logits_gradients_and_a_bit_equal_export(kind, tmp_path):
     with torch.no_grad():
         for parameter in theirs.parameters():
             parameter.copy_(torch.zeros_like(parameter) if parameter.grad is None else parameter.grad)
+        for name, buffer in theirs.named_buffers():
+            buffer.mul_(0 if name.endswith("layer_scalar") else 1)  # it has no gradient
     theirs.save_pretrained(tmp_path / "theirs")
     for parameter in theirs.parameters():
         parameter.grad = None
@@ -172,6 +174,9 @@ def test_parts_follow_one_another_or_take_turns(along, interleaved):
     assert table.shape(sizes) == whole.shape
     for number, part in enumerate((gate, up)):
         np.testing.assert_array_equal(table.read(whole, number, sizes, axes), part)
+        wanted = (slice(1, 2), slice(1, 3), slice(0, 2))
+        found = table.read_region(whole.__getitem__, number, sizes, axes, wanted)
+        np.testing.assert_array_equal(found, part[wanted])
 
 
 @pytest.mark.parametrize("with_tied_names", [True, False])

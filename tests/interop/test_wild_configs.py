@@ -21,7 +21,7 @@ YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 
 BY_KIND = {FULL: {**YARN, "rope_theta": 50.0}, LOCAL: {"rope_type": "default", "rope_theta": 20.0}}
 # name -> (keys, families; None means all that have rotary embeddings of one kind)
 # Ministral 3 in transformers needs YaRN.
-ONE = sorted(set(FIRST) - {"gpt2", "mpt", "gemma3_text", "olmo3", "phi3", "ministral3", "dba"})
+ONE = sorted(set(FIRST) - {"gpt2", "mpt", "gemma3_text", "olmo3", "phi3", "ministral3", "gemma4_text", "dba"})
 TWO = ["gemma3_text", "olmo3"]
 WILD = {
     "both": ({"rope_parameters": DEFAULT, "rope_scaling": LINEAR}, ONE),

@@ -18,7 +18,8 @@ from jaxlm.models.base import vocab_axis
 from jaxlm.models.families.mixtral import MixtralConfig
 from jaxlm.models.families.qwen2_moe import Qwen2MoeConfig
 from jaxlm.models.families.qwen3_moe import Qwen3MoeConfig
-from jaxlm.models.moe import Experts, Grouping, num_active
+from jaxlm.models.grouped_products import Grouping
+from jaxlm.models.moe import Experts, num_active
 from jaxlm.models.routing import RouterStats
 from jaxlm.optim.elementwise import AdamConfig
 from jaxlm.reading.decode import encode

@@ -11,7 +11,7 @@ import pytest
 from haliax import Axis
 
 from jaxlm.core.errors import ConfigError
-from jaxlm.models import moe
+from jaxlm.models import grouped_products
 from jaxlm.models.families.mixtral import MixtralConfig
 from jaxlm.models.moe import Experts
 from jaxlm.plan.load_config import decode_run
@@ -62,11 +62,11 @@ def check_same(found, expected, rtol: float) -> None:
     ("kind", "platform"),
     [
         ("nf4", "cpu"),
-        *(case for case in (("nf4", "tpu"), ("nvfp4", "cpu"), ("int8", "cpu"))),
+        *(case for case in (("nf4", "tpu"), ("nvfp4", "cpu"), ("mxfp4", "cpu"), ("int8", "cpu"))),
     ],
 )
 def test_products_and_gradients_are_those_of_the_floats(kind, platform, x, monkeypatch):
-    monkeypatch.setattr(moe, "current_platform", lambda: platform)  # the path of TPUs computes on CPUs too
+    monkeypatch.setattr(grouped_products, "current_platform", lambda: platform)  # the path of TPUs computes on CPUs too
     few = stored(kind)
     floats = QuantizeConfig().merge(few)
     assert jax.tree.structure(floats) == jax.tree.structure(jax.eval_shape(lambda: CONFIG.block(key=KEY).mlp))

@@ -22,7 +22,7 @@ import numpy as np
 from jaxlm.core import tree
 from jaxlm.core.errors import ConfigError, Parser
 from jaxlm.core.publish import Location
-from jaxlm.interop.hf.folder import DTYPES, PARTS, Parts, parse_export_dtype
+from jaxlm.interop.hf.folder import DTYPES, PARTS, STORED_FORMATS, Parts, StoredFormat, parse_export_dtype
 from jaxlm.interop.hf.hub import check_upload, check_upload_name, local_folder, upload_folder
 from jaxlm.interop.hf.model_card import README, ModelCard
 from jaxlm.interop.hf.verify import verify_folder
@@ -68,8 +68,9 @@ def main(arguments: Sequence[str]) -> int:
     opened = open_model(options.checkpoint, {}, options.adapter, options.weights)
     if options.upload is not None:
         check_upload("--upload")
-    if options.adapters == "only" and (options.parts or options.dtype == "source"):
-        given = "--parts" if options.parts else "--dtype source"
+    of_source = {"--parts": options.parts, "--stored_format": options.stored_format}
+    of_source["--dtype source"] = options.dtype == "source"
+    if options.adapters == "only" and (given := next((key for key, value in of_source.items() if value), None)):
         raise ConfigError(f"{given}: given, but --adapters only writes no part of the source. Remove it")
     dtype = opened.plan.precision.params if options.dtype is None else parse_export_dtype(options.dtype, "--dtype")
     with opened.plan.layout.use():
@@ -77,7 +78,8 @@ def main(arguments: Sequence[str]) -> int:
             _write_adapters(folder, opened, dtype, _card(opened, options.checkpoint, "peft"), verify=verify)
         else:
             card = _card(opened, options.checkpoint, "transformers")
-            _write_model(folder, opened, dtype, card, verify=verify, parts=options.parts or "all")
+            parts_of_source, stored = options.parts or "all", options.stored_format or "decode"
+            _write_model(folder, opened, dtype, card, verify=verify, parts=parts_of_source, stored=stored)
     if options.upload is not None:
         step = "" if opened.step is None else f", step {opened.step}"
         print(f"pushed to {upload_folder(Path(folder), options.upload, f'{options.checkpoint}{step}')}")
@@ -109,10 +111,17 @@ def _card(opened: LoadedModel, name: str, library: str) -> ModelCard:
 
 
 def _write_model(
-    folder: Location, opened: LoadedModel, dtype: Any, card: ModelCard, *, verify: bool, parts: Parts
+    folder: Location,
+    opened: LoadedModel,
+    dtype: Any,
+    card: ModelCard,
+    *,
+    verify: bool,
+    parts: Parts,
+    stored: StoredFormat,
 ) -> None:
     plan = opened.plan
-    exporter = Exporter(plan, opened.tokenizer, opened.source(), dtype, parts)
+    exporter = Exporter(plan, opened.tokenizer, opened.source(), dtype, parts, stored)
     model = export_form(opened.load(), opened.surgeries)
     exporter.write(folder, model, opened.model, card, opened.merged)
     kind = "in the dtypes of its source" if dtype is None else f"as {jnp.dtype(dtype).name}"
@@ -203,6 +212,8 @@ def _parser(parts: Sequence[CommandPart]) -> argparse.ArgumentParser:
         "of a multimodal folder that the model was made from: copy the other parts too, or write the text model alone"
     )
     add("--parts", choices=PARTS, help=f"{meaning} (default all)")
+    meaning = "write what the codes and scales of its source (fp8, MXFP4) stand for, or copy them (default decode)"
+    add("--stored_format", choices=STORED_FORMATS, help=meaning)
     verified = "load the written folder again and compare its logits and tokens with the checkpoint's (default false)"
     add("--verify", choices=("true", "false"), default="false", help=verified)
     adapters = "merge LoRA adapters into the weights, or write only the adapters (default merge)"

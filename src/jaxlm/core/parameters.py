@@ -68,6 +68,17 @@ class SignUpdate(UpdateRule):
 
 
 @dataclass(frozen=True)
+class NoUpdate(UpdateRule):
+    """Leaves a parameter as it is: what other programs have as a buffer."""
+
+    def update(self, gradient: Any) -> Any:
+        return jax.tree.map(jnp.zeros_like, gradient)
+
+    def __str__(self) -> str:
+        return "not trained"
+
+
+@dataclass(frozen=True)
 class Parameter:
     """Describes a parameter. The defaults are those of a bias: not a matrix, no weight decay.
 
@@ -94,6 +105,8 @@ SCALE = Parameter(decays=True)
 """A parameter with weight decay that is not a matrix."""
 FLOAT32_VECTOR = Parameter(float32=True)
 """A parameter of few elements whose rounding errors add up, such as the logarithm of a decay rate."""
+FIXED = Parameter(rule=NoUpdate())
+"""A number that is saved and loaded, but never trained."""
 
 
 def matrix(outputs: Sequence[Axis], inputs: Sequence[Axis]) -> Parameter:

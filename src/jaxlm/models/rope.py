@@ -203,6 +203,24 @@ class DefaultRotary(RotaryConfig):
         return _unscaled_frequencies(self.theta, size)
 
 
+@choice(RotaryConfig, "proportional")
+class ProportionalRotary(RotaryConfig):
+    """Rotates the first of all feature pairs with the frequencies that they have among all of them, and no others.
+
+    Pair i joins features i and `size / 2 + i` of a whole head, as if all were rotated. Its frequency is
+    `theta ** (-2 i / size)` in the first `partial_rotary_factor` of the pairs, and 0 in the others.
+
+    Source: Gemma 4, global layers, in transformers.
+    """
+
+    def frequencies(self, size: int, places: Places) -> np.ndarray:
+        unscaled = _unscaled_frequencies(self.theta, size)
+        return np.where(np.arange(len(unscaled)) < int(size * self.partial_rotary_factor) // 2, unscaled, 0.0)
+
+    def num_rotated(self, head_size: int) -> int:
+        return head_size
+
+
 @choice(RotaryConfig, "linear")
 class LinearRotary(RotaryConfig):
     """Position interpolation: divides all frequencies by `factor` (Chen et al. 2023, arXiv:2306.15595, equation 3).

@@ -22,7 +22,7 @@ import jax.numpy as jnp
 from haliax import Axis, NamedArray
 
 from jaxlm.core.axes import BATCH, CHOICES, LAYERS, POSITION, ROUTES
-from jaxlm.core.parameters import DeclaresParameters, Parameter, SignUpdate
+from jaxlm.core.parameters import VECTOR, DeclaresParameters, Parameter, SignUpdate
 from jaxlm.core.tracing import CustomVjp
 from jaxlm.core.values.sums import Sum
 from jaxlm.models.base import AuxLoss
@@ -120,8 +120,14 @@ class Routing(eqx.Module):
         )
 
 
-class SoftmaxRouting(Routing):
-    """The experts of the largest probabilities; a share is the probability."""
+class SoftmaxRouting(Routing, DeclaresParameters):
+    """The experts of the largest probabilities; a share is the probability.
+
+    Attributes:
+        expert_scale: {routes}, factors of the shares, which need not sum to 1 then (Gemma 4); None for none.
+    """
+
+    expert_scale: NamedArray | None = None
 
     def __call__(self, logits: NamedArray, segment_ids: NamedArray) -> Routes:
         logits = logits.astype(jnp.float32)
@@ -129,7 +135,12 @@ class SoftmaxRouting(Routing):
         share_BSK, ids_BSK = jax.lax.top_k(_ordered(probabilities).array, self.num_chosen)
         if self.normalised:
             share_BSK = share_BSK / jnp.sum(share_BSK, axis=-1, keepdims=True)
+        if self.expert_scale is not None:
+            share_BSK = share_BSK * self.expert_scale.array.astype(jnp.float32)[ids_BSK]
         return _routes(share_BSK, ids_BSK, self.statistics(logits, probabilities, ids_BSK, segment_ids), segment_ids)
+
+    def parameters(self) -> dict[str, Parameter]:
+        return {"expert_scale": VECTOR}
 
 
 _SMALLEST_SUM = 1e-20

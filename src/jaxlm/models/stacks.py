@@ -117,9 +117,7 @@ def layer_contexts(
     def context(kind: LayerKind) -> LayerContext:
         turn, scaling = rotation(kind.rope, kind.interleaved, kind.rotary_size), kind.query_scaling
         scale = None if scaling is None else scaling.factors(places)
-        return LayerContext(
-            attention_mask, turn, kind.window, backend, inputs.order, start, scale, kind.score_factor
-        )
+        return LayerContext(attention_mask, turn, kind.window, backend, inputs.order, start, scale, kind.score_factor)
 
     return [context(kind) for kind in kinds]
 

@@ -7,7 +7,7 @@ from jaxlm.controllers.base import ControllerConfig
 from jaxlm.controllers.early_stopping import UntilConfig
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.field_types import NonNegativeInt, PositiveInt, Seed
-from jaxlm.core.rules import Rules, excludes
+from jaxlm.core.rules import Rules, excludes, only
 from jaxlm.data.config import DataConfig
 from jaxlm.data.tokens import TokensConfig
 from jaxlm.evals.base import EvalConfig
@@ -114,6 +114,8 @@ class RunConfig:
             initialize_from_hf; null keeps the training dtype.
         hf_save_parts: what the saved folders have of initialize_from_hf. `all` copies what is not trained, such as the vision
             tower of a multimodal model, and keeps the form of that folder; `text` writes the text model alone.
+        hf_stored_format: how the saved folders have the weights that initialize_from_hf has as codes and scales (fp8, MXFP4).
+            `decode` writes what they stand for; `keep` copies codes and scales, none of which may be trained.
         hf_upload: also push the folders in `hf_save_path` to this repository on the Hugging Face Hub (`owner/name`), one
             commit each; true names it after `trainer.id`, in your own account; null or false pushes nothing. A push that
             fails does not end the run.
@@ -143,11 +145,13 @@ class RunConfig:
     hf_save_steps: PositiveInt = field(10_000, on_resume="harmless")
     hf_save_dtype: str | None = field(None, on_resume="harmless")
     hf_save_parts: Literal["all", "text"] = field("all", on_resume="harmless")
+    hf_stored_format: Literal["decode", "keep"] = field("decode", on_resume="harmless")
     hf_upload: bool | str | None = field(None, on_resume="harmless")
     dry_run: bool = field(False, on_resume="harmless")
 
     key_rules: ClassVar[Rules] = (
         excludes("initialize_from_hf", "trainer.initialize_from", why="and both set the initial weights"),
+        only("hf_stored_format", when="hf_save_parts", is_="all", why="whose names and keys it keeps"),
     )
 
     @property

@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 
+from jaxlm.core import tree
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.publish import (
     Location,
@@ -27,7 +28,7 @@ from jaxlm.engine.checkpoint.store import CURSOR
 from jaxlm.engine.phases import Phase
 from jaxlm.engine.state import RunState
 from jaxlm.interop.hf.classifier import is_reward_model
-from jaxlm.interop.hf.folder import Parts, save_folder
+from jaxlm.interop.hf.folder import Parts, StoredFormat, save_folder
 from jaxlm.interop.hf.hub import repository_of, upload_folder
 from jaxlm.interop.hf.model_card import README, ModelCard
 from jaxlm.interop.hf.source_folder import SourceFolder
@@ -57,6 +58,7 @@ class Exporter:
         source: the folder of the model that training began with.
         dtype: of the weights in the files; None for that of the source's.
         parts: of the source that the exports have.
+        stored_format: in which they have its stored weights.
     """
 
     plan: Plan
@@ -64,12 +66,17 @@ class Exporter:
     source: SourceFolder
     dtype: Any
     parts: Parts = "all"
+    stored_format: StoredFormat = "decode"
 
     def check(self, config: ModelConfig, rows: int) -> None:
         """Raises `ConfigError` if `write` would for a model of this config. Args: rows: of its embedding."""
         self.source.dtype_of(self.dtype)
         if self.parts == "all":
             self.source.check_fits(config, rows)
+        if self.stored_format == "keep":
+            states = ((phase, self.plan.state_builder.abstract_state(phase).model) for phase in self.plan.phases)
+            trained = {path for phase, model in states for path, _ in tree.leaves(phase.split(model)[0])}
+            self.source.check_keeps(config, trained)
 
     def describe(self, model: LanguageModel) -> str:
         """What an export of this model has beside the text model; empty if there is nothing else."""
@@ -100,6 +107,7 @@ class Exporter:
                 card = replace(card, task="text-classification")
             files |= {README: card.text().encode(), **merged_file(merged)}
         made_from = {"special_ids": self.tokenizer.special_ids, "source": self.source, "parts": self.parts}
+        made_from["stored_format"] = self.stored_format
         save_folder(folder, model, config, plan.layout, dtype=self.dtype, files=files, **made_from)
 
 

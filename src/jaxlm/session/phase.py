@@ -116,7 +116,7 @@ def _services(run: Run, phase: Phase) -> RunServices:
     surgeries = plan.state_builder.surgeries_until(phase)
 
     def export(model: LanguageModel, folder: Any) -> None:
-        exporter = replace(run.exporter, dtype=plan.precision.params)
+        exporter = replace(run.exporter, dtype=plan.precision.params, stored_format="decode")
         exporter.write(folder, export_form(model, surgeries), phase.model)
 
     shared = (plan.precision, run.console.log, tokenizer.stop_ids, run.clock.progress)

@@ -299,7 +299,7 @@ def open_run(
 def _exporter(plan: Plan, tokenizer: Tokenizer, source: SourceFolder) -> Exporter:
     name = plan.config.hf_save_dtype
     dtype = plan.precision.params if name is None else parse_export_dtype(name, "hf_save_dtype")
-    return Exporter(plan, tokenizer, source, dtype, plan.config.hf_save_parts)
+    return Exporter(plan, tokenizer, source, dtype, plan.config.hf_save_parts, plan.config.hf_stored_format)
 
 
 def tokenizer_to_save(tokenizer: Tokenizer, plan: Plan) -> Tokenizer:

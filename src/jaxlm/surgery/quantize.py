@@ -21,7 +21,7 @@ from jaxlm.core import tree
 from jaxlm.core.axes import ROUTES, VOCAB, axes_of
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.parameters import float32_paths
-from jaxlm.core.products.four_bit import NF4Weight, NVFP4Weight
+from jaxlm.core.products.four_bit import MXFP4Weight, NF4Weight, NVFP4Weight
 from jaxlm.core.products.stored_weights import HalfWeight, Int8Weight, StoredWeight
 from jaxlm.core.rules import Rules, only
 from jaxlm.models.base import LanguageModel
@@ -29,7 +29,7 @@ from jaxlm.models.linear import ExpertLinear, Linear
 from jaxlm.reading.choices import choice
 from jaxlm.surgery.base import ArraySurgery, SurgeryConfig
 
-Kind = Literal["nf4", "nvfp4", "int8", "bfloat16", "float16"]
+Kind = Literal["nf4", "nvfp4", "mxfp4", "int8", "bfloat16", "float16"]
 Layer = Linear | ExpertLinear
 
 
@@ -42,8 +42,8 @@ class QuantizeConfig(ArraySurgery):
     Put it first, so that a run that starts from a Hugging Face folder stores each layer when it has read it.
 
     Attributes:
-        kind: `nf4` (4.127 bits per parameter) and `nvfp4` (4.5) for linear layers and experts; `int8` with a scale for each
-            output, `bfloat16` and `float16` for the head too.
+        kind: `nf4` (4.127 bits per parameter), `nvfp4` (4.5) and `mxfp4` (4.25, which keeps the values of folders in MXFP4)
+            for linear layers and experts; `int8` with a scale for each output, `bfloat16` and `float16` for the head too.
         modules: regular expression searched for in the paths of linear layers; matching ones are stored. Null stores all
             except the head and routers.
         double_quant: quantize the scales of `nf4` too, to 8 bits. Without, they are float32 (4.5 bits per parameter).
@@ -84,6 +84,8 @@ class QuantizeConfig(ArraySurgery):
             return NF4Weight.of(weight, layer.In, layer.Out, double_quant=self.double_quant)
         if self.kind == "nvfp4":
             return NVFP4Weight.of(weight, layer.In, layer.Out)
+        if self.kind == "mxfp4":
+            return MXFP4Weight.of(weight, layer.In, layer.Out)
         if self.kind == "int8":
             return Int8Weight.of(weight, layer.In)
         return HalfWeight(weight.astype(jnp.dtype(self.kind)))
@@ -114,7 +116,7 @@ class QuantizeConfig(ArraySurgery):
                     f"{prefix} {path} is already stored as {layer.weight.form} by an earlier surgery. Set modules to other"
                     " layers here or there"
                 )
-            if self.kind in ("nf4", "nvfp4") and VOCAB in _outputs(layer):
+            if self.kind in ("nf4", "nvfp4", "mxfp4") and VOCAB in _outputs(layer):
                 raise ConfigError(
                     f"{prefix} kind: {self.kind} given, but {path} is the head, which the loss reads in slices, and blocks"
                     " of scales cannot be cut. Store it with kind: int8, bfloat16 or float16 (a second surgery quantize), and"

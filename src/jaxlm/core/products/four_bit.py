@@ -1,4 +1,4 @@
-"""Stores weights in four bits (NF4 and NVFP4): codes in blocks of consecutive elements, each block with a scale.
+"""Stores weights in four bits (NF4, NVFP4 and MXFP4): codes in blocks of consecutive elements, each block with a scale.
 
 Blocks follow the flattened order of (outputs, inputs), which is how PyTorch stores the weight of a linear layer. So codes
 and scales can be those of other programs, number by number.
@@ -10,9 +10,13 @@ NVFP4 is 4-bit floating point, with scales in 8-bit floating point: e2m1 in bloc
 float32 scale that moves the largest block scale to the largest e4m3 number. Here each matrix has one of those. The first
 code of a byte is in its low bits, as in checkpoints of NVIDIA's ModelOpt.
 
+MXFP4 is e2m1 in blocks of 32, each with a power of two (e8m0). A weight that was in MXFP4 keeps its values: the power of two
+here is that of the block's largest number, so no number needs more digits than before.
+
 Source: NF4: Dettmers et al. 2023, QLoRA: Efficient Finetuning of Quantized LLMs (arXiv:2305.14314), section 3 and appendix
 E; the 8-bit codes of its scales: Dettmers 2015, 8-Bit Approximations for Parallelism in Deep Learning (arXiv:1511.04561),
 section 3. NVFP4: NVIDIA 2025, Pretraining Large Language Models with NVFP4 (arXiv:2509.25149), section 2 and appendix B.
+MXFP4: OCP Microscaling Formats (MX) Specification v1.0, sections 5.2 to 5.4 and 6.3.
 """
 
 import abc
@@ -161,7 +165,7 @@ class FourBitArray(StoredArray):
 
 def _cut_blocks() -> ConfigError:
     return ConfigError(
-        "surgery quantize: kind: nf4 or nvfp4 given for experts whose features are sharded (mlp in"
+        "surgery quantize: kind: nf4, nvfp4 or mxfp4 given for experts whose features are sharded (mlp in"
         " trainer.tensor_parallel_axes), but blocks of scales cannot be cut. Shard experts instead of mlp, or store them with"
         " kind: int8, bfloat16 or float16"
     )
@@ -419,6 +423,51 @@ class NVFP4Weight(FourBitWeight):
         codes = in_shape_of(self.codes, self.stacked, bytes_of(Matrix))
         block_scales = in_shape_of(self.block_scales, self.stacked, blocks_of(Matrix, NVFP4_BLOCK))
         return NVFP4Weight(codes=codes, block_scales=block_scales, scale=self.scale, Matrix=Matrix)
+
+
+MXFP4_BLOCK = 32
+_BIAS = 127  # of e8m0 numbers
+_DIGITS = 23  # of float32
+
+
+class MXFP4Weight(FourBitWeight):
+    """A weight in MXFP4: 4.25 bits per parameter.
+
+    Attributes:
+        codes, Matrix: as in `FourBitWeight`.
+        exponents: uint8 {layers, *blocks}, the bits of e8m0 numbers.
+    """
+
+    codes: NamedArray
+    exponents: NamedArray
+    Matrix: tuple[Axis, ...] = eqx.field(static=True)
+    form: ClassVar[str] = "mxfp4"
+    table: ClassVar[np.ndarray] = NVFP4_TABLE
+    first_in_high_bits: ClassVar[bool] = False
+    block_size: ClassVar[int] = MXFP4_BLOCK
+
+    @staticmethod
+    def of(weight: NamedArray, In: AxisSpec, Out: AxisSpec) -> "MXFP4Weight":
+        """Quantizes a weight."""
+        exact, num_stacked = as_matrices(weight, In, Out)
+        matrix = exact.axes[num_stacked:]
+        maxima = block_maxima(exact, num_stacked, MXFP4_BLOCK)
+        _, exponents = jnp.frexp(maxima.array)  # the largest number becomes one from 4 up to 8, of which 6 is written
+        bits = NamedArray(jnp.clip(exponents - 3 + _BIAS, 1, 2 * _BIAS).astype(jnp.uint8), maxima.axes)
+        codes = NamedArray(_e2m1(_over(exact.array, by_element(_powers(bits), MXFP4_BLOCK, matrix))), exact.axes)
+        return MXFP4Weight(packed(codes, num_stacked, first_in_high_bits=False), bits, matrix)
+
+    def scales(self) -> NamedArray:
+        return _powers(self.exponents)
+
+    def with_matrix(self, Matrix: tuple[Axis, ...]) -> "MXFP4Weight":
+        codes = in_shape_of(self.codes, self.stacked, bytes_of(Matrix))
+        return MXFP4Weight(codes, in_shape_of(self.exponents, self.stacked, blocks_of(Matrix, MXFP4_BLOCK)), Matrix)
+
+
+def _powers(bits: NamedArray) -> NamedArray:
+    """float32, the powers of two with these bits as e8m0 numbers, from 1 on: 0 is not normal in float32."""
+    return NamedArray(jax.lax.bitcast_convert_type(bits.array.astype(jnp.uint32) << _DIGITS, jnp.float32), bits.axes)
 
 
 def _over(values: jax.Array, scales: jax.Array) -> jax.Array:

@@ -14,7 +14,7 @@ import numpy as np
 from jaxlm.core import tree
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.safe_io import read_json_object
-from jaxlm.interop.hf.tensor_files import open_tensors
+from jaxlm.interop.hf.stored_formats import open_weights
 from jaxlm.interop.hf.weights import Tensor, single
 from jaxlm.models.base import LanguageModel, RewardModel
 
@@ -97,7 +97,7 @@ def read_score(folder: Path, key: str) -> np.ndarray:
     if not config.is_file():
         raise ConfigError(f"{key}: {folder} has no config.json. Give a folder of a model for sequence classification")
     architectures = read_json_object(config).get("architectures")
-    source = open_tensors(folder)
+    source = open_weights(folder)
     if SCORE not in source.tensors:
         raise ConfigError(
             f"{key}: {folder} ({_listed(architectures)}) has no {SCORE}. Give a model for sequence classification"

@@ -20,6 +20,7 @@ from typing import Any
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.field_types import check_field
 from jaxlm.core.safe_io import read_bytes
+from jaxlm.interop.hf.stored_formats import QUANTIZATION, unreadable
 from jaxlm.interop.hf.text_part import TextPart
 from jaxlm.interop.hf.weights import Tensor
 from jaxlm.models.base import ModelConfig, as_family
@@ -44,7 +45,7 @@ SILENT = {
 # Keys that change the numbers, by what they do. A value that is false, null, zero or empty switches the feature off.
 _CHANGES: dict[str, tuple[str, ...]] = {
     "it stores or computes the weights in another form": (
-        *("quantization_config", "quantization", "compression_config", "pruned_heads"),
+        *(QUANTIZATION, "quantization", "compression_config", "pruned_heads"),
     ),
     "it changes the attention scores": (
         *("alibi", "alibi_bias_max", "attention_logit_cap", "attention_multiplier", "attention_scale", "attn_scale"),
@@ -118,13 +119,16 @@ def sort_unread(content: Mapping[str, Any], names: Iterable[str]) -> tuple[list[
     """
     problems, unknown = [], []
     for name in sorted(set(names) - SILENT):
-        reason = _reason(name, content[name])
+        reason, stored = _reason(name, content[name]), name == QUANTIZATION and unreadable(content[name])
+        if name == QUANTIZATION and not stored:
+            continue  # the weights are decoded
         if reason is None:
             unknown.append(f"{name}: {_short(content[name])}")
         else:
             fix = f"To compute without it, set hf_skip_keys: [{name}] (skip_keys in refs), or remove the key"
             problems.append(
-                f"{name}: {_short(content[name])} given, which is not supported for this family: {reason}. {fix}"
+                f"{name}: {_short(content[name])} given, which is not supported for this family: {reason}"
+                f"{f' ({stored})' if stored else ''}. {fix}"
             )
     return problems, unknown
 
@@ -169,11 +173,13 @@ class FixedKey:
 
     Attributes:
         others: additional values that are accepted because they mean the same.
+        default: the value if the key is missing; None for the supported one.
     """
 
     theirs: str
     value: Any
     others: tuple[Any, ...] = ()
+    default: Any = None
 
 
 @dataclass(frozen=True)
@@ -214,6 +220,7 @@ class Family:
         text: the multimodal folders whose text part is such a model.
         kept: regular expressions for the beginnings of names of tensors that this model does not have, and exports copy, such
             as those of further layers that predict more tokens (MTP).
+        vocab_keys: keys of config.json with the number of rows of a table for the vocabulary.
         further: the tensor that a layer of the files has only if it predicts more tokens. Exports copy such layers.
     """
 
@@ -231,6 +238,7 @@ class Family:
     text: tuple[TextPart, ...] = ()
     kept: tuple[str, ...] = ()
     further: str = ""
+    vocab_keys: tuple[str, ...] = ("vocab_size",)
 
     def modeling_files(self) -> dict[str, bytes]:
         """Name -> content of the files with the code of the model; none if transformers has it."""
@@ -340,7 +348,7 @@ def key_problems(family: Family, content: Mapping[str, Any]) -> list[str]:
 
 
 def _check_fixed(key: FixedKey, content: Mapping[str, Any]) -> None:
-    value = content.get(key.theirs, key.value)
+    value = content.get(key.theirs, key.value if key.default is None else key.default)
     if value != key.value and value not in key.others:
         raise ConfigError(f"{key.theirs}: {value} given, which is not supported; {key.value} expected")
 

@@ -23,6 +23,7 @@ from jaxlm.interop.hf.family import Family, Json, config_from_json, family_of_co
 from jaxlm.interop.hf.form import Form, edited_json, form_of_json, form_of_source
 from jaxlm.interop.hf.load import Change, differing_head, load_weights, with_tied_names
 from jaxlm.interop.hf.source_folder import NO_SOURCE, SourceFolder
+from jaxlm.interop.hf.stored_formats import QUANTIZATION, open_weights
 from jaxlm.interop.hf.tensor_files import most_common_dtype, open_tensors, renamed, unread_indices
 from jaxlm.interop.hf.text_part import Names, replaced_keys
 from jaxlm.interop.hf.weights import TensorWriter
@@ -37,6 +38,9 @@ LARGEST_FILE = 5_000_000_000
 PARTS = ("all", "text")
 Parts = Literal["all", "text"]
 """What an export has of its source: all parts, or only the text model."""
+STORED_FORMATS = ("decode", "keep")
+StoredFormat = Literal["decode", "keep"]
+"""How an export has the weights that its source has in a stored form: as floats, or as they are there."""
 _AS_IN_SOURCE = "source"
 
 
@@ -109,10 +113,10 @@ def load_model(
     Raises:
         ConfigError: the weights do not fit the model; lists all tensors that are missing or do not fit.
     """
-    config, source, vocab_size, unused = as_family(config), open_tensors(path), None, ()
+    config, vocab_size, unused = as_family(config), None, ()
     form = Form(family_of_config(config))
     if options.rules:
-        source = renamed(source, options.rules)
+        source = renamed(open_tensors(path), options.rules)
     else:
         opened = open_folder(path, options)
         theirs = family_of_config(opened.config)
@@ -125,7 +129,7 @@ def load_model(
         unused = (re.escape(SCORE),) if is_classifier(read_json_object(path / "config.json")) else ()
         for note in opened.notes:
             options.log(f"note: {note}")
-        source = form.tensors(source)
+        source = form.tensors(open_weights(path, np.float32))
     return load_weights(
         abstract,
         form.table(config, form.layout(source, config, dict(tree.leaves(abstract)))),
@@ -161,6 +165,8 @@ def open_folder(path: Path, options: ReadOptions = AS_THEY_ARE) -> PretrainedMod
     if type(vocab_size) is not int or vocab_size < 1:
         raise ConfigError(f"{file}: vocab_size: {vocab_size!r} given, an integer of 1 or more expected")
     config, notes = config_from_json(form.family, level, str(file))
+    if stored := level.get(QUANTIZATION):
+        notes = (*notes, f"{file}: the weights are stored as {stored['quant_method']}, and decoded as they are read")
     config, more = _untied_if_different(path, form, config)
     if is_classifier(content):
         config, more = _tied(path, config)
@@ -190,7 +196,7 @@ def _untied_if_different(path: Path, form: Form, config: Any) -> tuple[ModelConf
     if not getattr(config, "tie_word_embeddings", False):
         return config, ()
     try:
-        source = open_tensors(path)
+        source = open_weights(path)
     except ConfigError:  # not downloaded yet; loading the weights reports what is wrong with them
         return config, ()
     head = differing_head(form.table(config), form.tensors(source), form.family.prefix)
@@ -208,7 +214,7 @@ def parameter_dtype(path: Path) -> tuple[str, str | None]:
     content = read_json_object(path / "config.json")
     content = form_of_json(content, str(path / "config.json")).level(content)
     dtype = str(content.get("dtype") or content.get("torch_dtype")).removeprefix("torch.")
-    name = dtype if dtype in DTYPES else most_common_dtype(open_tensors(path)).name
+    name = dtype if dtype in DTYPES else most_common_dtype(open_weights(path)).name
     if name in _PARAMETER_DTYPES:
         return name, None
     return (
@@ -228,6 +234,7 @@ def save_folder(
     special_ids: Mapping[str, int | list[int] | None],
     source: SourceFolder = NO_SOURCE,
     parts: Parts = "all",
+    stored_format: StoredFormat = "decode",
     largest_file: int = LARGEST_FILE,
 ) -> None:
     """Exports a model in the format of transformers. Every process must call this; process 0 writes.
@@ -243,19 +250,24 @@ def save_folder(
         special_ids: `bos_token_id`, `eos_token_id` and `pad_token_id`. Ids that the model does not have become null.
         source: the folder that it was made from. The export has its form.
         parts: `text` leaves out what the source has beside the text model.
+        stored_format: `keep` copies the tensors that the source has in a stored form.
         largest_file: maximum size of a weights file in bytes.
 
     Raises:
         ConfigError: config.json cannot represent the model, the folder already exists, or the model has another structure
             than the parts of the source that it is to be written with.
         PublishError: on process 0, the folder cannot be written or uploaded, or a part of the source is missing or has
-            changed.
+            changed; a tensor that is to be copied in a stored form was trained.
     """
     check_unused(folder, "config.json")
     family, is_reward = family_of_config(config), is_reward_model(model)
     if is_reward or parts == "text":
         source = source.text_alone()
     source.check_fits(config, model.Vocab.size)
+    if stored_format == "keep":
+        source.check_keeps(config)
+    else:
+        source = source.with_config(replaced_keys(source.config, {}, [QUANTIZATION]))
     special_ids = {key: _known_ids(ids, model.Vocab.size) for key, ids in special_ids.items()}
     form = form_of_source(family, source.config)
     described = _described(family, form, config, model.Vocab.size, special_ids, source, dtype)
@@ -279,7 +291,8 @@ def save_folder(
             _write_json(unfinished / "config.json", described)
             if _GENERATION not in files:
                 _write_json(unfinished / _GENERATION, {"_from_model_config": True, **special_ids})
-            writer.write(unfinished, largest_file, opened)
+            stored = source.open_stored() if stored_format == "keep" else None
+            writer.write(unfinished, largest_file, opened, stored)
     except PublishError:
         writer.join_others()
         raise
@@ -299,12 +312,13 @@ def _described(
     name = source.dtype if dtype is None else np.dtype(dtype).name
     # Write null ids explicitly: some classes have defaults that are out of range for a small vocabulary.
     none = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
-    new = {"vocab_size": vocab_size, **none, **special_ids}
+    rows = dict.fromkeys(family.vocab_keys, vocab_size)
+    new = {**rows, **none, **special_ids}
     level = {} if form is None else form.level(keys)
     if "vocab_size" not in level:  # no source, or another run's model with random weights
         return {"use_cache": True, **keys, **new, "dtype" if "dtype" in keys else "torch_dtype": name}
     if level["vocab_size"] == vocab_size:
-        new = {key: value for key, value in new.items() if key in level and value is not None}
+        new = {k: v for k, v in new.items() if k in level and v is not None and k not in rows}
     dtypes = [key for key in ("dtype", "torch_dtype") if key in level]
     if not dtypes and name != source.dtype:
         dtypes = ["torch_dtype"]

@@ -13,6 +13,7 @@ from jaxlm.interop.hf.family import (
     REQUIRED,
     SILENT,
     Family,
+    FixedKey,
     Json,
     JsonKey,
     KeyGroup,
@@ -93,11 +94,12 @@ def _unknown(content: Mapping[str, Any]) -> str:
         given = f"{given} in a folder with model_type '{content.get('model_type')}'"
     known = ", ".join(sorted({kind for f in all_families() for kind in (*f.model_types, *_folder_types(f))}))
     read = {key for family in all_families() for key in keys_of(family)}
+    off = {key.theirs for family in all_families() for key in family.keys if isinstance(key, FixedKey)}
     parts = [
         f"{part} ({', '.join(found)})"
         for pattern, part in _PARTS
         if (found := [key for key in _used(level) if re.search(pattern, key)])
-        and not any(re.search(pattern, key) for key in read)
+        and not any(re.search(pattern, key) for key in read - off)
     ]
     others = sorted(set(_used(level)) - read - SILENT - _USUAL)
     if any(level.get("model_type") in family.model_types for family in all_families()):
@@ -172,12 +174,12 @@ _PARTS = (
     ("^attention_chunk_size$", "attention in chunks"),
     ("^altup_", "alternating updates (AltUp)"),
     ("^num_kv_shared_layers$", "layers that share keys and values"),
-    ("per_layer_input$", "embeddings for every layer"),
+    ("^hidden_size_per_layer_input$", "embeddings for every layer"),
     ("^(n_group|topk_group)$", "experts in groups"),
     ("^swiglu_limit$", "experts with clamped activations"),
     ("^(is_encoder_decoder|encoder_layers)$", "an encoder beside the decoder"),
 )
-"""Parts of models by the keys that tell it. A part of which some family reads a key is not missing."""
+"""Parts of models by the keys that tell it. It is not missing if some family reads such a key, with several values."""
 
 
 def edited_json(family: Family, config: ModelConfig, source: Mapping[str, Any], *, untied: bool = False) -> Json:

@@ -3,6 +3,7 @@
 A host reads only the shards of its own devices, one shard of one parameter at a time, so its peak memory is one shard.
 """
 
+import functools
 import itertools
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -27,8 +28,9 @@ _EMBEDDING = "tokens.weight"  # path of our parameter
 _ROWS_AT_ONCE = 4096
 _CHECKED_AT_ONCE = 1 << 18
 _MAX_LISTED = 40
-View = Callable[[tuple[int, ...]], tuple[str, np.ndarray]]
-"""Indices of the stacked axes -> the tensor's file and name for messages, and the parameter's part of that tensor."""
+View = Callable[[tuple[int, ...], tuple[slice, ...]], tuple[str, np.ndarray]]
+"""(Indices of the stacked axes, slices of the others) -> the tensor's file and name for messages, and that part of the
+parameter."""
 Change = Callable[[Iterator[hax.NamedArray]], Any]
 """What is made of a parameter, given its layers one by one (each with an axis `layers` of size 1), or all of it."""
 
@@ -73,9 +75,10 @@ def load_weights(
         tensor, number = places[path]
         sizes = tensor.sizes(leaves)
 
-        def view(numbers: tuple[int, ...]) -> tuple[str, np.ndarray]:
+        def view(numbers: tuple[int, ...], wanted: tuple[slice, ...]) -> tuple[str, np.ndarray]:
             theirs = tensor.numbered(numbers).removeprefix(omitted)
-            return source.where(theirs), tensor.read(source.view(theirs), number, sizes, tensor.own_axes(leaf))
+            read = functools.partial(source.view, theirs)
+            return source.where(theirs), tensor.read_region(read, number, sizes, tensor.own_axes(leaf), wanted)
 
         def whole(leaf: Any, view: View = view) -> hax.NamedArray:
             return hax.NamedArray(_load_sharded(leaf, tensor.stacked, view, layout), leaf.axes)
@@ -87,7 +90,9 @@ def load_weights(
         at = tensor.stacked.index(LAYERS)
 
         def layer(first: int) -> hax.NamedArray:
-            return whole(one, lambda numbers: view((*numbers[:at], numbers[at] + first, *numbers[at + 1 :])))
+            return whole(
+                one, lambda numbers, wanted: view((*numbers[:at], numbers[at] + first, *numbers[at + 1 :]), wanted)
+            )
 
         one = jax.eval_shape(lambda leaf: leaf[LAYERS, 0:1], leaf)
         return changes[path](map(layer, range(leaf.axis_size(LAYERS))))
@@ -236,8 +241,8 @@ def _read_shard(
     starts = [index[dim].start for dim in stacked_dims]
     for offsets in itertools.product(*(range(size) for size in by_number.shape[: len(stacked_dims)])):
         numbers = tuple(start + offset for start, offset in zip(starts, offsets, strict=True))
-        where, part = view(numbers)
-        by_number[(*offsets, ...)] = part[unstacked]
+        where, part = view(numbers, unstacked)
+        by_number[(*offsets, ...)] = part
         if not _is_finite(by_number[(*offsets, ...)]):
             raise ConfigError(f"{where} has NaN or infinity as {np.dtype(dtype)}. Download or export the file again")
     return block

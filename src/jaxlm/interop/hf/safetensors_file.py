@@ -29,6 +29,7 @@ _DTYPES: dict[str, Any] = {
     "BF16": jnp.bfloat16,
     "F8_E4M3": jnp.float8_e4m3fn,
     "F8_E5M2": jnp.float8_e5m2,
+    "F8_E8M0": jnp.float8_e8m0fnu,
     "I64": np.int64,
     "I32": np.int32,
     "I16": np.int16,
@@ -80,10 +81,10 @@ class SafetensorsFile:
         self._check_order(_LENGTH.size + length, size)
         self._map = np.memmap(path, np.uint8, "r") if size else None
 
-    def view(self, name: str) -> np.ndarray:
+    def view(self, name: str, region: tuple[slice, ...] = ()) -> np.ndarray:
         """A memory-mapped view of a tensor. Its data is read on access."""
         info = self.tensors[name]
-        return np.ndarray(info.shape, info.dtype, buffer=self._map, offset=self._starts[name])
+        return np.ndarray(info.shape, info.dtype, buffer=self._map, offset=self._starts[name])[(*region, ...)]
 
     def where(self, name: str) -> str:
         return f"{self._path}: '{name}'"

@@ -16,6 +16,7 @@ from jaxlm.models.rope import (
     LinearRotary,
     Llama3Rotary,
     LongRotary,
+    ProportionalRotary,
     RotaryConfig,
     YarnRotary,
     longrope_attention_factor,
@@ -25,6 +26,7 @@ from jaxlm.models.rope import (
 _SYNONYMS = {"gelu_pytorch_tanh": "gelu_new", "swish": "silu"}
 _TYPES: dict[str, type[RotaryConfig]] = {
     "default": DefaultRotary,
+    "proportional": ProportionalRotary,
     "linear": LinearRotary,
     "dynamic": DynamicRotary,
     "llama3": Llama3Rotary,
@@ -380,7 +382,8 @@ def rope_to_json(rope: RotaryConfig) -> Json:
     name = _NAMES[type(rope)]
     if name == "longrope":  # the model's own length may be another one
         fields["factor"] = fields["max_position_embeddings"] / fields["original_max_position_embeddings"]
-    for key in ("partial_rotary_factor", "max_position_embeddings", *_NOT_WRITTEN.get(name, ())):
+    beside = () if name == "proportional" else ("partial_rotary_factor",)
+    for key in (*beside, "max_position_embeddings", *_NOT_WRITTEN.get(name, ())):
         fields.pop(key, None)
     return {"rope_type": name, "rope_theta": fields.pop("theta"), **fields}
 

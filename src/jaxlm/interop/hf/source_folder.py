@@ -5,7 +5,7 @@ the folder: the description has their digests, so that a copy has the bytes that
 """
 
 import hashlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,8 @@ from jaxlm.interop.hf.form import Form, form_of_json
 from jaxlm.interop.hf.hub import local_folder, repository_of
 from jaxlm.interop.hf.load import differing_head, embedding_names
 from jaxlm.interop.hf.safetensors_file import TensorInfo
-from jaxlm.interop.hf.tensor_files import NamedTensors, TensorSource, most_common_dtype, open_tensors
+from jaxlm.interop.hf.stored_formats import StoredView, open_weights
+from jaxlm.interop.hf.tensor_files import NamedTensors, Region, TensorSource, most_common_dtype
 from jaxlm.interop.hf.text_part import AS_IN_TABLE, IN_TRANSFORMERS, Modules, Names, without_sections
 from jaxlm.interop.hf.weights import expanded
 from jaxlm.models.base import LanguageModel, ModelConfig, as_family, vocab_axis
@@ -66,6 +67,7 @@ class SourceFolder:
         dtypes: names of the text model's tensors with another dtype -> the dtype.
         kept: name -> a tensor that exports copy.
         files: name -> SHA-256 of a file that exports copy.
+        stored: the table's names of the tensors that it has in a stored form.
     """
 
     config: Mapping[str, Any] = field(default_factory=dict)
@@ -78,6 +80,7 @@ class SourceFolder:
     dtypes: Mapping[str, str] = field(default_factory=dict)
     kept: Mapping[str, KeptTensor] = field(default_factory=dict)
     files: Mapping[str, str] = field(default_factory=dict)
+    stored: tuple[str, ...] = ()
 
     @classmethod
     def read(cls, folder: Path, location: str, config: Mapping[str, Any], text: Any) -> "SourceFolder":
@@ -87,7 +90,7 @@ class SourceFolder:
             config: the content of its config.json.
             text: the config of its text model.
         """
-        form, source = form_of_json(config, str(folder / "config.json")), open_tensors(folder)
+        form, source = form_of_json(config, str(folder / "config.json")), open_weights(folder)
         names, kept = form.names(source), form.kept(source)
         ours = form.tensors(source)
         tied = form.table(replace(text, tie_word_embeddings=True)) if hasattr(text, "tie_word_embeddings") else ()
@@ -95,11 +98,16 @@ class SourceFolder:
         common, vocab = most_common_dtype(ours), form.level(config)["vocab_size"]
         tensors = {name: info for name, info in source.tensors.items() if kept(name)}
         others = [name for name in source.tensors if name not in tensors]
+        leaves = dict(tree.leaves(_abstract(text, vocab)))
+        layout, stored = form.layout(ours, text, leaves), ()
+        if isinstance(source, StoredView):
+            rows = expanded(form.table(text, layout), lambda tensor: tensor.sizes(leaves))
+            stored = tuple({row.name: None for name, row, _ in rows if names.in_folder(name) in source.stored})
         return cls(
             config,
             location,
             names,
-            form.layout(ours, text, dict(tree.leaves(_abstract(text, vocab)))),
+            layout,
             untied,
             embedding_names(tied, ours, form.family.prefix) if tied and not untied else (),
             common.name,
@@ -109,6 +117,7 @@ class SourceFolder:
                 for name, info in tensors.items()
             },
             {path.name: sha256(path) for path in _processor_files(folder)} if form.part else {},
+            stored,
         )
 
     @classmethod
@@ -117,8 +126,8 @@ class SourceFolder:
         if not content:
             return cls(config)
         kept = {name: KeptTensor(t["dtype"], tuple(t["shape"]), t["sha256"]) for name, t in content["kept"].items()}
-        embedding = tuple(content.get("embedding", ()))
-        return cls(config, **{**content, "names": Names(**content["names"]), "kept": kept, "embedding": embedding})
+        lists = {key: tuple(content.get(key, ())) for key in ("embedding", "stored")}
+        return cls(config, **{**content, "names": Names(**content["names"]), "kept": kept, **lists})
 
     def to_json(self) -> Json:
         """Everything except `config`."""
@@ -142,7 +151,7 @@ class SourceFolder:
 
     def by_modules(self, folder: Path) -> TensorSource:
         """Opens its tensors, by the names of its modules in transformers."""
-        source, names = open_tensors(folder), self.modules.names
+        source, names = open_weights(folder), self.modules.names
         return NamedTensors(source, {names.in_folder(self.names.in_table(name)): name for name in source.tensors})
 
     def describe_export(self, parts: str) -> str:
@@ -192,11 +201,45 @@ class SourceFolder:
         if why:
             raise self._misfit(why)
 
+    def check_keeps(self, config: ModelConfig, trained: Collection[str] = ()) -> None:
+        """Checks that an export of a model of this config can have the tensors that are stored as they are.
+
+        Args:
+            trained: paths of trained leaves.
+
+        Raises:
+            ConfigError: there are none, or one of them is trained, or has a trained adapter.
+        """
+        key = "hf_stored_format: keep (jaxlm convert: --stored_format keep)"
+        if not self.stored or (form := self.form) is None:
+            raise ConfigError(f"{key} given, but {self.location or 'the source'} has no stored weights. Remove it")
+        table = form.table(config, self.layout)
+        frozen = {part.path for tensor in table if tensor.name in self.stored for part in tensor.parts}
+        others = {part.path for tensor in table for part in tensor.parts} - frozen
+        modules = {path.rpartition(".")[0] for path in frozen if path.endswith(".weight")}
+        for path in trained:
+            parents = (path[:end] for end, character in enumerate(path) if character == ".")
+            if path in frozen or (path not in others and not modules.isdisjoint(parents)):
+                raise ConfigError(
+                    f"{key} given, but {path} is trained, and {self.location} has its weight in a stored form. Freeze it, or"
+                    " set hf_stored_format: decode"
+                )
+
+    def open_stored(self) -> StoredView:
+        """Opens its stored tensors. Raises `PublishError` if they are missing."""
+        try:
+            source = open_weights(local_folder(self.location, "the source of the export", weights=True), np.float32)
+        except ConfigError as error:
+            raise PublishError(f"cannot copy stored weights from {self.location}: {error}. Restore it") from error
+        if not isinstance(source, StoredView):
+            raise PublishError(f"cannot copy stored weights from {self.location}: it has none any more. Restore it")
+        return source
+
     def open(self) -> "OpenedSource":
         """Opens what exports copy. Raises `PublishError` if it is missing or has changed."""
         try:
             folder = local_folder(self.location, "the source of the export", weights=True)
-            source = open_tensors(folder)
+            source = open_weights(folder)
         except ConfigError as error:
             raise PublishError(f"{self._cannot_copy()}: {error}. {_RESTORE}") from error
         for name, kept in self.kept.items():
@@ -264,11 +307,11 @@ class OpenedSource:
         """Name -> shape and dtype."""
         return {name: self.opened.tensors[name] for name in self.source.kept}
 
-    def view(self, name: str) -> np.ndarray:
+    def view(self, name: str, region: Region = ()) -> np.ndarray:
         """A tensor. Raises `PublishError` if it has changed."""
         array = self.opened.view(name)
         self._check(name, _digest(array), self.source.kept[name].sha256)
-        return array
+        return array[(*region, ...)]
 
     def where(self, name: str) -> str:
         return self.opened.where(name)

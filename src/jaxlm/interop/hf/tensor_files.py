@@ -16,6 +16,8 @@ from jaxlm.core.safe_io import listed_file, read_json_object
 from jaxlm.interop.hf.safetensors_file import SafetensorsFile, TensorInfo
 from jaxlm.interop.torch.torch_file import TORCH_SUFFIXES, TorchFile
 
+Region = tuple[slice, ...]
+"""A slice of each of a tensor's first dimensions. The others are whole."""
 _WHOLE = ("model.safetensors", "pytorch_model.bin")  # in the order of transformers, which prefers each to its index
 
 
@@ -27,8 +29,8 @@ class TensorSource(Protocol):
         """Name -> shape and dtype."""
         ...
 
-    def view(self, name: str) -> np.ndarray:
-        """A tensor. Do not write to it."""
+    def view(self, name: str, region: Region = ()) -> np.ndarray:
+        """A tensor, or a part of it. Do not write to it."""
         ...
 
     def where(self, name: str) -> str:
@@ -50,8 +52,8 @@ class ManyFiles:
     def tensors(self) -> Mapping[str, TensorInfo]:
         return {name: file.tensors[name] for name, file in self._files.items()}
 
-    def view(self, name: str) -> np.ndarray:
-        return self._files[name].view(name)
+    def view(self, name: str, region: Region = ()) -> np.ndarray:
+        return self._files[name].view(name, region)
 
     def where(self, name: str) -> str:
         return self._files[name].where(name)
@@ -152,8 +154,8 @@ class NamedTensors:
         infos = self._source.tensors
         return {ours: infos[theirs] for ours, theirs in self._names.items()}
 
-    def view(self, name: str) -> np.ndarray:
-        return self._source.view(self._names[name])
+    def view(self, name: str, region: Region = ()) -> np.ndarray:
+        return self._source.view(self._names[name], region)
 
     def where(self, name: str) -> str:
         return self._source.where(self._names[name])

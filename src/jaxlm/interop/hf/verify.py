@@ -19,7 +19,8 @@ from jaxlm.core.safe_io import read_json_object
 from jaxlm.core.sharding import Layout
 from jaxlm.interop.hf.classifier import is_reward_model, read_score
 from jaxlm.interop.hf.folder import load_model, open_folder
-from jaxlm.interop.hf.tensor_files import most_common_dtype, open_tensors
+from jaxlm.interop.hf.stored_formats import open_weights
+from jaxlm.interop.hf.tensor_files import most_common_dtype
 from jaxlm.interop.hf.weights import expanded
 from jaxlm.models.base import Inputs, LanguageModel, ModelConfig, reward_head
 from jaxlm.models.inference.generate import generate
@@ -41,7 +42,7 @@ def verify_folder(folder: Path, model: LanguageModel, config: ModelConfig, layou
     Raises:
         ConfigError: the logits differ, or the greedy tokens of a causal model; of a reward model, the rewards.
     """
-    dtype = most_common_dtype(open_tensors(folder))
+    dtype = most_common_dtype(open_weights(folder))
     others = _others(folder, model, config, dtype)
     rounded = jax.jit(functools.partial(_rounded, dtype=dtype, others=others))(model)
     if is_reward_model(model):
@@ -67,7 +68,7 @@ def _others(
     """Path of a parameter -> the indices of its tensors in the folder that have another dtype, with that dtype."""
     leaves, form = dict(tree.leaves(model)), open_folder(folder).form
     assert form is not None, "the folder has a config.json"
-    source, found = form.tensors(open_tensors(folder)), dict[str, list[tuple[Any, np.dtype]]]()
+    source, found = form.tensors(open_weights(folder)), dict[str, list[tuple[Any, np.dtype]]]()
     table = form.table(config, form.layout(source, config, leaves))
     for name, tensor, numbers in expanded(table, lambda tensor: tensor.sizes(leaves)):
         info, number = source.tensors.get(name), dict(zip(tensor.stacked, numbers, strict=True))

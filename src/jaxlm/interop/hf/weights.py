@@ -8,6 +8,7 @@ layer or expert. If they have one tensor with all experts of a layer, its name h
 
 import itertools
 import json
+import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -20,13 +21,17 @@ import numpy as np
 from jaxlm.core import tree
 from jaxlm.core.axes import EXPERTS, LAYERS, SHARED_MLP, VALUE_LAYERS
 from jaxlm.core.parameters import declared
+from jaxlm.core.publish import PublishError
 from jaxlm.core.sharding import Layout
 from jaxlm.interop.hf.safetensors_file import TensorInfo, in_shards, shard_names, write_safetensors
-from jaxlm.interop.hf.tensor_files import TensorSource
+from jaxlm.interop.hf.stored_formats import StoredView
+from jaxlm.interop.hf.tensor_files import Region, TensorSource
 from jaxlm.models.base import LanguageModel
 from jaxlm.models.stacks import numbers_by_stack
 
 Sizes = dict[str, int]
+_COMPARED_AT_ONCE = 1 << 24
+_DECODE = "Set hf_stored_format: decode (jaxlm convert: --stored_format decode)"
 _LAYERS = {LAYERS: "layer", VALUE_LAYERS: "value_layer"}
 _NUMBERS = {
     **_LAYERS,
@@ -108,16 +113,35 @@ class Tensor:
 
     def read(self, theirs: np.ndarray, number: int, sizes: Sizes, axes: Sequence[str]) -> np.ndarray:
         """Part `number` of the tensor, as a view with the given axes (without stacked ones) in this order."""
+        return self.read_region(theirs.__getitem__, number, sizes, axes, [slice(0, sizes[axis]) for axis in axes])
+
+    def read_region(
+        self,
+        view: Callable[[Region], np.ndarray],
+        number: int,
+        sizes: Sizes,
+        axes: Sequence[str],
+        wanted: Sequence[slice],
+    ) -> np.ndarray:
+        """As `read`, of slices of the axes. Args: view: a region of the tensor -> its numbers."""
         part = self.parts[number]
-        whole = theirs.reshape(self._unmerged(sizes)) if self.merged > 1 else theirs
-        start, size = (
-            sum(before.shape(sizes)[self.along] for before in self.parts[:number]),
-            part.shape(sizes)[self.along],
-        )
-        rows = slice(number, None, len(self.parts)) if self.interleaved else slice(start, start + size)
-        section = whole[(slice(None),) * self.along + (rows,)]
-        order = [axis for dim in part.dims for axis in dim]
-        return section.reshape([sizes[axis] for axis in order]).transpose([order.index(axis) for axis in axes])
+        slices = dict(zip(axes, wanted, strict=True))
+        region, read = [], Sizes()  # whole rows, columns, ... which have the wanted numbers of a dimension's first axis
+        for dim in part.dims:
+            read |= {axis: sizes[axis] for axis in dim}
+            inner, outer = math.prod(sizes[axis] for axis in dim[1:]), slices[dim[0]] if dim else slice(0, 1)
+            read |= dict.fromkeys(dim[:1], outer.stop - outer.start)
+            region.append(slice(outer.start * inner, outer.stop * inner))
+        before, rows = sum(part.shape(sizes)[self.along] for part in self.parts[:number]), region[self.along]
+        region[self.along] = slice(before + rows.start, before + rows.stop)
+        if self.interleaved:
+            count = len(self.parts)
+            region[self.along] = slice(number + count * rows.start, count * rows.stop, count)
+        whole = view(()).reshape(self._unmerged(sizes)) if self.merged > 1 else None
+        section = view(tuple(region)) if whole is None else whole[tuple(region)]
+        order, first = list(read), {dim[0] for dim in part.dims if dim}
+        array = section.reshape(list(read.values())).transpose([order.index(axis) for axis in axes])
+        return array[tuple(slice(None) if axis in first else slices[axis] for axis in axes)]
 
     def write(self, parts: Sequence[np.ndarray], axes: Sequence[Sequence[str]], sizes: Sizes) -> np.ndarray:
         """Combines parameters to a tensor. `axes` has the axis names of each parameter (without stacked ones)."""
@@ -414,17 +438,44 @@ class TensorWriter:
         for _ in self.arrays(list(self._left)):
             pass
 
-    def write(self, folder: Path, largest_file: int, others: TensorSource | None = None) -> None:
-        """Writes the weights files, and an index if there are several. Args: others: more tensors, to be copied."""
+    def write(
+        self, folder: Path, largest_file: int, others: TensorSource | None = None, stored: StoredView | None = None
+    ) -> None:
+        """Writes the weights files, and an index if there are several.
+
+        Args:
+            others: more tensors, to be copied.
+            stored: the source, with tensors that are copied in their stored form.
+
+        Raises:
+            PublishError: a tensor differs from the one that is to be copied in its stored form, or is not in the source.
+        """
         copied = {} if others is None else others.tensors
-        all_infos = {**self.infos, **copied}
+        all_infos, stored_in = {}, {}
+        for name, info in {**self.infos, **copied}.items():
+            if stored is not None and name not in stored.tensors:
+                raise PublishError(f"cannot keep stored weights: the source has no {name}. {_DECODE}")
+            if stored is None or name not in stored.stored:
+                all_infos[name] = info
+                continue
+            pieces = stored.stored[name].names
+            all_infos |= {piece: stored.source.tensors[piece] for piece in pieces}
+            stored_in |= {piece: name if piece == pieces[0] else "" for piece in pieces}
+
+        def whole(name: str) -> Iterator[np.ndarray]:
+            if others is not None and name in copied:
+                yield others.view(name)
+            else:
+                yield from self.arrays([name])
 
         def arrays(names: Iterable[str]) -> Iterator[np.ndarray]:
             for name in names:
-                if others is not None and name in copied:
-                    yield others.view(name)
-                else:
-                    yield from self.arrays([name])
+                if stored is None or name not in stored_in:
+                    yield from whole(name)
+                    continue
+                for array in whole(stored_in[name]) if stored_in[name] else ():
+                    self._check_same(stored_in[name], array, stored)
+                yield stored.source.view(name)
 
         shards = list(in_shards(all_infos, largest_file))
         files = shard_names(len(shards))
@@ -435,6 +486,17 @@ class TensorWriter:
             where = {name: file for file, infos in zip(files, shards, strict=True) for name in infos}
             index = {"metadata": {"total_size": total}, "weight_map": where}
             (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n")
+
+    def _check_same(self, name: str, array: np.ndarray, stored: StoredView) -> None:
+        """Checks that a tensor has the numbers that the stored one stands for, a part of its rows at a time."""
+        leaf = self._leaves[self._places[name][0].parts[0].path] if name in self._places else array
+        rows = max(1, _COMPARED_AT_ONCE // max(1, array[:1].size))
+        for start in range(0, len(array), rows):
+            part = stored.view(name, (slice(start, start + rows),)).astype(leaf.dtype).astype(array.dtype)
+            if not np.array_equal(part, array[start : start + rows]):
+                raise PublishError(
+                    f"cannot keep {name} in its stored form: it was trained, or its source changed. {_DECODE}"
+                )
 
     def _sizes(self, tensor: Tensor) -> Sizes:
         return tensor.sizes(self._leaves)

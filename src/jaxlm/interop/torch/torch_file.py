@@ -14,7 +14,7 @@ from jaxlm.interop.hf.safetensors_file import TensorInfo
 TORCH_SUFFIXES = (".bin", ".pt", ".pth")
 _ZIP = b"PK\x03\x04"
 # numpy has none of these, so torch cannot convert them.
-_VIEWED = ("bfloat16", "float8_e4m3fn", "float8_e5m2")
+_VIEWED = ("bfloat16", "float8_e4m3fn", "float8_e5m2", "float8_e8m0fnu")
 _DTYPES = ("float64", "float32", "float16", *_VIEWED, "int64", "int32", "int16", "int8", "uint8", "bool")
 
 
@@ -62,14 +62,14 @@ class TorchFile:
         self._content: dict[str, Any] = content
         self.tensors = {name: TensorInfo(tuple(t.shape), _numpy_dtype(path, name, t)) for name, t in content.items()}
 
-    def view(self, name: str) -> np.ndarray:
+    def view(self, name: str, region: tuple[slice, ...] = ()) -> np.ndarray:
         tensor = self._content[name].detach()
         dtype = self.tensors[name].dtype
         if dtype.name in _VIEWED:
             import torch  # pyright: ignore[reportMissingImports]
 
-            return tensor.view(torch.int16 if dtype.itemsize == 2 else torch.uint8).numpy().view(dtype)
-        return tensor.numpy()
+            return tensor.view(torch.int16 if dtype.itemsize == 2 else torch.uint8).numpy().view(dtype)[(*region, ...)]
+        return tensor.numpy()[(*region, ...)]
 
     def where(self, name: str) -> str:
         return f"{self._path}: '{name}'"

@@ -3,7 +3,7 @@
 Source: DeepSeek-AI 2024, DeepSeek-V2 (arXiv:2405.04434), section 2.1.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 import jax
@@ -15,7 +15,7 @@ from jaxlm.models.decoder import DecoderConfig
 from jaxlm.models.linear import Linear
 from jaxlm.models.mixers.latent_attention import LatentAttention
 from jaxlm.models.norms import RMSNorm
-from jaxlm.models.rope import RotaryConfig
+from jaxlm.models.rope import DefaultRotary, RotaryConfig
 from jaxlm.models.stacks import LayerKind
 
 _NORM_EPS = 1e-6  # of both latents, whatever `layer_norm_epsilon` is
@@ -42,7 +42,7 @@ class LatentConfig(DecoderConfig):
     v_head_dim: PositiveInt = 256
     rope_interleave: bool = True
     attention_bias: bool = False
-    rope: RotaryConfig
+    rope: RotaryConfig = field(default_factory=DefaultRotary)
     num_kv_heads: ClassVar[None] = None
     sliding_window: ClassVar[None] = None
     head_dim: ClassVar[Any] = property(lambda self: self.qk_nope_head_dim + self.qk_rope_head_dim)

@@ -51,9 +51,7 @@ class LatentCache(LayerCache):
     keys: KVArray
 
     def extended(self, new: Latents, start: jax.Array | None) -> "LatentCache":
-        return LatentCache(
-            write_kv_array(self.latents, new.latents, start), write_kv_array(self.keys, new.keys, start)
-        )
+        return LatentCache(write_kv_array(self.latents, new.latents, start), write_kv_array(self.keys, new.keys, start))
 
     def flattened(self) -> "LatentCache":
         return jax.tree.map(by_cache_row, self, is_leaf=is_named)
@@ -151,8 +149,11 @@ class LatentAttention(Attention):
         """{batch, position, heads, head_size}."""
         if self.q_proj is not None:
             return self.q_proj(x)
-        assert self.q_a_proj is not None and self.q_a_norm is not None and self.q_b_proj is not None
-        return self.q_b_proj(self.q_a_norm(self.q_a_proj(x)))
+        down, norm, up = self.q_a_proj, self.q_a_norm, self.q_b_proj
+        assert down is not None
+        assert norm is not None
+        assert up is not None
+        return up(norm(down(x)))
 
     def _attend(self, q: NamedArray, latents: NamedArray, keys: NamedArray, spec: AttentionSpec) -> NamedArray:
         """Attention to keys and values of each head, {batch, position, heads, head_size}."""
