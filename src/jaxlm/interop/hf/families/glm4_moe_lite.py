@@ -6,9 +6,9 @@ Source: GLM-4.5 Team 2025 (arXiv:2508.06471), section 2.1; attention: DeepSeek-V
 from dataclasses import field
 
 from jaxlm.core.field_types import NumLayers, PositiveFloat, PositiveInt
+from jaxlm.interop.hf.balanced_experts import balanced_experts
 from jaxlm.interop.hf.family import Family
 from jaxlm.interop.hf.latent import latent_keys, latent_moe_tensors
-from jaxlm.interop.hf.shared_keys import balanced_experts
 from jaxlm.models.base import ModelConfig
 from jaxlm.models.decoders.latent import LatentConfig
 from jaxlm.models.decoders.moe_decoder import BalancedMoeConfig
