@@ -455,14 +455,16 @@ class MXFP4Weight(FourBitWeight):
         _, exponents = jnp.frexp(maxima.array)  # the largest number becomes one from 4 up to 8, of which 6 is written
         bits = NamedArray(jnp.clip(exponents - 3 + _BIAS, 1, 2 * _BIAS).astype(jnp.uint8), maxima.axes)
         codes = NamedArray(_e2m1(_over(exact.array, by_element(_powers(bits), MXFP4_BLOCK, matrix))), exact.axes)
-        return MXFP4Weight(packed(codes, num_stacked, first_in_high_bits=False), bits, matrix)
+        bytes_ = packed(codes, num_stacked, first_in_high_bits=False)
+        return MXFP4Weight(codes=bytes_, exponents=bits, Matrix=matrix)
 
     def scales(self) -> NamedArray:
         return _powers(self.exponents)
 
     def with_matrix(self, Matrix: tuple[Axis, ...]) -> "MXFP4Weight":
         codes = in_shape_of(self.codes, self.stacked, bytes_of(Matrix))
-        return MXFP4Weight(codes, in_shape_of(self.exponents, self.stacked, blocks_of(Matrix, MXFP4_BLOCK)), Matrix)
+        exponents = in_shape_of(self.exponents, self.stacked, blocks_of(Matrix, MXFP4_BLOCK))
+        return MXFP4Weight(codes=codes, exponents=exponents, Matrix=Matrix)
 
 
 def _powers(bits: NamedArray) -> NamedArray:
