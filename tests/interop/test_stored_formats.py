@@ -8,10 +8,10 @@ import pytest
 
 from jaxlm.core import tree
 from jaxlm.core.errors import ConfigError
-from jaxlm.interop.hf.folder import load_model, open_folder
+from jaxlm.interop.hf.folder import ReadOptions, load_model, open_folder
 from jaxlm.interop.hf.safetensors_file import TensorInfo, write_safetensors
 from jaxlm.interop.hf.source_folder import SourceFolder
-from jaxlm.interop.hf.stored_formats import open_weights
+from jaxlm.interop.hf.stored_formats import open_weights, unreadable
 from jaxlm.interop.hf.tensor_files import open_tensors
 from tests.engine.helpers import one_device
 from tests.interop.cases import FIRST, VOCAB, abstract_of, exported, inputs_of, logits_of, reference, tokens
@@ -124,6 +124,19 @@ def test_incomplete_fp8_is_refused(arrays, message, tmp_path):
     made = {name: np.ones(shape, dtypes.get(name, np.float32)) for name, shape in arrays.items()}
     with pytest.raises(ConfigError, match=message):
         open_weights(folder_of(tmp_path, fp8(), **made))
+
+
+@pytest.mark.parametrize("config", ["x", [1], {"bits": 4}, {"quant_method": ["fp8"]}, fp8((0, 128))], ids=str)
+def test_a_format_that_cannot_be_read_has_a_reason(config):
+    assert unreadable(config)
+
+
+def test_a_format_that_is_read_cannot_be_skipped(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", "quantization_config": fp8()}))
+    with pytest.raises(
+        ConfigError, match=r"^hf_skip_keys: quantization_config given, but .* are decoded by it\. Remove it"
+    ):
+        open_folder(tmp_path, ReadOptions(skip_keys=["quantization_config"]))
 
 
 def test_incomplete_mxfp4_is_refused(tmp_path):

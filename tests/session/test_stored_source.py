@@ -25,7 +25,7 @@ def place(tmp_path):
 
 @pytest.mark.slow
 def test_a_run_keeps_what_it_does_not_train(place, capfd):
-    """From its checkpoint too, which is decoded unless it is told otherwise."""
+    """So does an export from its checkpoint, if told to; by default that one is decoded."""
     start = start_of(place, phases=NORMS, optimizer={"type": "adam", "learning_rate": 0.1})
     kept, source = open_tensors(run(place, "a", hf_stored_format="keep", **start)), open_tensors(place / "hf")
     assert kept.tensors == source.tensors

@@ -42,8 +42,8 @@ class Arrays:
         self._arrays = arrays
         self.tensors = {name: TensorInfo(array.shape, array.dtype) for name, array in arrays.items()}
 
-    def view(self, name):
-        return self._arrays[name]
+    def view(self, name, region=()):
+        return self._arrays[name][region]
 
     def where(self, name):
         return name

@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import jax.numpy as jnp
 import numpy as np
@@ -23,7 +23,7 @@ from jaxlm.interop.hf.family import Family, Json, config_from_json, family_of_co
 from jaxlm.interop.hf.form import Form, edited_json, form_of_json, form_of_source
 from jaxlm.interop.hf.load import Change, differing_head, load_weights, with_tied_names
 from jaxlm.interop.hf.source_folder import NO_SOURCE, SourceFolder
-from jaxlm.interop.hf.stored_formats import QUANTIZATION, open_weights
+from jaxlm.interop.hf.stored_formats import QUANTIZATION, open_weights, unreadable
 from jaxlm.interop.hf.tensor_files import most_common_dtype, open_tensors, renamed, unread_indices
 from jaxlm.interop.hf.text_part import Names, replaced_keys
 from jaxlm.interop.hf.weights import TensorWriter
@@ -35,12 +35,12 @@ _PARAMETER_DTYPES = ("float32", "bfloat16")
 _GENERATION = "generation_config.json"
 LARGEST_FILE = 5_000_000_000
 """Maximum size of a weights file in bytes."""
-PARTS = ("all", "text")
 Parts = Literal["all", "text"]
 """What an export has of its source: all parts, or only the text model."""
-STORED_FORMATS = ("decode", "keep")
+PARTS = get_args(Parts)
 StoredFormat = Literal["decode", "keep"]
 """How an export has the weights that its source has in a stored form: as floats, or as they are there."""
+STORED_FORMATS = get_args(StoredFormat)
 _AS_IN_SOURCE = "source"
 
 
@@ -188,6 +188,9 @@ def _without(content: Json, skip_keys: Sequence[str], where: str, file: Path) ->
     for name in skip_keys:
         if name not in level or replaced_keys(content, {}, [name]) == content:
             raise ConfigError(f"{where}'{name}' given, but {file} has no such key of the model. Remove it")
+    stored = level.get(QUANTIZATION)
+    if QUANTIZATION in skip_keys and stored and not unreadable(stored):
+        raise ConfigError(f"{where}{QUANTIZATION} given, but the weights in {file.parent} are decoded by it. Remove it")
     return replaced_keys(content, {}, skip_keys)
 
 

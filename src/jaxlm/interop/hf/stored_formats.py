@@ -1,7 +1,7 @@
 """Folders whose weights are stored as codes with scales for blocks of them, read as if they had floating-point weights.
 
-The key `quantization_config` of config.json names the format. The view has the names, shapes and layouts that the folder
-would have without it, and decodes what is asked for. So no family knows of formats.
+The key `quantization_config` of config.json names the format. The view shows the names, shapes and layouts of the same folder
+in floating point, and decodes a tensor when it is read, so families need not support formats.
 
 MXFP4 (`quant_method: mxfp4`) is how gpt-oss stores its experts: e2m1 numbers, two in a byte, the first in the low bits, in
 blocks of 32 along the inputs, each with a power of two. Rows are outputs, `NAME_blocks` [experts, out, in / 32, 16] and
@@ -186,7 +186,7 @@ def open_weights(folder: Path, dtype: Any = None) -> TensorSource:
 def unreadable(config: Any) -> str | None:
     """Says why weights stored in this way cannot be read; None if they can. Args: config: the key of config.json."""
     method = config.get("quant_method") if isinstance(config, Mapping) else None
-    if method not in _FORMATS:
+    if method not in list(_FORMATS):  # whatever JSON has
         return f"its quant_method is {method}. Known: {', '.join(_FORMATS)}"
     block = config.get("weight_block_size")
     if block is None or (
