@@ -43,7 +43,7 @@ def test_a_token_takes_the_latent_and_one_rotated_key_of_each_layer(dtype, size)
     )
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 @pytest.mark.parametrize("dtype", ["float32", "int8"])
 def test_prefixes_are_reused(dtype, built, monkeypatch):
     """Prompts that grow, that change in the middle, and that begin differently."""
@@ -54,7 +54,7 @@ def test_prefixes_are_reused(dtype, built, monkeypatch):
     assert sum(map(bool, held)) == 4
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_an_int8_cache_is_nearly_as_accurate(built):
     model, text = built(SMALL), documents()[2]
 
@@ -69,7 +69,7 @@ def test_an_int8_cache_is_nearly_as_accurate(built):
     assert 0 < np.sqrt(np.mean((rounded - exact) ** 2)) < 2e-2 * np.std(exact)
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_int8_weights_compute_what_they_stand_for(built):
     int8 = quantized(built(SMALL))
     prompts, config = [[1, 2, 3], [4, 5, 6, 7, 8]], GenerationConfig(8, temperature=0.0)
