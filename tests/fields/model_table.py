@@ -47,7 +47,7 @@ EXPERTS: dict[str, Entry] = {
     "model.expert_dispatch": Change("padded", Program(gains=r"stablehlo.constant dense<-1> : tensor<i32>")),
     "model.expert_products": Change("ragged_dot", Program(loses=r"stablehlo.while")),
     "model.expert_capacity": Change(1.5, Program(gains=r"call @cumsum")),
-    "model.expert_parts": Change(2, Program(gains=r"stablehlo.sort")),
+    "model.expert_parts": Change(2, Program(gains=r"stablehlo.concatenate")),
 }
 _NO_EXPERTS = Shapes({r"^model.*router": None})
 DENSE: dict[str, Entry] = {
