@@ -5,10 +5,14 @@ import re
 import shutil
 from pathlib import Path
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
 from jaxlm.interop.hf.safetensors_file import SafetensorsFile, TensorInfo, write_safetensors
+from jaxlm.models.base import vocab_axis
+from jaxlm.models.families.qwen3_moe import Qwen3MoeConfig
+from tests.interop.cases import exported
 
 MATRICES = r"\.(\w+_proj|\w+_proj_with_mqa|w\d|dense\w*|fc\d|c_\w+|experts\.\w+)(\.weight)?$"
 """Names of tensors that are stored in fp8."""
@@ -88,6 +92,38 @@ def in_mxfp4(experts):
     blocks = (codes[..., 0::2] + 16 * codes[..., 1::2]).astype(np.uint8)
     exact = exact.reshape(rows.shape).swapaxes(1, 2).astype(np.float32)
     return blocks, (exponents + 127).astype(np.uint8), np.ascontiguousarray(exact)
+
+
+def saved_experts(folder, vocab):
+    """A random Qwen3 MoE model whose experts are stored as [experts, in, out], as in folders of Qwen3-VL and gpt-oss."""
+    sizes = {
+        "hidden_dim": 64,
+        "intermediate_dim": 32,
+        "num_layers": 2,
+        "num_heads": 4,
+        "num_kv_heads": 2,
+        "head_dim": 16,
+    }
+    config = Qwen3MoeConfig(seq_len=64, num_experts=4, num_experts_per_token=2, initializer_range=0.2, **sizes)
+    model = config.build(vocab_axis(vocab), key=jax.random.key(0))
+    exported(folder, model, config, dtype=jnp.bfloat16)
+    file, arrays = SafetensorsFile(folder / "model.safetensors"), {}
+    matrices = {name: np.array(file.view(name)) for name in file.tensors if ".experts." in name}
+
+    def stacked(layer, name):
+        each = (matrices[f"model.layers.{layer}.mlp.experts.{n}.{name}.weight"].T for n in range(4))
+        return np.stack(list(each))
+
+    for layer in range(2):
+        start = f"model.layers.{layer}.mlp.experts"
+        arrays[f"{start}.gate_up_proj"] = np.concatenate([stacked(layer, n) for n in ("gate_proj", "up_proj")], -1)
+        arrays[f"{start}.down_proj"] = stacked(layer, "down_proj")
+    return rewritten(folder, lambda name, array: [] if name in matrices else [*_popped(arrays), (name, array)])
+
+
+def _popped(arrays):
+    while arrays:
+        yield arrays.popitem()
 
 
 def as_mxfp4(folder, pattern=r"experts\.(gate_up|down)_proj$"):
