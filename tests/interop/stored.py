@@ -110,7 +110,8 @@ def saved_gpt_oss(folder, vocab):
     model = config.build(vocab_axis(vocab), key=jax.random.key(0))
     keys = iter(jax.random.split(jax.random.key(1), 40))
     model = tree.map_leaves(lambda _, leaf: hax.random.normal(next(keys), leaf.axes) * 0.2, model)
-    return exported(folder, model, config, dtype=jnp.bfloat16)
+    ids = {"bos_token_id": 0, "eos_token_id": 0}
+    return exported(folder, model, config, dtype=jnp.bfloat16, special_ids=ids)
 
 
 def as_mxfp4(folder, pattern=r"experts\.(gate_up|down)_proj$"):
