@@ -23,6 +23,7 @@ from jaxlm.reading.schema import ConfigSection, sections
 from jaxlm.reading.yaml import ConfigSource, load_yaml, merge, parse_value
 from jaxlm.systems.nanochat.scaling_members import plan_study
 from jaxlm.systems.topology.layers import _DECOUPLED
+from tests.fields.model_table import ROUTED
 from tests.fields.proofs import assert_test_exists
 
 ROOT = Path(__file__).parents[1]
@@ -47,6 +48,9 @@ NEEDED: dict[tuple[str, str | None, str], dict[str, Any]] = {
     ("objective", "kto", "cache"): {"reference": "base"},
     ("model.time_embedding", None, "type"): {"num_time_steps": 8},
     ("model.time_embedding", None, "num_time_steps"): {"type": "learned"},
+    **{
+        ("model", "gemma4", f"expert_{name}"): ROUTED["model"] for name in ("dispatch", "products", "capacity", "parts")
+    },
     **{("model.topology", "attention", name): DECOUPLED for name in ("mode", *_DECOUPLED)},
     ("data", "tokens", "train_overlap"): {"stride": 512},
     ("data", "rollouts", "max_turns"): {"environment": {"type": "tool"}},

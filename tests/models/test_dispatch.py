@@ -59,7 +59,9 @@ def experts_of(k: int = 2, push: tuple[int, ...] = (), kind: Any = MixtralConfig
 
 def with_biases(experts: Experts) -> Experts:
     """With random values in place of zeros."""
-    names = [name for name in ("router", "gate_proj", "up_proj", "down_proj") if getattr(experts, name).bias is not None]
+    names = [
+        name for name in ("router", "gate_proj", "up_proj", "down_proj") if getattr(experts, name).bias is not None
+    ]
     layers = {name: getattr(experts, name) for name in names}
     keys = jax.random.split(jax.random.key(3), 4)
     biases = {name: hax.random.normal(key, layers[name].bias.axes) for name, key in zip(names, keys, strict=False)}
