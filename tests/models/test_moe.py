@@ -181,7 +181,7 @@ def test_flops_count_the_shared_expert():
 
 @pytest.mark.parametrize(("layers", "experts", "total", "active"), [(24, 32, 20.91, 3.61), (36, 128, 116.83, 5.13)])
 def test_flops_count_windows_and_no_biases(layers, experts, total, active):
-    """gpt-oss: the parameters in table 1 of its model card (arXiv:2508.10925), where those of the embedding are not active."""
+    """gpt-oss: the parameters in table 1 of its model card (arXiv:2508.10925), where the embedding is not active."""
     config = GptOssConfig(seq_len=4096, num_layers=layers, num_experts=experts)
     model = jax.eval_shape(lambda: config.build(vocab_axis(201088), key=jax.random.key(0)))
     assert tree.num_parameters(model) / 1e9 == pytest.approx(total, abs=0.005)
