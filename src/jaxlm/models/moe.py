@@ -18,7 +18,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxlm.core import tree
 from jaxlm.core.axes import BATCH, EMBED, EXPERTS, MLP, POSITION, VOCAB, axes_of
 from jaxlm.core.parameters import SCALE, DeclaresParameters, Parameter
-from jaxlm.core.products.matmul import arranged, dot
+from jaxlm.core.products.matmul import dot
 from jaxlm.core.products.stored_weights import StoredWeight
 from jaxlm.core.sharding import Layout
 from jaxlm.models.activations import gated
@@ -65,24 +65,20 @@ class Experts(eqx.Module):
     def _apply_experts(self, x: NamedArray, chosen_BSK: jax.Array, share_BSK: jax.Array) -> NamedArray:
         """The chosen experts' outputs, weighted and summed."""
         x = x.rearrange((BATCH, POSITION, EMBED))
-        into_mlp, out_of_mlp = (EXPERTS, EMBED, MLP), (EXPERTS, MLP, EMBED)
-        weights = [
-            arranged(layer.weight, order)
-            for layer, order in ((self.gate_proj, into_mlp), (self.up_proj, into_mlp), (self.down_proj, out_of_mlp))
-        ]
+        layers = [layer.matrices() for layer in (self.gate_proj, self.up_proj, self.down_proj)]
         sharding = ExpertSharding.of(x, self.gate_proj.weight)
 
-        def local(x_BSD, chosen_BSK, share_BSK, *weights):
-            sent = dispatch(x_BSD, chosen_BSK, num_experts=weights[0].shape[0], sharding=sharding)
-            return sent.combine(self._local_experts(sent.rows_PD, sent.grouping, *weights), share_BSK)
+        def local(x_BSD, chosen_BSK, share_BSK, *layers):
+            sent = dispatch(x_BSD, chosen_BSK, num_experts=layers[0].weight_EIO.shape[0], sharding=sharding)
+            return sent.combine(self._local_experts(sent.rows_PD, sent.grouping, *layers), share_BSK)
 
-        run = sharding.shard_map(local, weights)
-        return hax.auto_sharded(NamedArray(run(x.array, chosen_BSK, share_BSK, *weights), x.axes))
+        run = sharding.shard_map(local, layers)
+        return hax.auto_sharded(NamedArray(run(x.array, chosen_BSK, share_BSK, *layers), x.axes))
 
-    def _local_experts(self, x_PD, grouping: Grouping, gate_EDM, up_EDM, down_EMD) -> jax.Array:
+    def _local_experts(self, x_PD, grouping: Grouping, gate, up, down) -> jax.Array:
         """The outputs of this device's experts."""
-        gate_PM, up_PM = (checkpoint_name(grouping.dot(x_PD, w_EDM), EXPERT) for w_EDM in (gate_EDM, up_EDM))
-        return checkpoint_name(grouping.dot(gated(self.activation, gate_PM, up_PM), down_EMD), EXPERT)
+        gate_PM, up_PM = (checkpoint_name(layer.dot(x_PD, grouping), EXPERT) for layer in (gate, up))
+        return checkpoint_name(down.dot(gated(self.activation, gate_PM, up_PM), grouping), EXPERT)
 
 
 class SharedExpert(DeclaresParameters):
@@ -116,8 +112,8 @@ def num_active(model: Any) -> int:
     """Number of parameters that are active for one token: all except those of the experts it is not routed to."""
     inactive = 0
     for experts in tree.modules(model, Experts):
-        expert_size = sum(layer.weight.size for layer in (experts.gate_proj, experts.up_proj, experts.down_proj))
-        num_experts = experts.gate_proj.weight.axis_size(EXPERTS)
+        layers = (experts.gate_proj, experts.up_proj, experts.down_proj)
+        expert_size, num_experts = tree.num_parameters(layers), experts.gate_proj.weight.axis_size(EXPERTS)
         inactive += expert_size * (num_experts - experts.routing.num_chosen) // num_experts
     return tree.num_parameters(model) - inactive
 
