@@ -84,8 +84,8 @@ class LoraConfig(SurgeryConfig):
         layers_to_transform: numbers of the layers that get adapters, from 0; null means all. Does not affect the head.
         embeddings: regular expression searched for in the paths of embedding tables (`tokens`), and in `head` if the head is
             tied to one; matching ones get an adapter. Null adapts none.
-        experts: regular expression searched for in the paths of the linear layers of experts (`mlp.gate_proj`); each expert of
-            a matching one gets an adapter, without dropout. Null adapts none.
+        experts: regular expression searched for in the paths of the linear layers of experts (`mlp.gate_proj`); each expert
+            gets an adapter of its own in matching ones. Null adapts none.
         ensure_weight_tying: the head that is tied to the token embedding has the adapter of that embedding too, so that they
             stay tied.
         modules_to_save: regular expressions searched for in the paths of other parameters (`^head\\.weight$`, `\\.bias$`);

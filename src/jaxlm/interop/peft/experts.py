@@ -113,9 +113,7 @@ class ExpertAdapters:
         """Tells whether the experts of a layer share one module."""
         return any(len(names) == 1 for names in self.names.values()) and self.num_experts > 1
 
-    def stacked(
-        self, file: SafetensorsFile, num_layers: int, unread: set[str], *, outputs_first: bool
-    ) -> Arrays:
+    def stacked(self, file: SafetensorsFile, num_layers: int, unread: set[str], *, outputs_first: bool) -> Arrays:
         """Those of all experts of all layers [layers * experts, ...], filled up with zeros.
 
         Args:
@@ -133,7 +131,10 @@ class ExpertAdapters:
                 a, b = self._unpacked(a, b, outputs_first) if self.is_packed else (a[None], b[None])
                 if not whole:
                     shape = (len(layers), self.num_experts)
-                    whole = [np.zeros((*shape, rank, a.shape[2]), a.dtype), np.zeros((*shape, b.shape[1], rank), b.dtype)]
+                    whole = [
+                        np.zeros((*shape, rank, a.shape[2]), a.dtype),
+                        np.zeros((*shape, b.shape[1], rank), b.dtype),
+                    ]
                 experts = slice(None) if self.is_packed else slice(number, number + 1)
                 whole[0][at, experts, : a.shape[1]], whole[1][at, experts, :, : b.shape[2]] = a, b
         a, b = (array.reshape(-1, *array.shape[2:]) for array in whole)
@@ -148,7 +149,11 @@ class ExpertAdapters:
 
 
 def adapters_of_experts(
-    config: ModelConfig, table: Sequence[Tensor], names: Mapping[str, TensorInfo], settings: Mapping[str, Any], file: Path
+    config: ModelConfig,
+    table: Sequence[Tensor],
+    names: Mapping[str, TensorInfo],
+    settings: Mapping[str, Any],
+    file: Path,
 ) -> list[ExpertAdapters]:
     """The adapters of experts in a file.
 
@@ -165,8 +170,8 @@ def adapters_of_experts(
     found += [read.of_matrices(tensor, layers_of(tensor, num_layers)) for tensor in table if not is_of_experts(tensor)]
     if settings.get("use_dora") and any(adapters.names for adapters in found):
         raise ConfigError(
-            f"{file}: use_dora: true given, which jaxlm does not compute for experts. Merge the adapter in PEFT and import the merged"
-            " model"
+            f"{file}: use_dora: true given, which jaxlm does not compute for experts. Merge the adapter in PEFT and import"
+            " the merged model"
         )
     return [adapters for adapters in found if adapters.names]
 
@@ -235,7 +240,11 @@ class _Header:
 
 
 def has_outputs_first(
-    experts: Sequence[ExpertAdapters], file: SafetensorsFile, sizes: AxisSizes, settings: Mapping[str, Any], folder: Path
+    experts: Sequence[ExpertAdapters],
+    file: SafetensorsFile,
+    sizes: AxisSizes,
+    settings: Mapping[str, Any],
+    folder: Path,
 ) -> bool:
     """Tells whether the adapters of experts are as PEFT before 0.19 wrote them: A has the outputs, and B the inputs.
 
@@ -265,7 +274,7 @@ def has_outputs_first(
     version = settings.get("peft_version")
     if not isinstance(version, str) or not re.match(r"\d+\.\d+", version):
         raise ConfigError(
-            f"{folder}: {undecided[0]} has as many inputs as outputs, and PEFT before {VERSION} wrote them in the other order."
-            " Set peft_version in adapter_config.json to the version of PEFT that wrote the file"
+            f"{folder}: {undecided[0]} has as many inputs as outputs, and PEFT before {VERSION} wrote them in the other"
+            " order. Set peft_version in adapter_config.json to the version of PEFT that wrote the file"
         )
     return tuple(map(int, version.split(".")[:2])) < tuple(map(int, VERSION.split(".")[:2]))

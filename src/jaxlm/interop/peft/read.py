@@ -11,7 +11,7 @@ import jax
 import numpy as np
 
 from jaxlm.core import tree
-from jaxlm.core.axes import EXPERTS, VOCAB
+from jaxlm.core.axes import VOCAB
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.hashing import note_file
 from jaxlm.core.safe_io import read_json_object
@@ -36,7 +36,6 @@ from jaxlm.interop.peft.names import (
     module_name,
     module_path,
     peft_tensors,
-    weight_name,
 )
 from jaxlm.models.base import LanguageModel, ModelConfig, vocab_axis
 
@@ -47,7 +46,15 @@ _MUST_BE = {"peft_type": ("LORA",), "bias": ("none", "all", "lora_only", None)}
 _KNOWN = {
     *("r", "lora_alpha", "rank_pattern", "alpha_pattern", "use_rslora", "use_dora", "lora_dropout", "modules_to_save"),
     *("ensure_weight_tying", "init_lora_weights", "fan_in_fan_out", "target_modules", "exclude_modules"),
-    *("target_parameters", "layers_to_transform", "layers_pattern", "task_type", "auto_mapping", "peft_version", "revision"),
+    *(
+        "target_parameters",
+        "layers_to_transform",
+        "layers_pattern",
+        "task_type",
+        "auto_mapping",
+        "peft_version",
+        "revision",
+    ),
     *("base_model_name_or_path", "inference_mode", "runtime_config", "megatron_core", "qalora_group_size"),
     *("loftq_config", "eva_config", "corda_config", "lora_ga_config"),
 }
@@ -228,8 +235,7 @@ def _open(folder: Path, config: ModelConfig) -> _Folder:
     note_file(folder / _SETTINGS)
     num_layers: int = getattr(config, "num_layers")  # noqa: B009, all configs of families have it
     all_adapters, saved = [], []
-    own = _named(config, names, peft_tensors(config))
-    for tensor in own:
+    for tensor in _named(config, names, peft_tensors(config)):
         if tensor.name.endswith(".weight"):
             adapters = _adapters_of(tensor, names, settings, num_layers, file)
             all_adapters += [adapters] if adapters is not None else []
@@ -239,9 +245,6 @@ def _open(folder: Path, config: ModelConfig) -> _Folder:
         all_adapters = [adapters for adapters in all_adapters if module_path(adapters.tensor.parts[0]) != HEAD]
     table = _named(config, names, expert_tensors(config, single=True))
     experts = adapters_of_experts(config, table, names, settings, file)
-    known = [f".{weight_name(one, n)}" for one in (*own, *table) for n in layers_of(one, num_layers) if EXPERTS not in one.stacked]
-    if other := [end for end in settings.get("target_parameters") or () if not any(name.endswith(f".{end}") for name in known)]:
-        raise _wrong_model(folder, f"target_parameters: {', '.join(other)} name no parameters")
     if not all_adapters and not experts:
         raise _wrong_model(folder, "no adapters")
     tied = is_tied(config)

@@ -215,14 +215,13 @@ def _modules(model: Adapted, table: Sequence[Tensor], layout: Layout, dtype: Any
     return modules
 
 
-def _joined(
-    tensor: Tensor, group: Mapping[str, tuple[Arrays, float]], sizes: Sizes
-) -> tuple[Arrays, int, float]:
+def _joined(tensor: Tensor, group: Mapping[str, tuple[Arrays, float]], sizes: Sizes) -> tuple[Arrays, int, float]:
     """The adapter of a matrix, its rank and its scale, from those of its parameters."""
     if is_of_experts(tensor):
-        one, experts = of_one_expert(tensor), range(sizes[EXPERTS])
-        groups = ({path: (Arrays(arrays.a[n], arrays.b[n]), scale) for path, (arrays, scale) in group.items()} for n in experts)
-        joined = [_joined(one, own, sizes) for own in groups]
+        joined = []
+        for n in range(sizes[EXPERTS]):
+            own = {path: (Arrays(arrays.a[n], arrays.b[n]), scale) for path, (arrays, scale) in group.items()}
+            joined.append(_joined(of_one_expert(tensor), own, sizes))
         return packed([arrays for arrays, _, _ in joined]), *joined[0][1:]
     scale = next(iter(group.values()))[1]
     if len(tensor.parts) == 1:
@@ -230,7 +229,9 @@ def _joined(
     else:
         # One scale for all. If the scales are equal, this multiplies by 1.
         pairs = {
-            path: arrays._replace(b=arrays.b * arrays.b.dtype.type(part_scale / scale)) if part_scale != scale else arrays
+            path: arrays._replace(b=arrays.b * arrays.b.dtype.type(part_scale / scale))
+            if part_scale != scale
+            else arrays
             for path, (arrays, part_scale) in group.items()
         }
         arrays = FusedMatrix(tensor, sizes).fuse(pairs)
