@@ -66,6 +66,12 @@ class ExpertSharding:
         specs = (tokens, tokens, tokens, *weight_specs)
         return jax.shard_map(local, mesh=self.mesh, in_specs=specs, out_specs=tokens, check_vma=False)
 
+    def once(self, bias_ED: jax.Array | None) -> jax.Array | None:
+        """A bias of experts on the first of the devices that have slices of them, whose outputs are summed; 0 on others."""
+        if bias_ED is None or not self.mlp:
+            return bias_ED
+        return jnp.where(jax.lax.axis_index(self.mlp) == 0, bias_ED, 0)
+
     def gather_tokens(self, a_BSX: jax.Array) -> jax.Array:
         """All-gathers the tokens of all devices that share experts."""
         for name in reversed(self._shared):

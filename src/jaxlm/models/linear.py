@@ -97,17 +97,24 @@ class ExpertMatrices(eqx.Module):
 
     Attributes:
         weight_EIO: {experts, In, Out}.
+        bias_EO: {experts, Out}.
     """
 
     weight_EIO: jax.Array | StoredArray
+    bias_EO: jax.Array | None
 
     def dot(self, x_PI: jax.Array, grouping: Any) -> jax.Array:
         """Applies its expert's layer to each row. Args: grouping: which rows are whose (`Grouping`)."""
-        return grouping.dot(x_PI, self.weight_EIO)
+        return grouping.shifted(grouping.dot(x_PI, self.weight_EIO), self.bias_EO)
+
+    def once(self, sharding: Any) -> "ExpertMatrices":
+        """With biases on one of the devices that have slices of the inputs. Args: sharding: `ExpertSharding`."""
+        return dataclasses.replace(self, bias_EO=sharding.once(self.bias_EO))
 
     def specs(self, spec: PartitionSpec) -> Any:
         """The partition specs of its arrays, given that of the weight."""
-        return ExpertMatrices(array_specs(self.weight_EIO, spec))  # pyright: ignore[reportArgumentType]
+        bias = None if self.bias_EO is None else PartitionSpec(spec[0], spec[2])
+        return ExpertMatrices(array_specs(self.weight_EIO, spec), bias)  # pyright: ignore[reportArgumentType]
 
 
 class AdaptedMatrices(eqx.Module):
@@ -131,6 +138,9 @@ class AdaptedMatrices(eqx.Module):
         out_PO = self.base.dot(x_PI, grouping)
         return (out_PO + grouping.dot(grouping.dot(x_PI, self.a_EIL), self.b_ELO)).astype(out_PO.dtype)
 
+    def once(self, sharding: Any) -> "AdaptedMatrices":
+        return dataclasses.replace(self, base=self.base.once(sharding))
+
     def specs(self, spec: PartitionSpec) -> Any:
         experts, inputs, outputs = spec
         low = PartitionSpec(experts, inputs, None), PartitionSpec(experts, None, outputs)
@@ -142,19 +152,26 @@ class ExpertLinear(DeclaresParameters):
 
     Attributes:
         weight: {experts, In, Out}, the order that grouped matrix products read.
+        bias: {experts, Out}.
     """
 
     weight: Weight
     In: Axis = eqx.field(static=True)
     Out: Axis = eqx.field(static=True)
+    bias: NamedArray | None = None
 
     @staticmethod
-    def init(Expert: Axis, In: Axis, Out: Axis, *, std: float, key: jax.Array) -> "ExpertLinear":
-        return ExpertLinear(hax.random.normal(key, (Expert, In, Out)) * std, In, Out)
+    def init(
+        Expert: Axis, In: Axis, Out: Axis, *, std: float, key: jax.Array, use_bias: bool = False
+    ) -> "ExpertLinear":
+        """Initializes N(0, std) weights and, with `use_bias`, zero biases."""
+        bias = hax.zeros((Expert, Out)) if use_bias else None
+        return ExpertLinear(hax.random.normal(key, (Expert, In, Out)) * std, In, Out, bias)
 
     def matrices(self) -> ExpertMatrices:
         """The arrays that grouped products read."""
-        return ExpertMatrices(arranged(self.weight, (EXPERTS, self.In.name, self.Out.name)))
+        bias_EO = None if self.bias is None else self.bias.rearrange((EXPERTS, self.Out.name)).array
+        return ExpertMatrices(arranged(self.weight, (EXPERTS, self.In.name, self.Out.name)), bias_EO)
 
     def parameters(self) -> dict[str, Parameter]:
-        return {"weight": matrix([self.Out], [self.In])}
+        return {"weight": matrix([self.Out], [self.In]), "bias": VECTOR}

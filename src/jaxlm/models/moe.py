@@ -21,7 +21,7 @@ from jaxlm.core.parameters import SCALE, DeclaresParameters, Parameter
 from jaxlm.core.products.matmul import dot
 from jaxlm.core.products.stored_weights import StoredWeight
 from jaxlm.core.sharding import Layout
-from jaxlm.models.activations import gated
+from jaxlm.models.activations import SwigluClamp, clamped, gated
 from jaxlm.models.dispatch import ExpertSharding, dispatch
 from jaxlm.models.grouped_products import Grouping
 from jaxlm.models.layers import GatedMlp
@@ -38,7 +38,8 @@ class Experts(eqx.Module):
         router: embed to routes, one per expert: the logits.
         routing: chooses experts by the logits.
         gate_proj, up_proj: embed to mlp, per expert.
-        down_proj: mlp to embed, per expert.
+        down_proj: mlp to embed, per expert. Its biases are weighted too.
+        clamp: of gate and up, in place of the activation; None for none.
     """
 
     router: Linear
@@ -47,6 +48,7 @@ class Experts(eqx.Module):
     down_proj: ExpertLinear
     routing: Routing
     activation: str = eqx.field(static=True)
+    clamp: SwigluClamp | None = eqx.field(static=True, default=None)
 
     def __call__(
         self, x: NamedArray, segment_ids: NamedArray, routed_by: NamedArray | None = None
@@ -68,9 +70,10 @@ class Experts(eqx.Module):
         layers = [layer.matrices() for layer in (self.gate_proj, self.up_proj, self.down_proj)]
         sharding = ExpertSharding.of(x, self.gate_proj.weight)
 
-        def local(x_BSD, chosen_BSK, share_BSK, *layers):
-            sent = dispatch(x_BSD, chosen_BSK, num_experts=layers[0].weight_EIO.shape[0], sharding=sharding)
-            return sent.combine(self._local_experts(sent.rows_PD, sent.grouping, *layers), share_BSK)
+        def local(x_BSD, chosen_BSK, share_BSK, gate, up, down):
+            sent = dispatch(x_BSD, chosen_BSK, num_experts=gate.weight_EIO.shape[0], sharding=sharding)
+            rows_PD = self._local_experts(sent.rows_PD, sent.grouping, gate, up, down.once(sharding))
+            return sent.combine(rows_PD, share_BSK)
 
         run = sharding.shard_map(local, layers)
         return hax.auto_sharded(NamedArray(run(x.array, chosen_BSK, share_BSK, *layers), x.axes))
@@ -78,7 +81,10 @@ class Experts(eqx.Module):
     def _local_experts(self, x_PD, grouping: Grouping, gate, up, down) -> jax.Array:
         """The outputs of this device's experts."""
         gate_PM, up_PM = (checkpoint_name(layer.dot(x_PD, grouping), EXPERT) for layer in (gate, up))
-        return checkpoint_name(down.dot(gated(self.activation, gate_PM, up_PM), grouping), EXPERT)
+        hidden_PM = (
+            gated(self.activation, gate_PM, up_PM) if self.clamp is None else clamped(self.clamp, gate_PM, up_PM)
+        )
+        return checkpoint_name(down.dot(hidden_PM, grouping), EXPERT)
 
 
 class SharedExpert(DeclaresParameters):
