@@ -219,7 +219,7 @@ class LoraConfig(SurgeryConfig):
         # The paths may have changed since, and merging some earlier than others changes nothing.
         for kind in (LoraLinear, LoraExperts):
             if tree.modules(model, kind):
-                model = tree.map_modules(model, kind, ".*", kind.merged)
+                model = tree.map_modules(model, kind, ".*", lambda layer: layer.merged())
         if self.embeddings is None:
             return model
         adapts = lambda path: any(map(self._matches_table, (path, head_of(path))))  # noqa: E731
