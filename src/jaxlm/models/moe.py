@@ -21,7 +21,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxlm.core import tree
 from jaxlm.core.axes import BATCH, EMBED, EXPERTS, MLP, POSITION, VOCAB, axes_of
 from jaxlm.core.parameters import SCALE, DeclaresParameters, Parameter
-from jaxlm.core.products.matmul import arranged, dot
+from jaxlm.core.products.matmul import dot
 from jaxlm.core.products.stored_weights import StoredWeight
 from jaxlm.core.sharding import Layout
 from jaxlm.models.activations import SwigluClamp, clamped, gated
@@ -85,60 +85,46 @@ class Experts(eqx.Module):
     ) -> tuple[NamedArray, jax.Array]:
         """The chosen experts' outputs, weighted and summed, and how many choices were dropped."""
         x = x.rearrange((BATCH, POSITION, EMBED))
-        into_mlp, out_of_mlp = (EXPERTS, EMBED, MLP), (EXPERTS, MLP, EMBED)
-        weights = [
-            arranged(layer.weight, order)
-            for layer, order in ((self.gate_proj, into_mlp), (self.up_proj, into_mlp), (self.down_proj, out_of_mlp))
-        ]
-        biases = [
-            None if layer.bias is None else layer.bias.rearrange((EXPERTS, out)).array
-            for layer, out in ((self.gate_proj, MLP), (self.up_proj, MLP), (self.down_proj, EMBED))
-        ]
+        layers = [layer.matrices() for layer in (self.gate_proj, self.up_proj, self.down_proj)]
         sharding = ExpertSharding.of(x, self.gate_proj.weight)
 
-        def part(*tokens, weights):
-            products, _ = choose_products(tokens[0].dtype, weights[0], weights[0].shape, self.expert_products)
+        def part(*tokens, gate, up, down):
+            weight_EDM = gate.weight_EIO
+            products, _ = choose_products(tokens[0].dtype, weight_EDM, weight_EDM.shape, self.expert_products)
             sent = dispatch(
                 *tokens,
-                num_experts=weights[0].shape[0],
+                num_experts=weight_EDM.shape[0],
                 sharding=sharding,
                 backend=self.expert_dispatch,
                 capacity=self.expert_capacity,
                 largest_block=largest_block(products),
             )
-            *weights, down_bias_ED = weights
-            out_BSD = sent.combine(self._local_experts(sent, *weights, down_bias_ED=sharding.once(down_bias_ED)))
+            out_BSD = sent.combine(self._local_experts(sent, gate, up, down.once(sharding)))
             return out_BSD, sent.num_dropped.astype(jnp.float32)
 
-        def local(x_BSD, chosen_BSK, share_BSK, *weights):
-            tokens = x_BSD, chosen_BSK, share_BSK
+        def local(x_BSD, chosen_BSK, share_BSK, gate, up, down):
+            tokens, layers = (x_BSD, chosen_BSK, share_BSK), {"gate": gate, "up": up, "down": down}
             num_parts = math.gcd(self.expert_parts, x_BSD.shape[0] * x_BSD.shape[1])
             if num_parts == 1:
-                return part(*tokens, weights=weights)
+                return part(*tokens, **layers)
             parts = zip(*(a.reshape(num_parts, 1, -1, a.shape[-1]) for a in tokens), strict=True)
-            outs, dropped = zip(*(part(*one, weights=weights) for one in parts), strict=True)
+            outs, dropped = zip(*(part(*one, **layers) for one in parts), strict=True)
             return jnp.concatenate(outs, axis=1).reshape(x_BSD.shape), sum(dropped)
 
-        run = sharding.shard_map(local, weights)
-        out, dropped = run(x.array, chosen_BSK, share_BSK, *weights, *biases)
+        run = sharding.shard_map(local, layers)
+        out, dropped = run(x.array, chosen_BSK, share_BSK, *layers)
         return hax.auto_sharded(NamedArray(out, x.axes)), dropped
 
-    def _local_experts(
-        self, sent: Dispatched, gate_EDM, up_EDM, down_EMD, gate_bias_EM, up_bias_EM, down_bias_ED
-    ) -> jax.Array:
+    def _local_experts(self, sent: Dispatched, gate, up, down) -> jax.Array:
         """The outputs of this device's experts."""
-        grouping = sent.grouping
-
-        def layer(x_PI: jax.Array, w_EIO, bias_EO) -> jax.Array:
-            return checkpoint_name(grouping.shifted(grouping.dot(x_PI, w_EIO, self.expert_products), bias_EO), EXPERT)
-
-        gate_PM, up_PM = layer(sent.rows_PD, gate_EDM, gate_bias_EM), layer(sent.rows_PD, up_EDM, up_bias_EM)
+        how = (sent.grouping, self.expert_products)
+        gate_PM, up_PM = (checkpoint_name(layer.dot(sent.rows_PD, *how), EXPERT) for layer in (gate, up))
         hidden_PM = (
             gated(self.activation, gate_PM, up_PM) if self.clamp is None else clamped(self.clamp, gate_PM, up_PM)
         )
         # `combine` reads only rows of groups.
-        out_PD = grouping.dot(sent.weighted(hidden_PM), down_EMD, self.expert_products, any_rest=True)
-        return checkpoint_name(grouping.shifted(out_PD, down_bias_ED, sent.share_P1), EXPERT)
+        out_PD = down.dot(sent.weighted(hidden_PM), *how, share_P1=sent.share_P1, any_rest=True)
+        return checkpoint_name(out_PD, EXPERT)
 
 
 class SharedExpert(DeclaresParameters):
@@ -173,8 +159,7 @@ def num_active(model: Any) -> int:
     inactive = 0
     for experts in tree.modules(model, Experts):
         layers = (experts.gate_proj, experts.up_proj, experts.down_proj)
-        expert_size = sum(layer.weight.size + (0 if layer.bias is None else layer.bias.size) for layer in layers)
-        num_experts = experts.gate_proj.weight.axis_size(EXPERTS)
+        expert_size, num_experts = tree.num_parameters(layers), experts.gate_proj.weight.axis_size(EXPERTS)
         inactive += expert_size * (num_experts - experts.routing.num_chosen) // num_experts
     return tree.num_parameters(model) - inactive
 
