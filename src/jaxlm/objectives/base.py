@@ -9,12 +9,14 @@ import draccus
 import jax
 import jax.numpy as jnp
 
+from jaxlm.core import tree
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.pace import Pacing
 from jaxlm.core.values.batch_types import LabeledBatch, MaskedBatch, TokenBatch
 from jaxlm.core.values.sums import Largest, Sum
 from jaxlm.models.base import AuxLoss, LanguageModel, ModelConfig
 from jaxlm.models.flops import FlopsPerToken
+from jaxlm.models.mtp import MTP
 from jaxlm.models.step_flops import ModelInStep, trained_and_read
 from jaxlm.reading.choices import Registry
 from jaxlm.reading.decode import choice_name
@@ -69,6 +71,7 @@ class ObjectiveFacts:
         annotation_key: the facts that annotations on disk depend on, besides references and tokens. With a key, each sequence
             that the phase's steps read is annotated once, before the first step. None if each step asks.
         pacing: sets the pace of layers, and ends the phase early; None if the optimizer alone does that.
+        trains_mtp: whether the loss trains the layer that predicts the token after the next one (`model.mtp`).
         flops: (the model that trains, the references that the step queries) -> FLOPs per training token.
     """
 
@@ -88,6 +91,7 @@ class ObjectiveFacts:
     asks_itself: bool = False
     annotation_key: Mapping[str, Any] | None = None
     pacing: Pacing | None = None
+    trains_mtp: bool = False
     flops: Callable[[ModelInStep, Sequence[ModelInStep]], FlopsPerToken] = trained_and_read
 
 
@@ -215,6 +219,15 @@ def check_model(objective: ObjectiveConfig, model: ModelConfig) -> None:
         raise ConfigError(
             f"{name} predicts hidden tokens from those on both sides, but tokens of this model attend only to earlier"
             f" ones. Set {key}: true (families that have it: llama, qwen2, qwen3, gemma3), or objective.type: clm"
+        )
+
+
+def check_mtp(objective: ObjectiveConfig, trainable: Any) -> None:
+    """Raises `ConfigError` if the MTP layer would only decay. Args: trainable: as of `ObjectiveConfig.check`."""
+    if not objective.facts.trains_mtp and any(path.startswith(f"{MTP}.") for path, _ in tree.leaves(trainable)):
+        raise ConfigError(
+            f"model.mtp: true given, but {_name(objective)} does not train the layer `{MTP}`, so that it would only decay. Set"
+            " objective.mtp_weight of next_token, exclude it (trainable: ['^(?!mtp)']), or remove model.mtp"
         )
 
 

@@ -207,7 +207,9 @@ def make_plan(config: RunConfig, run_id: str, vocab_size: int, devices: Sequence
     precision.check([state_builder.abstract_initial_model, *(state.model for state in states)])
     for phase, state in zip(phases, states, strict=True):
         spec = data[phase.index].batch_spec(phase.model.seq_len)
-        phase.objective.check(spec.make(**spec.columns), state.model, phase.split(state.model)[0])
+        trainable = phase.split(state.model)[0]
+        phase.objective.check(spec.make(**spec.columns), state.model, trainable)
+        check_mtp(phase.objective, trainable)
         if config.hf_save_path is not None:
             check_is_whole(state.model.traits.denoisers)
             if is_reward_model(state.model):

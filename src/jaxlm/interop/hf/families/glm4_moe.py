@@ -8,6 +8,7 @@ from dataclasses import field
 
 from jaxlm.core.field_types import NumLayers, PositiveInt
 from jaxlm.interop.hf.family import Family, FixedKey, JsonKey, KeyGroup
+from jaxlm.interop.hf.mtp import COPIES_BEHIND_LAYERS, mtp_behind_layers
 from jaxlm.interop.hf.shared_keys import balanced_experts, rope, usual_keys
 from jaxlm.interop.hf.weights import (
     Tensor,
@@ -35,6 +36,8 @@ class Glm4MoeConfig(LlamaAttention, BalancedMoeConfig):
     Attributes:
         attention_bias: add biases to the query, key and value projections.
         use_qk_norm: norms on each head's queries and keys.
+        mtp: one more layer predicts the token after the next one, as `objective.mtp_weight` trains it. False leaves such a
+            layer of a folder as it is.
     """
 
     seq_len: PositiveInt = 4096
@@ -49,6 +52,7 @@ class Glm4MoeConfig(LlamaAttention, BalancedMoeConfig):
     num_experts_per_token: PositiveInt = 8
     attention_bias: bool = True
     use_qk_norm: bool = False
+    mtp: bool = False
     attention_out_bias = False
 
 
@@ -76,16 +80,18 @@ FAMILY = Family(
         JsonKey("use_qk_norm", "use_qk_norm", False),
         JsonKey("attention_bias", "attention_bias", False),
         FixedKey("attention_dropout", 0.0),
-        # A new model has no layers that predict more tokens; those of a source stay in its exports, and so does this key.
-        KeyGroup(("num_mtp_layers",), lambda theirs: {}, lambda config: {"num_mtp_layers": 0}),
+        # Layers of a source that predict more tokens, and the model does not have, stay in its exports, and so does this key.
+        KeyGroup(("num_mtp_layers",), lambda theirs: {}, lambda config: {"num_mtp_layers": int(config.mtp)}),
     ),
-    tensors=lambda config: tuple(
-        rows_by_stack(
+    tensors=lambda config: (
+        *rows_by_stack(
             config,
             embeddings_and_head(config),
             experts=(*_attention(config), *_experts()),
             dense=(*_attention(config), *gated_mlp()),
-        )
+        ),
+        *mtp_behind_layers(config, (*_attention(config), *_experts())),
     ),
     further="eh_proj.weight",
+    copies=COPIES_BEHIND_LAYERS,
 )

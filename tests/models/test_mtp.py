@@ -1,0 +1,1 @@
+"""The layer that predicts the token after the next one, against code in torch and documents one by one."""
