@@ -59,6 +59,24 @@ DENSE: dict[str, Entry] = {
     ),
 }
 
+BALANCED: dict[str, Entry] = {
+    **EXPERTS,
+    "model.num_experts": Change(12, Shapes({r"^model.*router\.weight": (1, 12, 32)})),
+    "model.num_experts_per_token": Change(4, Program(gains=r"chlo.top_k\(%\w+, k = 4\)")),
+    "model.decoder_sparse_step": Change(2, _NO_EXPERTS, also={"model": {"mlp_only_layers": [1]}}),
+    "model.mlp_only_layers": Change([1], Shapes({r"^model\.body\.0\..*router\.weight": (1, 6, 32)})),
+    "model.dense_intermediate_dim": Change(56, Shapes({r"^model\.body\.0\..*mlp\.up_proj\.weight": (1, 56, 32)})),
+    "model.shared_expert_intermediate_dim": Change(40, Shapes({r"^model.*shared_expert.*up_proj": (1, 40, 32)})),
+    "model.norm_topk_prob": Change(False, Program(loses=r"stablehlo.divide")),
+    "model.routed_scaling_factor": Change(0.3, Constant(0.3)),
+    "model.num_expert_groups": Change(3, Program(gains=r"dense<0xFF800000>")),
+    "model.num_groups_per_token": Change(
+        2,
+        Program(gains=r"chlo.top_k\(%\w+, k = 2\)"),
+        also={"model": {"num_expert_groups": 3}},
+    ),
+    "model.router_bias_step": Change(0.3, Constant(-0.3)),
+}
 STATES: dict[str, Entry] = {
     "model.rope": SCALED_ROPE,
     "model.attention_interval": Change(1, Shapes({r"^model.*A_log": None})),
@@ -619,24 +637,20 @@ TABLE: Table = {
     "glm4_moe": {
         "model.sliding_window": WINDOW,
         "model.rope": SCALED_ROPE,
-        **EXPERTS,
-        "model.num_experts": Change(12, Shapes({r"^model.*router\.weight": (1, 12, 32)})),
-        "model.num_experts_per_token": Change(4, Program(gains=r"chlo.top_k\(%\w+, k = 4\)")),
-        "model.decoder_sparse_step": Change(2, _NO_EXPERTS, also={"model": {"mlp_only_layers": [1]}}),
-        "model.mlp_only_layers": Change([1], Shapes({r"^model\.body\.0\..*router\.weight": (1, 6, 32)})),
-        "model.dense_intermediate_dim": Change(56, Shapes({r"^model\.body\.0\..*mlp\.up_proj\.weight": (1, 56, 32)})),
-        "model.shared_expert_intermediate_dim": Change(40, Shapes({r"^model.*shared_expert.*up_proj": (1, 40, 32)})),
-        "model.norm_topk_prob": Change(False, Program(loses=r"stablehlo.divide")),
-        "model.routed_scaling_factor": Change(0.3, Constant(0.3)),
-        "model.num_expert_groups": Change(3, Program(gains=r"dense<0xFF800000>")),
-        "model.num_groups_per_token": Change(
-            2,
-            Program(gains=r"chlo.top_k\(%\w+, k = 2\)"),
-            also={"model": {"num_expert_groups": 3}},
-        ),
-        "model.router_bias_step": Change(0.3, Constant(-0.3)),
+        **BALANCED,
         "model.use_qk_norm": Change(True, Shapes({r"^model.*body\.1\..*q_norm\.weight": (1, 8)})),
         "model.attention_bias": NO_BIAS,
+    },
+    "glm4_moe_lite": {
+        "model.rope": Change({"type": "linear", "theta": 77.0, "factor": 2.0}, frequencies(77.0, 2.0, 4)),
+        **BALANCED,
+        "model.q_lora_rank": Change(None, Shapes({r"^model.*q_a_proj": None})),
+        "model.kv_lora_rank": Change(16, Shapes({r"^model\.body\.1\..*kv_b_proj\.weight": (1, 4, 10, 16)})),
+        "model.qk_nope_head_dim": Change(6, Shapes({r"^model\.body\.1\..*kv_b_proj\.weight": (1, 4, 12, 8)})),
+        "model.qk_rope_head_dim": Change(6, Shapes({r"^model\.body\.1\..*with_mqa\.weight": (1, 14, 32)})),
+        "model.v_head_dim": Change(8, Shapes({r"^model\.body\.1\..*o_proj\.weight": (1, 32, 4, 8)})),
+        "model.rope_interleave": Change(False, Program(loses=r"tensor<\S*2x2xf32>")),
+        "model.attention_bias": Change(True, Shapes({r"^model\.body\.1\..*with_mqa\.bias": (1, 12)})),
     },
     "qwen2_moe": {
         "model.sliding_window": WINDOW,

@@ -84,6 +84,16 @@ BALANCED = {
     "head_dim": 8,
     "num_mtp_layers": 0,
 }
+LATENT = {
+    **{key: value for key, value in BALANCED.items() if key not in ("head_dim", "num_mtp_layers")},
+    "num_key_value_heads": 4,
+    "q_lora_rank": 16,
+    "kv_lora_rank": 12,
+    "qk_nope_head_dim": 10,
+    "qk_rope_head_dim": 6,
+    "v_head_dim": 7,
+}
+SCALED_SCORES = {**YARN, "mscale": 0.8, "mscale_all_dim": 0.5}
 MIXED = {**EXPERTS, "intermediate_size": 28, "initializer_range": 0.2}
 HYBRID = {
     **LLAMA,
@@ -282,6 +292,18 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
             "first_k_dense_replace": 0,
             "intermediate_size": 20,
             "norm_topk_prob": False,
+        },
+    ),
+    "glm4_moe_lite": ("glm4_moe_lite", {**LATENT, "rope_parameters": SCALED_SCORES}),
+    "glm4_moe_lite-biases": (
+        "glm4_moe_lite",
+        {
+            **LATENT,
+            "q_lora_rank": None,
+            "attention_bias": True,
+            "rope_interleave": False,
+            "num_hidden_layers": 3,
+            "mlp_layer_types": ["sparse", "dense", "sparse"],
         },
     ),
     "glm4": ("glm4", {"head_dim": 12}),

@@ -80,6 +80,7 @@ class LayerKind:
         rotary_size: the frequencies of the rotary embedding are those of this many features. None in a config, where all
             layers have the same (`TransformerConfig.RotarySize`).
         query_scaling: scores grow with the position of the query; None for constant scores.
+        score_factor: of the scores of latent attention, besides that of the head size.
     """
 
     rope: RotaryConfig | None = None
@@ -87,6 +88,7 @@ class LayerKind:
     interleaved: bool = False
     rotary_size: int | None = None
     query_scaling: QueryScaling | None = None
+    score_factor: float = 1.0
 
 
 def switch_lengths(kinds: Sequence[LayerKind]) -> tuple[int, ...]:
@@ -115,7 +117,7 @@ def layer_contexts(
     def context(kind: LayerKind) -> LayerContext:
         turn, scaling = rotation(kind.rope, kind.interleaved, kind.rotary_size), kind.query_scaling
         scale = None if scaling is None else scaling.factors(places)
-        return LayerContext(attention_mask, turn, kind.window, backend, inputs.order, start, scale)
+        return LayerContext(attention_mask, turn, kind.window, backend, inputs.order, start, scale, kind.score_factor)
 
     return [context(kind) for kind in kinds]
 

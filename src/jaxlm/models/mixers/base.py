@@ -34,6 +34,7 @@ class LayerContext(eqx.Module):
         start: the slot of the cache from which a layer itself writes its new tokens, before it reads the cache (XLA then
             updates in place). None if the caller writes those of all layers at once, after the last layer.
         query_scale: factor of the queries, {batch, position}; None for none.
+        score_factor: of the scores of latent attention, besides that of the head size.
     """
 
     attention_mask: AttentionMask
@@ -43,6 +44,7 @@ class LayerContext(eqx.Module):
     order: NamedArray | None = None
     start: jax.Array | None = None
     query_scale: NamedArray | None = None
+    score_factor: float = eqx.field(static=True, default=1.0)
 
 
 class LayerCache(eqx.Module):
