@@ -77,6 +77,10 @@ BALANCED: dict[str, Entry] = {
     ),
     "model.router_bias_step": Change(0.3, Constant(-0.3)),
 }
+FURTHER: dict[str, Entry] = {
+    "model.mtp": Change(True, Shapes({r"^model\.mtp\.proj\.weight": (32, 64)}), also={"trainable": ["^(?!mtp)"]}),
+}
+
 STATES: dict[str, Entry] = {
     "model.rope": SCALED_ROPE,
     "model.attention_interval": Change(1, Shapes({r"^model.*A_log": None})),
@@ -600,9 +604,13 @@ TABLE: Table = {
         "model.time_embedding": TIMED,
         "model.attention_bias": LLAMA["model.attention_bias"],
     },
-    "qwen3_5": STATES,
-    "qwen3_5_moe": HYBRID_EXPERTS,
-    "qwen3_next": {**HYBRID_EXPERTS, "model.norm_topk_prob": Change(False, Program(loses=r"stablehlo.divide"))},
+    "qwen3_5": {**STATES, **FURTHER},
+    "qwen3_5_moe": {**HYBRID_EXPERTS, **FURTHER},
+    "qwen3_next": {
+        **HYBRID_EXPERTS,
+        **FURTHER,
+        "model.norm_topk_prob": Change(False, Program(loses=r"stablehlo.divide")),
+    },
     "olmo_hybrid": {
         **STATES,
         "model.negative_eigenvalues": Change(False, Program(loses=r"stablehlo.constant dense<2.000000e\+00>")),
@@ -638,6 +646,7 @@ TABLE: Table = {
         "model.sliding_window": WINDOW,
         "model.rope": SCALED_ROPE,
         **BALANCED,
+        **FURTHER,
         "model.use_qk_norm": Change(True, Shapes({r"^model.*body\.1\..*q_norm\.weight": (1, 8)})),
         "model.attention_bias": NO_BIAS,
     },

@@ -10,6 +10,7 @@ import pytest
 
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.values.batch_types import TokenBatch
+from jaxlm.interop.hf.families.qwen3_5 import FAMILY, Qwen35Config
 from jaxlm.interop.hf.folder import load_model, open_folder
 from jaxlm.interop.hf.safetensors_file import SafetensorsFile, TensorInfo, write_safetensors
 from jaxlm.interop.hf.source_folder import SourceFolder
@@ -34,7 +35,9 @@ def published(kind, tensors, num_layers):
             place = f"mtp.layers.0.{block}" if is_qwen else f"model.layers.{num_layers}.{block}"
         else:
             own, rest = name.split(".", 1)
-            place = f"mtp.{_QWEN[own]}.{rest}" if is_qwen else f"model.layers.{num_layers}.{_BEHIND.get(own, own)}.{rest}"
+            place = (
+                f"mtp.{_QWEN[own]}.{rest}" if is_qwen else f"model.layers.{num_layers}.{_BEHIND.get(own, own)}.{rest}"
+            )
         start, is_experts, last = place.partition("experts.")
         if not is_experts or start.endswith("shared_"):
             named[place] = array
@@ -47,7 +50,7 @@ def published(kind, tensors, num_layers):
 
 
 class Pair:
-    """transformers' model with its `MtpModel`, with weights of moderate size, and a folder with both as they are published."""
+    """transformers' model and its `MtpModel` with weights of moderate size, and a folder with both as they are published."""
 
     def __init__(self, kind, folder):
         import torch
@@ -108,7 +111,10 @@ class Pair:
 
         layer = {
             name: torch.zeros_like(x) if x.grad is None else x.grad
-            for name, x in {**dict(self.mtp.layers[0].named_parameters()), **dict(self.mtp.layers[0].named_buffers())}.items()
+            for name, x in {
+                **dict(self.mtp.layers[0].named_parameters()),
+                **dict(self.mtp.layers[0].named_buffers()),
+            }.items()
         }
         with torch.no_grad():
             for parameter in self.main.parameters():
@@ -155,3 +161,68 @@ def test_losses_and_gradients(pair, tmp_path):
         # The gradients of decay rates are sums over all tokens, of terms that cancel.
         near = (1e-4 if name.endswith(("A_log", "dt_bias")) else 1e-5) * np.abs(theirs).max()
         np.testing.assert_allclose(written.view(name), theirs, atol=near, rtol=0, err_msg=name)
+
+
+@pytest.mark.slow
+def test_exports_have_the_layer_of_the_source(tmp_path):
+    """Bit by bit if nothing trains; otherwise the trained one, with the copies of the trained embedding and head."""
+    pytest.importorskip("transformers")
+    pair = Pair("glm4_moe", tmp_path / "hf")
+    model, config, source = pair.loaded()
+    content = lambda folder: json.loads((folder / "config.json").read_text())  # noqa: E731
+    assert not source.kept
+    assert len(source.copies) == 2
+    out = exported(tmp_path / "out", model, config, source=source)
+    written = open_tensors(out)
+    assert written.tensors.keys() == pair.arrays.keys()
+    for name, array in pair.arrays.items():
+        assert written.view(name).tobytes() == array.tobytes(), name
+    assert content(out) == content(pair.folder)
+    table = "model.embed_tokens.weight"
+    trained = dataclasses.replace(
+        model,
+        tokens=jax.tree.map(lambda leaf: leaf + 1, model.tokens),
+        mtp=jax.tree.map(lambda leaf: leaf + 1, model.mtp),
+    )
+    out = open_tensors(exported(tmp_path / "trained", trained, config, source=source, parts="text"))
+    start = f"model.layers.{pair.num_layers}."
+    for name, before in pair.arrays.items():
+        moved = name == table or (name.startswith(start) and not name.endswith("head.head.weight"))
+        np.testing.assert_array_equal(out.view(name), before + 1 if moved else before, err_msg=name)
+    assert content(tmp_path / "trained") == content(pair.folder)
+    text = exported(tmp_path / "new", trained, config)
+    assert content(text)["num_mtp_layers"] == 1
+    arrays = pair.arrays | {f"{start}embed_tokens.weight": pair.arrays[table] + 1}
+    infos = {name: TensorInfo(array.shape, array.dtype) for name, array in arrays.items()}
+    write_safetensors(pair.folder / "model.safetensors", infos, arrays.values())
+    with pytest.raises(ConfigError, match=rf"{start}embed_tokens.weight differs from {table}, .*Remove model.mtp"):
+        pair.loaded()
+
+
+@pytest.mark.soak
+def test_the_layer_may_have_a_tensor_for_each_expert_beside_others_with_all(tmp_path):
+    """As Qwen3.5's folders; those of Qwen3.6 have all experts of a layer in one tensor everywhere."""
+    pytest.importorskip("transformers")
+    pair = Pair("qwen3_5_moe", tmp_path / "hf")
+    model, config, source = pair.loaded()
+    for layout, (others, of_mtp) in enumerate([(True, True), (False, False), (True, False)]):
+        form = dataclasses.replace(source, layout=layout)
+        out = exported(tmp_path / f"out-{layout}", model, config, source=form)
+        names = open_tensors(out).tensors
+        assert (
+            "model.layers.1.mlp.experts.gate_up_proj" in names,
+            "mtp.layers.0.mlp.experts.gate_up_proj" in names,
+        ) == (
+            others,
+            of_mtp,
+        )
+        read = SourceFolder.read(out, str(out), json.loads((out / "config.json").read_text()), config)
+        assert read.layout == layout
+        loaded = load_model(out, abstract_of(config), config, one_device())
+        jax.tree.map(np.testing.assert_array_equal, loaded, model)
+
+
+def test_qwen_has_fifteen_tensors_for_the_dense_layer():
+    """As many as Qwen3.5-0.8B publishes."""
+    tables = [FAMILY.tensors(Qwen35Config(mtp=mtp)) for mtp in (True, False)]
+    assert len(tables[0]) - len(tables[1]) == 15

@@ -226,8 +226,8 @@ def check_mtp(objective: ObjectiveConfig, trainable: Any) -> None:
     """Raises `ConfigError` if the MTP layer would only decay. Args: trainable: as of `ObjectiveConfig.check`."""
     if not objective.facts.trains_mtp and any(path.startswith(f"{MTP}.") for path, _ in tree.leaves(trainable)):
         raise ConfigError(
-            f"model.mtp: true given, but {_name(objective)} does not train the layer `{MTP}`, so that it would only decay. Set"
-            " objective.mtp_weight of next_token, exclude it (trainable: ['^(?!mtp)']), or remove model.mtp"
+            f"model.mtp: true given, but {_name(objective)} does not train this layer, so that it would only decay. Set"
+            " objective.mtp_weight of next_token, exclude the layer (trainable: ['^(?!mtp)']), or remove model.mtp"
         )
 
 

@@ -23,7 +23,6 @@ from jaxlm.models.mtp import MTP, MtpLayer, targets_of_following
 from jaxlm.objectives.base import AUXILIARY, Metrics, ObjectiveConfig, ObjectiveFacts, auxiliary_terms, auxiliary_weight
 from jaxlm.reading.choices import choice
 
-
 _NO_MTP = "has no layer that predicts the token after the next one"
 
 
@@ -39,9 +38,9 @@ class NextToken(ObjectiveConfig):
         neftune_alpha: NEFTune: in training, add uniform noise to the token embeddings, of the size `alpha / sqrt(L d)` for a
             document of L tokens and d features; 5, 10 and 15 are common. 0 adds none.
         log_entropy: log the mean entropy of the predictions as `train/entropy`.
-        mtp_weight: weight of the cross-entropy of the token after the next one, which the layer `model.mtp` predicts, with the
-            loss mask of that token. DeepSeek-V3 has 0.3, and 0.1 at the end. 0 does not compute it. The keys above
-            change only the loss of the next token.
+        mtp_weight: weight of the cross-entropy of the token after the next one, which the layer `model.mtp` predicts, by the
+            loss mask of that token. DeepSeek-V3 has 0.3, and 0.1 at the end. 0 does not compute it. The keys above change
+            only the loss of the next token.
     """
 
     z_loss_weight: NonNegativeFloat = 0.0
@@ -57,7 +56,9 @@ class NextToken(ObjectiveConfig):
 
     @property
     def facts(self) -> ObjectiveFacts:
-        return ObjectiveFacts(batch_types=(TokenBatch, PairBatch), inputs_repeat=not self.neftune_alpha, trains_mtp=self.mtp_weight > 0)
+        return ObjectiveFacts(
+            batch_types=(TokenBatch, PairBatch), inputs_repeat=not self.neftune_alpha, trains_mtp=self.mtp_weight > 0
+        )
 
     def prepare_batch(self, batch: TokenBatch | PairBatch, key: jax.Array | None) -> TokenBatch | PairBatch:
         return batch.with_row_keys(key) if self.neftune_alpha and key is not None else batch

@@ -20,7 +20,9 @@ def qwen_mtp(config: Any, rows: Iterable[Tensor]) -> Iterator[Tensor]:
 
 def mtp_behind_layers(config: Any, rows: Iterable[Tensor]) -> Iterator[Tensor]:
     """The rows in folders that have it as a layer behind the last one, like DeepSeek-V3. Arguments as of `qwen_mtp`."""
-    names = [f"model.layers.{config.num_layers}.{name}.weight" for name in ("eh_proj", "enorm", "hnorm", "shared_head.norm")]
+    names = [
+        f"model.layers.{config.num_layers}.{name}.weight" for name in ("eh_proj", "enorm", "hnorm", "shared_head.norm")
+    ]
     return _rows(config, names, rows, _LAYER, (config.num_layers,))
 
 
