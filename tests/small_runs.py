@@ -81,6 +81,7 @@ MODELS: dict[str, Tree] = {
     "olmoe": {"type": "olmoe", **LLAMA, "num_experts": 4, "num_experts_per_token": 2},
     "granitemoe": {"type": "granitemoe", **LLAMA, "num_experts": 4, "num_experts_per_token": 2},
     "minimax_m2": {"type": "minimax_m2", **LLAMA, "head_dim": 8, "num_experts": 4, "num_experts_per_token": 2},
+    "gpt_oss": {"type": "gpt_oss", **LLAMA, "head_dim": 8, "num_experts": 4, "num_experts_per_token": 2},
     "glm4_moe": {"type": "glm4_moe", **LLAMA, "head_dim": 8, **ROUTED},
     "glm4_moe_lite": {"type": "glm4_moe_lite", **SIZES, "intermediate_dim": 48, **LATENTS, **ROUTED},
     "qwen3": {"type": "qwen3", **LLAMA, "head_dim": 8, "sliding_window": 4},

@@ -651,6 +651,18 @@ TABLE: Table = {
         "model.num_experts_per_token": Change(4, Program(gains=r"chlo.top_k\(%\w+, k = 4\)")),
         "model.router_bias_step": Change(0.3, Constant(-0.3)),
     },
+    "gpt_oss": {
+        **PATTERN,
+        "model.sliding_window": WINDOW,
+        "model.sliding_window_pattern": Change(1, Program(loses="dense<128>")),
+        "model.rope": SCALED_ROPE,
+        **EXPERTS,
+        "model.num_experts": Change(8, Shapes({r"^model.*router\.weight": (2, 8, 32)})),
+        "model.num_experts_per_token": Change(4, Program(gains=r"chlo.top_k\(%\w+, k = 4\)")),
+        "model.swiglu_alpha": Change(0.3, Constant(0.3)),
+        "model.swiglu_limit": Change(3.0, Constant(3.0)),
+        "model.attention_bias": NO_BIAS,
+    },
     "glm4_moe": {
         "model.sliding_window": WINDOW,
         "model.rope": SCALED_ROPE,

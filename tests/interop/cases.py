@@ -84,6 +84,7 @@ BALANCED = {
     "head_dim": 8,
     "num_mtp_layers": 0,
 }
+GPT_OSS = {"num_local_experts": 5, "num_experts_per_tok": 3, "head_dim": 12, "sliding_window": 5}
 LATENT = {
     **{key: value for key, value in BALANCED.items() if key not in ("head_dim", "num_mtp_layers")},
     "num_key_value_heads": 4,
@@ -428,6 +429,11 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "cwm": ("cwm", {"num_hidden_layers": 5, "sliding_window": 5, "head_dim": 12}),
     "cwm-listed": ("cwm", {"sliding_window": 5, "head_dim": 8, "mlp_bias": True, **LISTED}),
+    "gpt_oss": (
+        "gpt_oss",
+        {**GPT_OSS, "num_hidden_layers": 3, "swiglu_limit": 0.5, "rope_parameters": {**YARN, "truncate": False}},
+    ),
+    "gpt_oss-listed": ("gpt_oss", {**GPT_OSS, **LISTED, "attention_bias": False, "swiglu_alpha": 0.7}),
 }
 FIRST = {kind: name for name, (kind, _) in reversed(CASES.items())}
 """The case of each family that the default tests use."""

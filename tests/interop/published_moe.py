@@ -2,7 +2,8 @@
 
 The numbers of parameters are those of the layers that transformers computes: GLM's and MiniMax's own have further ones for
 multi-token prediction. Qwen3.5-35B-A3B, Qwen3-Next, OLMoE and GLM-4.5-Air have the sizes that transformers' classes have by
-default; the sizes of the others are from memory.
+default; the file of gpt-oss-120b is a copy of the published one, that of gpt-oss-20b has its layers and experts; the sizes of
+the others are from memory.
 """
 
 from typing import Any
@@ -91,6 +92,39 @@ def _granite(hidden: int, layers: int, heads: int, experts: int, attention: floa
         "tie_word_embeddings": True,
         "transformers_version": "4.46.0.dev0",
         **more,
+    }
+
+
+def _gpt_oss(layers: int, experts: int) -> Json:
+    return {
+        **_usual("GptOss", 2880, 2880, layers, 64, 8, 201088),
+        "attention_bias": True,
+        "eos_token_id": 200002,
+        "experts_per_token": 4,
+        "head_dim": 64,
+        "initial_context_length": 4096,
+        "layer_types": ["sliding_attention", "full_attention"] * (layers // 2),
+        "max_position_embeddings": 131072,
+        "model_type": "gpt_oss",
+        "num_experts_per_tok": 4,
+        "num_local_experts": experts,
+        "output_router_logits": False,
+        "pad_token_id": 199999,
+        "rms_norm_eps": 1e-05,
+        "rope_scaling": {
+            "beta_fast": 32.0,
+            "beta_slow": 1.0,
+            "factor": 32.0,
+            "original_max_position_embeddings": 4096,
+            "rope_type": "yarn",
+            "truncate": False,
+        },
+        "rope_theta": 150000,
+        "router_aux_loss_coef": 0.9,
+        "sliding_window": 128,
+        "swiglu_limit": 7.0,
+        "tie_word_embeddings": False,
+        "transformers_version": "4.55.0.dev0",
     }
 
 
@@ -234,6 +268,7 @@ _NEXT = {
     "transformers_version": "4.57.0.dev0",
     "vocab_size": 151936,
 }
+_OF_OPENAI = ("experts_per_token", "initial_context_length")
 _M_ROPE = ("mrope_interleaved", "mrope_section")
 
 # As `OPENED` in tests/interop/published.py.
@@ -246,6 +281,8 @@ MOE: dict[str, tuple[Any, ...]] = {
     ),
     "GLM-4.7-Flash": (_GLM_FLASH, 29_943_393_920, "num_nextn_predict_layers"),
     "MiniMax-M2-bf16": (_MINIMAX, 228_689_764_864, "num_mtp_modules", "use_mtp"),
+    "gpt-oss-20b": (_gpt_oss(24, 32), 20_914_757_184, *_OF_OPENAI),
+    "gpt-oss-120b": (_gpt_oss(36, 128), 116_829_156_672, *_OF_OPENAI),
     "OLMoE-1B-7B-0924": (_OLMOE, 6_919_161_856),
     "granite-3.0-1b-a400m": (_granite(1024, 24, 16, 32, 0.015625, 6.0), 1_334_628_352),
     "granite-3.0-3b-a800m": (_granite(1536, 32, 24, 40, 0.015625, 6.0), 3_298_793_472),

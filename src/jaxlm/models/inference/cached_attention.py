@@ -97,10 +97,7 @@ def _attended(
     scores = spec.rule(jnp.concatenate([cached_BKGTS, new_BKGTS], axis=-1) * factor, distance_BTS)
     scores = jnp.where(mask_BTS[:, None, None], scores, jnp.finfo(jnp.float32).min)
     if spec.null_slot is not None:  # after the new keys
-        null_scores, null_values = spec.null_slot.scores_and_values(v_BTKH)
-        scores, v_BTKH = (
-            jnp.concatenate(p, axis) for p, axis in (((scores, null_scores), -1), ((v_BTKH, null_values), 1))
-        )
+        scores, v_BTKH = spec.null_slot.joined(scores, v_BTKH)
     weights = jax.nn.softmax(scores, axis=-1)
     # Padding attends to nothing. Its softmax is uniform, so the weights are zeroed.
     weights = jnp.where(mask_BTS.any(axis=-1)[:, None, None, :, None], weights, 0.0)
