@@ -10,13 +10,15 @@ import pytest
 from jax.sharding import AxisType, Mesh
 
 from jaxlm.core import tree
+from jaxlm.core.errors import ConfigError
 from jaxlm.core.sharding import ContextSharding, Layout
 from jaxlm.core.values.batch_types import TokenBatch
 from jaxlm.core.values.permutation import in_row_order, in_text_order
 from jaxlm.engine.state import shardings
+from jaxlm.interop.peft.names import peft_tensors
 from jaxlm.models.base import Inputs, ModelConfig, vocab_axis
 from jaxlm.models.mtp import inputs_of_following, targets_of_following
-from jaxlm.objectives.next_token import NextToken
+from jaxlm.objectives.next_token import NextToken, check_mtp
 from jaxlm.reading.decode import decode
 from jaxlm.reading.yaml import ConfigSource
 from jaxlm.surgery.lora import LoraConfig
@@ -147,6 +149,14 @@ def test_devices_that_share_a_row_compute_what_one_does(kind, is_in_text_order):
         assert_near(jax.jit(lambda *given: gradients(*given))(model, batch), wanted)
 
 
+def test_an_objective_that_does_not_train_the_layer_is_refused():
+    model = jax.eval_shape(lambda: model_of("qwen3_5"))
+    check_mtp(OBJECTIVE, model)
+    check_mtp(NextToken(), tree.map_leaves(lambda path, leaf: None if path.startswith("mtp.") else leaf, model))
+    with pytest.raises(ConfigError, match=r"next_token does not train this layer.*Set objective.mtp_weight"):
+        check_mtp(NextToken(), model)
+
+
 def test_flops_are_those_of_the_layer_its_projection_and_one_more_head():
     config = config_of("qwen3_5")
     more, flops = (dataclasses.replace(config, mtp=mtp).flops_per_token(VOCAB) for mtp in (True, False))
@@ -157,6 +167,9 @@ def test_flops_are_those_of_the_layer_its_projection_and_one_more_head():
 
 
 def test_adapters_leave_the_layer_out():
+    """And PEFT's files have the names of modules that transformers has."""
+    tables = [peft_tensors(config_of("qwen3_5", mtp=mtp)) for mtp in (True, False)]
+    assert tables[0] == tables[1]
     model = jax.eval_shape(lambda: LoraConfig(rank=2).apply(model_of("qwen3_5"), key=jax.random.key(0)))
     adapters = [path for path, _ in tree.leaves(model) if path.endswith(".a")]
     assert adapters

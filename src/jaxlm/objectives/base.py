@@ -9,14 +9,12 @@ import draccus
 import jax
 import jax.numpy as jnp
 
-from jaxlm.core import tree
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.pace import Pacing
 from jaxlm.core.values.batch_types import LabeledBatch, MaskedBatch, TokenBatch
 from jaxlm.core.values.sums import Largest, Sum
 from jaxlm.models.base import AuxLoss, LanguageModel, ModelConfig
 from jaxlm.models.flops import FlopsPerToken
-from jaxlm.models.mtp import MTP
 from jaxlm.models.step_flops import ModelInStep, trained_and_read
 from jaxlm.reading.choices import Registry
 from jaxlm.reading.decode import choice_name
@@ -219,15 +217,6 @@ def check_model(objective: ObjectiveConfig, model: ModelConfig) -> None:
         raise ConfigError(
             f"{name} predicts hidden tokens from those on both sides, but tokens of this model attend only to earlier"
             f" ones. Set {key}: true (families that have it: llama, qwen2, qwen3, gemma3), or objective.type: clm"
-        )
-
-
-def check_mtp(objective: ObjectiveConfig, trainable: Any) -> None:
-    """Raises `ConfigError` if the MTP layer would only decay. Args: trainable: as of `ObjectiveConfig.check`."""
-    if not objective.facts.trains_mtp and any(path.startswith(f"{MTP}.") for path, _ in tree.leaves(trainable)):
-        raise ConfigError(
-            f"model.mtp: true given, but {_name(objective)} does not train this layer, so that it would only decay. Set"
-            " objective.mtp_weight of next_token, exclude the layer (trainable: ['^(?!mtp)']), or remove model.mtp"
         )
 
 

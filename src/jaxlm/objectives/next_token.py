@@ -22,6 +22,7 @@ from jaxlm.models.loss import next_token_sums, token_losses
 from jaxlm.models.mtp import MTP, MtpLayer, targets_of_following
 from jaxlm.objectives.base import AUXILIARY, Metrics, ObjectiveConfig, ObjectiveFacts, auxiliary_terms, auxiliary_weight
 from jaxlm.reading.choices import choice
+from jaxlm.reading.decode import choice_name
 
 _NO_MTP = "has no layer that predicts the token after the next one"
 
@@ -133,6 +134,16 @@ class NextToken(ObjectiveConfig):
 
 
 ObjectiveConfig.register_subclass("clm")(NextToken)  # causal language modeling, as others call it
+
+
+def check_mtp(objective: ObjectiveConfig, trainable: Any) -> None:
+    """Raises `ConfigError` if the layer `mtp` would only decay. Args: trainable: as of `ObjectiveConfig.check`."""
+    if not objective.facts.trains_mtp and any(path.startswith(f"{MTP}.") for path, _ in tree.leaves(trainable)):
+        raise ConfigError(
+            f"model.mtp: true given, but objective.type: {choice_name(type(objective))} does not train this layer, so that it"
+            " would only decay. Set objective.mtp_weight of next_token, exclude the layer (trainable: ['^(?!mtp)'], in the"
+            " phase), or remove model.mtp"
+        )
 
 
 def score_batch(model: LanguageModel, batch: TokenBatch | PairBatch | MaskedBatch | LabeledBatch) -> TokenScores:

@@ -34,7 +34,8 @@ from jaxlm.interop.hf.hub import check_upload_name
 from jaxlm.interop.pretrained import hf_name
 from jaxlm.models.base import LanguageModel, ModelConfig, vocab_axis
 from jaxlm.models.diffusion import check_is_whole
-from jaxlm.objectives.base import ObjectiveConfig, check_data, check_model, check_mtp
+from jaxlm.objectives.base import ObjectiveConfig, check_data, check_model
+from jaxlm.objectives.next_token import check_mtp
 from jaxlm.optim.base import OptimizerConfig
 from jaxlm.optim.groups import group_schedules
 from jaxlm.plan.batches import BatchPlan, check_microbatches, plan_batches, small_batches, unreached_stages
