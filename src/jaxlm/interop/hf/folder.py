@@ -279,7 +279,7 @@ def save_folder(
         described |= classifier_keys(family.architecture, special_ids)
         table, left_out = classifier_tensors(table)
     elif form:
-        table = with_copies(with_tied_names(table, source.embedding), source.copies)
+        table = with_copies(with_tied_names(table, source.embedding), source.copies, config)
     names = Names() if form is None else source.names
     writer = TensorWriter(model, names.of_table(table), layout, source.dtype_of(dtype), left_out)
     if not is_main_process():

@@ -77,17 +77,21 @@ class Form:
         return lambda name: any(re.match(pattern, name) for pattern in patterns)
 
     def copies(self, source: TensorSource, config: Any) -> dict[str, str]:
-        """Name of a tensor in a folder -> that of the table for the tensor that its MTP layer shares with the model."""
+        """Those of `Family.copies` that a folder has, if the model has the layer: name -> a name of the table."""
         if not has_mtp(config):
             return {}
         table = {tensor.name: tensor for tensor in self.table(config)}
         embedding = next(tensor.name for tensor in table.values() if tensor.parts[0].path == "tokens.weight")
-        names = {name.format(layer=config.num_layers): of for name, of in self.family.copies.items()}
-        return {name: of if of in table else embedding for name, of in names.items() if name in source.tensors}
+        return {
+            name: of if of in table else embedding
+            for name, of in self.family.copies.items()
+            if name.format(layer=config.num_layers) in source.tensors
+        }
 
     def tensors(self, source: TensorSource, config: Any) -> TensorSource:
         """The tensors of a folder that may be those of a model of this config, by the names of the table."""
-        kept, copies = self.kept(source, config), self.copies(source, config)
+        kept = self.kept(source, config)
+        copies = {name.format(layer=config.num_layers) for name in self.copies(source, config)}
         is_other = lambda name: name in copies or kept(name)  # noqa: E731
         return text_tensors(source, self.names(source), is_other, self.family.prefix)
 

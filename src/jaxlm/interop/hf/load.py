@@ -135,10 +135,10 @@ def with_tied_names(tensors: Sequence[Tensor], names: Sequence[str]) -> list[Ten
     return [replace(tensor, name=name) for tensor in tensors for name in written.get(tensor.name, (tensor.name,))]
 
 
-def with_copies(tensors: Sequence[Tensor], copies: Mapping[str, str]) -> list[Tensor]:
-    """A table of weights that writes tensors by further names too. Args: copies: further name -> a name of the table."""
+def with_copies(tensors: Sequence[Tensor], copies: Mapping[str, str], config: Any) -> list[Tensor]:
+    """A table of weights that writes tensors by further names too. Args: copies: of a `SourceFolder`."""
     rows = {tensor.name: tensor for tensor in tensors}
-    return [*tensors, *(replace(rows[of], name=name) for name, of in copies.items())]
+    return [*tensors, *(replace(rows[of], name=name.format(layer=config.num_layers)) for name, of in copies.items())]
 
 
 def _head_as_embedding(tensors: Sequence[Tensor], source: TensorSource, prefix: str) -> TensorSource:

@@ -66,7 +66,7 @@ class SourceFolder:
         dtype: of most of its tensors.
         dtypes: names of the text model's tensors with another dtype -> the dtype.
         kept: name -> a tensor that exports copy.
-        copies: name of a tensor of its MTP layer -> the table's name of the one that it is a copy of, if the model has it.
+        copies: those of `Family.copies` that it has, if the model has such a layer.
         files: name -> SHA-256 of a file that exports copy.
         stored: the table's names of the tensors that it has in a stored form.
     """
@@ -102,6 +102,7 @@ class SourceFolder:
         others = [name for name in source.tensors if name not in tensors]
         leaves = dict(tree.leaves(_abstract(text, vocab)))
         for name, of in copies.items():
+            name = name.format(layer=text.num_layers)
             if _digest(source.view(name)) != _digest(source.view(names.in_folder(of))):
                 raise ConfigError(
                     f"{folder}: {name} differs from {names.in_folder(of)}, but with model.mtp: true, the two are one."
