@@ -17,7 +17,7 @@ from jaxlm.core.values.permutation import in_row_order, in_text_order
 from jaxlm.engine.state import shardings
 from jaxlm.interop.peft.names import peft_tensors
 from jaxlm.models.base import Inputs, ModelConfig, vocab_axis
-from jaxlm.models.mtp import inputs_of_following, targets_of_following
+from jaxlm.models.decoders.mtp import inputs_of_following, targets_of_following
 from jaxlm.objectives.next_token import NextToken, check_mtp
 from jaxlm.reading.decode import decode
 from jaxlm.reading.yaml import ConfigSource

@@ -41,6 +41,7 @@ from jaxlm.models.base import (
     with_traits,
 )
 from jaxlm.models.decoders.block import DecoderBlock, apply_norm
+from jaxlm.models.decoders.mtp import MtpLayer, initial_mtp, inputs_of_following, with_mtp
 from jaxlm.models.diffusion import Denoiser, TimeEmbedding, TimeEmbeddingConfig, needed, routed, runs_whole
 from jaxlm.models.flops import FlopsPerToken
 from jaxlm.models.growth import grown_body
@@ -49,7 +50,6 @@ from jaxlm.models.layers import Embedding, GatedMlp, Mlp, check_tiles, dropout, 
 from jaxlm.models.linear import Linear
 from jaxlm.models.mixers.base import Mixer
 from jaxlm.models.moe import num_multiplied
-from jaxlm.models.mtp import MtpLayer, initial_mtp, inputs_of_following, with_mtp
 from jaxlm.models.norms import Norm, RMSNorm, UnweightedRMSNorm
 from jaxlm.models.remat import parse_remat
 from jaxlm.models.rope import RotaryConfig
@@ -93,7 +93,7 @@ class TransformerConfig(SizedConfig):
         embedding_dropout: dropout probability of the token embeddings.
         logit_scale: logits are multiplied by this number.
         logits_scaling: logits are divided by this number.
-        mtp: one more layer predicts the token after the next one (`jaxlm.models.mtp`).
+        mtp: one more layer predicts the token after the next one (`jaxlm.models.decoders.mtp`).
     """
 
     mtp: bool = False

@@ -2,7 +2,7 @@
 
 Source: negative log-likelihood of each token given those before it (Radford et al. 2018, "Improving Language
 Understanding by Generative Pre-Training", equation 1); z-loss, label smoothing and DFT as in `jaxlm.models.loss`;
-NEFTune as in `jaxlm.models.layers.token_embeddings`; multi-token prediction as in `jaxlm.models.mtp`.
+NEFTune as in `jaxlm.models.layers.token_embeddings`; multi-token prediction as in `jaxlm.models.decoders.mtp`.
 """
 
 from typing import Any, ClassVar
@@ -18,8 +18,8 @@ from jaxlm.core.values.batch_types import LabeledBatch, MaskedBatch, PairBatch, 
 from jaxlm.core.values.sums import Sum, TokenScores
 from jaxlm.models.base import EmbeddingNoise, Inputs, LanguageModel
 from jaxlm.models.decoder import as_transformer
+from jaxlm.models.decoders.mtp import MTP, MtpLayer, targets_of_following
 from jaxlm.models.loss import next_token_sums, token_losses
-from jaxlm.models.mtp import MTP, MtpLayer, targets_of_following
 from jaxlm.objectives.base import AUXILIARY, Metrics, ObjectiveConfig, ObjectiveFacts, auxiliary_terms, auxiliary_weight
 from jaxlm.reading.choices import choice
 from jaxlm.reading.decode import choice_name

@@ -36,9 +36,9 @@ from jaxlm.interop.peft.names import AxisSizes, BaseRows
 from jaxlm.interop.peft.read import ReadAdapters, lora_keys, peft_folder, read_adapters
 from jaxlm.interop.peft.write import Adapted, Adapter, save_adapters
 from jaxlm.models.base import Inputs, LanguageModel, ModelConfig
+from jaxlm.models.decoders.mtp import MTP
 from jaxlm.models.layers import Embedding
 from jaxlm.models.linear import Linear
-from jaxlm.models.mtp import MTP
 from jaxlm.models.stack_paths import NumberedPaths, path_before_splits
 from jaxlm.models.stacks import Body
 from jaxlm.reading.choices import choice

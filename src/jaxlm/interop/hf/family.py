@@ -401,7 +401,7 @@ _NOT_COMPARED = (
 
 
 def has_mtp(config: Any) -> bool:
-    """Whether a model has a layer that predicts the token after the next one (`jaxlm.models.mtp`)."""
+    """Whether a model has a layer that predicts the token after the next one (`jaxlm.models.decoders.mtp`)."""
     return getattr(config, "mtp", False)
 
 

@@ -1,4 +1,4 @@
-"""Rows of weight tables for the layer that predicts the token after the next one (`jaxlm.models.mtp`)."""
+"""Rows of weight tables for the layer that predicts the token after the next one (`jaxlm.models.decoders.mtp`)."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
@@ -6,7 +6,7 @@ from typing import Any
 
 from jaxlm.interop.hf.family import has_mtp
 from jaxlm.interop.hf.weights import BLOCK, Tensor, single
-from jaxlm.models.mtp import MTP
+from jaxlm.models.decoders.mtp import MTP
 
 _LAYER = "model.layers.{layer}."
 _OWN = {"proj": "embed | mtp_input", "embed_norm": "embed", "hidden_norm": "embed", "final_norm": "embed"}

@@ -33,7 +33,7 @@ from jaxlm.interop.hf.family import family_of_config
 from jaxlm.interop.hf.tensor_files import TensorSource
 from jaxlm.interop.hf.weights import Part, Sizes, Tensor, axis_sizes
 from jaxlm.models.base import ModelConfig, as_family
-from jaxlm.models.mtp import MTP
+from jaxlm.models.decoders.mtp import MTP
 
 PREFIX = "base_model.model."
 """Prefix of all module names in PEFT files."""

@@ -58,4 +58,5 @@ class DecoderBlock(StartsAsIdentity):
 
 
 def apply_norm(norm: Norm | None, x: NamedArray) -> NamedArray:
+    """Applies a norm, or none."""
     return x if norm is None else norm(x)
