@@ -167,6 +167,10 @@ ROUTERS = {
         **{"head_dim": 8, "num_experts": 4, "num_experts_per_token": 2, "shared_expert_intermediate_dim": 24},
         **{"dense_intermediate_dim": 48, "router_bias_step": 1e-3},
     },
+    "sinks, and experts with biases": {
+        "type": "gpt_oss",
+        **{"head_dim": 8, "num_experts": 4, "num_experts_per_token": 2, "sliding_window": 8},
+    },
     LATENT: {
         "type": "glm4_moe_lite",
         **{"num_experts": 4, "num_experts_per_token": 2, "shared_expert_intermediate_dim": 24},

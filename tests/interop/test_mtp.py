@@ -23,7 +23,8 @@ WEIGHT = 0.3
 IDS = np.random.default_rng(2).integers(0, VOCAB, (2, 24))
 _QWEN = {"eh_proj": "fc", "enorm": "pre_fc_norm_embedding", "hnorm": "pre_fc_norm_hidden", "post_norm": "norm"}
 _BEHIND = {"post_norm": "shared_head.norm"}
-KINDS = ["qwen3_5", "glm4_moe", *(pytest.param(kind, marks=pytest.mark.soak) for kind in ("qwen3_5_moe", "qwen3_next"))]
+SOAKED = ("qwen3_5_moe", "qwen3_next", "deepseek_v3", "glm4_moe_lite")
+KINDS = ["qwen3_5", "glm4_moe", *(pytest.param(kind, marks=pytest.mark.soak) for kind in SOAKED)]
 
 
 def published(kind, tensors, num_layers):

@@ -118,7 +118,7 @@ class NextToken(ObjectiveConfig):
         if self.mtp_weight and not tree.modules(model, MtpLayer):
             raise ConfigError(
                 f"objective.mtp_weight: {self.mtp_weight} given, but the model {_NO_MTP}. Set model.mtp: true (families that"
-                " have it: qwen3_5, qwen3_5_moe, qwen3_next, glm4_moe), or remove it"
+                " have it: qwen3_5, qwen3_next, glm4_moe, deepseek_v3 and their relatives), or remove it"
             )
 
     def _noise(self, model: LanguageModel, batch: TokenBatch) -> EmbeddingNoise | None:

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from dataclasses import field
 
 from jaxlm.core.field_types import NumLayers, PositiveInt
-from jaxlm.interop.hf.balanced_experts import balanced_experts
-from jaxlm.interop.hf.family import Family, FixedKey, JsonKey, KeyGroup
+from jaxlm.interop.hf.balanced_experts import balanced_experts, further_layers
+from jaxlm.interop.hf.family import Family, FixedKey, JsonKey
 from jaxlm.interop.hf.mtp import COPIES_BEHIND_LAYERS, mtp_behind_layers
 from jaxlm.interop.hf.shared_keys import rope, usual_keys
 from jaxlm.interop.hf.weights import (
@@ -81,8 +81,7 @@ FAMILY = Family(
         JsonKey("use_qk_norm", "use_qk_norm", False),
         JsonKey("attention_bias", "attention_bias", False),
         FixedKey("attention_dropout", 0.0),
-        # Layers of a source that predict more tokens, and the model does not have, stay in its exports, and so does this key.
-        KeyGroup(("num_mtp_layers",), lambda theirs: {}, lambda config: {"num_mtp_layers": int(config.mtp)}),
+        further_layers(),
     ),
     tensors=lambda config: (
         *rows_by_stack(

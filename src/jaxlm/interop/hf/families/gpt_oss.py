@@ -81,13 +81,13 @@ class GptOssConfig(PatternConfig, LlamaAttention, MoeConfig):
 def _balance_notes(theirs: Mapping[str, Any]) -> list[str]:
     """Published files have 0.9, so that this loss is larger than the other."""
     given = theirs.get(_BALANCE, 0.0)
-    if theirs.get("output_router_logits") or not given:
+    if theirs.get(_RETURNED) or not given:
         return []
-    said = "is minimized, though transformers does not where output_router_logits is false. Set 0 in the model section"
-    return [f"{_BALANCE}: {given}: {said} to do without"]
+    said = f"{_BALANCE}: {given} is minimized all the same, which transformers does not. Set 0 to do without"
+    return [f"{_RETURNED}: false: {said}"]
 
 
-_BALANCE = "router_aux_loss_coef"
+_BALANCE, _RETURNED = "router_aux_loss_coef", "output_router_logits"
 
 FAMILY = Family(
     model_types=("gpt_oss",),
@@ -102,7 +102,7 @@ FAMILY = Family(
         window_pattern(2, window=128),
         *router("num_local_experts", num_experts=128, chosen=4),
         *same_keys(attention_bias=True, swiglu_alpha=1.702, swiglu_limit=7.0),
-        KeyGroup((_BALANCE,), lambda _: {}, lambda _: {}, _balance_notes),
+        KeyGroup((_BALANCE, _RETURNED), lambda _: {}, lambda _: {}, _balance_notes),
         FixedKey("hidden_act", "silu"),
         FixedKey("attention_dropout", 0.0),
     ),
