@@ -62,6 +62,8 @@ class Pair:
         config.num_mtp_layers = 1
         if getattr(config, "layer_types", None):
             config.mtp_layer_types = ["full_attention"]
+        if getattr(config, "mlp_layer_types", None):
+            config.mtp_mlp_layer_types = ["sparse"]
         self.mtp = MtpModel(self.main, 1)
         generator = torch.Generator().manual_seed(5)
         with torch.no_grad():
@@ -69,7 +71,7 @@ class Pair:
                 tensor.copy_(torch.randn(tensor.shape, generator=generator) * (0.2 if tensor.ndim == 1 else 0.06))
         self.arrays = self.written(self.main, {**self.mtp.layers[0].state_dict()}, folder)
         content = json.loads((folder / "config.json").read_text())
-        for key in ("num_mtp_layers", "mtp_layer_types"):
+        for key in ("num_mtp_layers", "mtp_layer_types", "mtp_mlp_layer_types"):
             content.pop(key, None)
         content["mtp_num_hidden_layers" if kind.startswith("qwen3_5") else "num_nextn_predict_layers"] = 1
         (folder / "config.json").write_text(json.dumps(content))
@@ -173,7 +175,7 @@ def test_exports_have_the_layer_of_the_source(tmp_path):
     content = lambda folder: json.loads((folder / "config.json").read_text())  # noqa: E731
     assert not source.kept
     assert len(source.copies) == 2
-    out = exported(tmp_path / "out", model, config, source=source)
+    out = exported(tmp_path / "out", model, config, source=source, special_ids={})
     written = open_tensors(out)
     assert written.tensors.keys() == pair.arrays.keys()
     for name, array in pair.arrays.items():
@@ -185,7 +187,7 @@ def test_exports_have_the_layer_of_the_source(tmp_path):
         tokens=jax.tree.map(lambda leaf: leaf + 1, model.tokens),
         mtp=jax.tree.map(lambda leaf: leaf + 1, model.mtp),
     )
-    out = open_tensors(exported(tmp_path / "trained", trained, config, source=source, parts="text"))
+    out = open_tensors(exported(tmp_path / "trained", trained, config, source=source, parts="text", special_ids={}))
     start = f"model.layers.{pair.num_layers}."
     for name, before in pair.arrays.items():
         moved = name == table or (name.startswith(start) and not name.endswith("head.head.weight"))
