@@ -223,6 +223,7 @@ class Family:
         vocab_keys: keys of config.json with the number of rows of a table for the vocabulary.
         further: the tensor that a layer of the files has only if it predicts more tokens, as of `kept`.
         copies: name of a tensor in such a layer, with `{layer}` for its number -> the name of the one that it is a copy of.
+        experts: the module of a layer in transformers that has the weights of all experts.
     """
 
     model_types: tuple[str, ...]
@@ -241,6 +242,7 @@ class Family:
     further: str = ""
     copies: Mapping[str, str] = field(default_factory=dict)
     vocab_keys: tuple[str, ...] = ("vocab_size",)
+    experts: str = "mlp.experts"
 
     def modeling_files(self) -> dict[str, bytes]:
         """Name -> content of the files with the code of the model; none if transformers has it."""
