@@ -44,6 +44,7 @@ from jaxlm.models.diffusion import Denoiser, TimeEmbedding, TimeEmbeddingConfig,
 from jaxlm.models.flops import FlopsPerToken
 from jaxlm.models.growth import StartsAsIdentity, grown_body, without_output
 from jaxlm.models.inference.cache import DecodingCache, empty_cache
+from jaxlm.models.layer_inputs import LayerInputs
 from jaxlm.models.layers import Embedding, GatedMlp, Mlp, check_tiles, dropout, token_embeddings
 from jaxlm.models.linear import Linear
 from jaxlm.models.mixers.base import ForCache, LayerCache, LayerContext, Mixer
@@ -332,6 +333,7 @@ class TransformerModel(LanguageModel):
 
     Attributes:
         final_scale: factor that the output of the final norm is multiplied by before the head.
+        layer_inputs: what each layer reads of the tokens besides the residual stream; None for nothing.
     """
 
     tokens: eqx.AbstractVar[Embedding]
@@ -348,6 +350,7 @@ class TransformerModel(LanguageModel):
         return self.config.Pos
 
     final_scale: float | None = eqx.field(static=True, default=None, kw_only=True)
+    layer_inputs: LayerInputs | None = eqx.field(default=None, kw_only=True)
 
     @abc.abstractmethod
     def embedded(
@@ -367,7 +370,7 @@ class TransformerModel(LanguageModel):
         by_share = inputs.mask_fractions is not None and not taps
         if not denoisers or (not by_share and runs_whole(denoisers)):
             x, key = self.embedded(inputs, None, key)
-            return self._scaled(self.body(x, inputs, cache, key, taps))
+            return self._scaled(self.body(x, inputs, cache, key, taps, layer_inputs=self._layer_inputs(inputs, x)))
         if not by_share or cache is not None:
             raise ConfigError(
                 "which layers of this model compute a text depends on the share of its tokens that is hidden (surgery"
@@ -405,11 +408,16 @@ class TransformerModel(LanguageModel):
             taps: of layers that run. None if `stop` is given.
         """
         x, key = self.embedded(inputs, stream, key)
-        return self._scaled(self.body(x, inputs, None, key, taps, first, stop))
+        of_tokens = x if stream is None or self.layer_inputs is None else self.embedded(inputs, None, None)[0]
+        own = self._layer_inputs(inputs, of_tokens)
+        return self._scaled(self.body(x, inputs, None, key, taps, first, stop, own))
 
     def init_cache(self, Batch: Axis, capacity: int, dtype) -> DecodingCache:
         stacks = [stack.layers for stack in self.body.stacks]
         return empty_cache(stacks, Batch, capacity, dtype, with_tokens=bool(self.traits.switch_lengths))
+
+    def _layer_inputs(self, inputs: Inputs, embedded: NamedArray) -> NamedArray | None:
+        return None if self.layer_inputs is None else self.layer_inputs(inputs.tokens, embedded)
 
     def _scaled(self, hidden: Hidden) -> Hidden:
         scale = self.final_scale
@@ -491,6 +499,7 @@ class Decoder(TransformerModel, RotaryModel):
         embed_dropout: float = 0.0,
         final_scale: float | None = None,
         logit_soft_cap: float | None = None,
+        layer_inputs: LayerInputs | None = None,
     ) -> "Decoder":
         k_tokens, k_layers, k_head = jax.random.split(key, 3)
         std = config.initializer_range
@@ -503,6 +512,7 @@ class Decoder(TransformerModel, RotaryModel):
             time = TimeEmbedding.init(config.time_embedding, config.Embed, key=jax.random.fold_in(key, _TIME))
         traits = dataclasses.replace(transformer_traits(config), logit_soft_cap=logit_soft_cap, reads_beyond=True)
         options = {"final_scale": final_scale, "is_causal": config.is_causal, "traits": traits}
+        options["layer_inputs"] = layer_inputs
         return Decoder(tokens, body, head, config, embed_scale, norm, embed_dropout, time, **options)
 
     def embedded(

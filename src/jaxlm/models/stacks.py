@@ -31,7 +31,7 @@ from jaxlm.models.attention.choose import AUTO
 from jaxlm.models.base import EMBEDDING, FINAL, AuxLoss, Hidden, Inputs, check_taps, layer_tap, tap_names
 from jaxlm.models.inference.cache import DecodingCache, extend_cache, mask_over_cache
 from jaxlm.models.layers import tiled_mlps, with_dropout_keys
-from jaxlm.models.mixers.base import ForCache, LayerCache, LayerContext
+from jaxlm.models.mixers.base import ForCache, LayerCache, LayerContext, Taken
 from jaxlm.models.norms import Norm
 from jaxlm.models.remat import RematPolicy, for_whole_layers, layer_input, remat, with_remat_modules
 from jaxlm.models.rope import Places, QueryScaling, RotaryConfig, Rotation
@@ -80,6 +80,8 @@ class LayerKind:
         rotary_size: the frequencies of the rotary embedding are those of this many features. None in a config, where all
             layers have the same (`TransformerConfig.RotarySize`).
         query_scaling: scores grow with the position of the query; None for constant scores.
+        gives: a name by which later layers read what this one's mixer returns for the cache; None for none.
+        takes: the name by which it reads that of an earlier layer, in place of keys and values of its own.
     """
 
     rope: RotaryConfig | None = None
@@ -87,6 +89,8 @@ class LayerKind:
     interleaved: bool = False
     rotary_size: int | None = None
     query_scaling: QueryScaling | None = None
+    gives: str | None = None
+    takes: str | None = None
 
 
 def switch_lengths(kinds: Sequence[LayerKind]) -> tuple[int, ...]:
@@ -102,7 +106,11 @@ def layer_contexts(
     backend: str,
     start: jax.Array | None = None,
 ) -> list[LayerContext]:
-    """The context that the layers of each kind share in one forward pass. Args: start: as of a `LayerContext`."""
+    """The context that the layers of each kind share in one forward pass.
+
+    Args:
+        start: as of a `LayerContext`, for layers that give nothing: what these return is read again.
+    """
     places = Places(inputs.positions, inputs.segment_ids, inputs.order)
 
     @functools.cache
@@ -115,7 +123,7 @@ def layer_contexts(
     def context(kind: LayerKind) -> LayerContext:
         turn, scaling = rotation(kind.rope, kind.interleaved, kind.rotary_size), kind.query_scaling
         scale = None if scaling is None else scaling.factors(places)
-        return LayerContext(attention_mask, turn, kind.window, backend, inputs.order, start, scale)
+        return LayerContext(attention_mask, turn, kind.window, backend, inputs.order, None if kind.gives else start, scale)
 
     return [context(kind) for kind in kinds]
 
@@ -240,17 +248,19 @@ class Body(abc.ABC):
         taps: Sequence[str] = (),
         first: int = 0,
         stop: int | None = None,
+        layer_inputs: NamedArray | None = None,
     ) -> Hidden:
         """Maps embedded tokens {batch, position, embed} to final hidden states; `taps` as in `LanguageModel.hidden`.
 
         Args:
             first: number of the first layer that runs, on its input instead of embedded tokens. Then no cache is written.
             stop: number of the layer behind the last one that runs; None for all. Then there are no taps.
+            layer_inputs: {layers, batch, position, layer_input}, what each layer reads of the tokens besides; None for nothing.
         """
         check_taps(taps, tap_names(self.num_layers)[first and first + 1 :])
         filled = None if cache is None or cache.fresh else cache
         attention_mask = AttentionMask.of(inputs) if filled is None else mask_over_cache(filled, inputs)
-        shared = ForwardPass(inputs, attention_mask, key, filled, stores=cache is not None)
+        shared = ForwardPass(inputs, attention_mask, key, filled, cache is not None, layer_inputs)
         residuals = {EMBEDDING: x}
         outputs: list[list[Any]] = [[] for _ in self.stacks]
         every = [layer_tap(layer) for layer in range(self.num_layers)]
@@ -263,6 +273,7 @@ class Body(abc.ABC):
                 tuple(zip(self.stack_of_layer, self.kinds_by_layer, strict=True))[begin:end], begin
             ):
                 x, out = self._run(segment, x, shared, keeps_streams=keeps_all)
+                shared.taken.update(self._taken(segment, out, shared, keeps_streams=keeps_all))
                 for number, of_stack in out.items():
                     outputs[number].append(of_stack)
             residuals[layer_tap(end - 1)] = x
@@ -270,6 +281,8 @@ class Body(abc.ABC):
             streams = self._in_order([concatenated([stream for _, stream in parts]) for parts in outputs])
             residuals |= {tap: streams[LAYERS, layer] for layer, tap in enumerate(every)}
             outputs = [[out for out, _ in parts] for parts in outputs]
+        if cache is None:  # what only some segments have returned, for later ones
+            outputs = [[(None, aux) for _, aux in parts] for parts in outputs]
         final = for_compute(self.last_norm)(x)
         new, aux = zip(*map(concatenated, filter(None, outputs)), strict=True)
         extended = None
@@ -297,6 +310,22 @@ class Body(abc.ABC):
                 outputs[number].append(of_stack)
         return self._in_order([concatenated(parts) for parts in outputs])
 
+    def _taken(
+        self, segment: Segment, out: dict[int, Any], shared: "ForwardPass", *, keeps_streams: bool
+    ) -> dict[str, Taken]:
+        """What later layers take from those of a segment, by name. Args: out: as `_run` returns it."""
+        taken = {}
+        for layer in range(segment.start, segment.stop):
+            number, kind = segment.pattern[(layer - segment.start) % len(segment.pattern)]
+            if kind.gives is None:
+                continue
+            place = self.layer_numbers[number].index(layer)
+            before = sum(one < segment.start for one in self.layer_numbers[number])
+            cached = shared.cached(number, place, place + 1)
+            new, _ = out[number][0] if keeps_streams else out[number]
+            taken[kind.gives] = Taken(_layer(new, place - before), _layer(cached, 0))
+        return taken
+
     def _in_order(self, by_stack: Sequence[T]) -> T:
         """Named arrays {layers, ...} of each stack in one tree, from the first layer to the last."""
         if len(by_stack) == 1:
@@ -304,7 +333,7 @@ class Body(abc.ABC):
         places = np.argsort([layer for layers in self.layer_numbers for layer in layers])
         return jax.tree.map(lambda leaf: taken_layers(leaf, places), concatenated(by_stack), is_leaf=is_named)
 
-    def _part(self, number: int, segment: Segment, shared: "ForwardPass", given: Any) -> tuple["Stack", tuple]:
+    def _part(self, number: int, segment: Segment, shared: "ForwardPass", given: tuple) -> tuple["Stack", tuple]:
         """The layers of a stack that are in the segment, and what each of them gets, {layers, ...}."""
         layers = self.layer_numbers[number]
         start, stop = (sum(one < end for one in layers) for end in (segment.start, segment.stop))
@@ -316,7 +345,7 @@ class Body(abc.ABC):
             NamedArray(jnp.asarray(layers, jnp.int32), (part.Layers,)),
             shared.cached(number, start, stop),
             shared.layer_keys(layers, self.num_layers),
-            given,
+            *given,
         )
 
     def _run(
@@ -345,15 +374,22 @@ class Body(abc.ABC):
             block: Block, x: NamedArray, context: LayerContext, layer_cache: LayerCache | None, *, index, key, given
         ):
             x, new, aux = block(x, context, layer_cache, index=index, key=key)
-            return x, (new if shared.stores else None, aux)
+            return x, (new if shared.stores or gives else None, aux)
 
         numbers = list(dict.fromkeys(number for number, _ in segment.pattern))
-        parts, per_layer = zip(*(self._part(number, segment, shared, given) for number in numbers), strict=True)
+        own = given, shared.layer_inputs
+        parts, per_layer = zip(*(self._part(number, segment, shared, own) for number in numbers), strict=True)
         first = parts[0]
         # Prompts have any length, which the configured backend may not allow.
         backend = AUTO if shared.stores else first.attn_backend
         kinds = [kind for _, kind in segment.pattern]
-        contexts = layer_contexts(kinds, shared.inputs, shared.attention_mask, backend)
+        gives = any(kind.gives for kind in kinds)
+        contexts = [
+            dataclasses.replace(context, taken=shared.taken.get(kind.takes))
+            for kind, context in zip(
+                kinds, layer_contexts(kinds, shared.inputs, shared.attention_mask, backend), strict=True
+            )
+        ]
         layout = current_layout()
         num_devices = 1 if layout is None else layout.mesh.size
         where = {"platform": current_platform(), "num_devices": num_devices}
@@ -363,12 +399,13 @@ class Body(abc.ABC):
         policy = first.remat_policy if visit is None else for_whole_layers(first.remat_policy)
 
         def layer(
-            place: int, x: NamedArray, block: Block, index: NamedArray, layer_cache: LayerCache | None, key, given
+            place: int, x: NamedArray, block: Block, index: NamedArray, layer_cache: LayerCache | None, key, given, own
         ):
+            context = dataclasses.replace(contexts[place], layer_input=own)
             x = layer_input(x)
             block = tiled_mlps(with_dropout_keys(block, key), first.mlp_tile_tokens)
             block = with_remat_modules(policy, block, scan=scan)
-            x, out = (visit or run_block)(block, x, contexts[place], layer_cache, index=index, key=key, given=given)
+            x, out = (visit or run_block)(block, x, context, layer_cache, index=index, key=key, given=given)
             x = hax.auto_sharded(x)
             return x, (out, x) if keeps_streams else out
 
@@ -435,6 +472,8 @@ class ForwardPass:
         key: for dropout; None means no dropout.
         filled: the cache that the inputs extend; None if there is none, or it is empty.
         stores: whether there is a cache to write, so that layers return their keys and values.
+        layer_inputs: {layers, batch, position, layer_input}, what each layer reads of the tokens besides; None for nothing.
+        taken: by name, what later layers take from those that have run.
     """
 
     inputs: Inputs
@@ -442,6 +481,8 @@ class ForwardPass:
     key: jax.Array | None
     filled: DecodingCache | None
     stores: bool
+    layer_inputs: NamedArray | None = None
+    taken: dict[str | None, Taken] = dataclasses.field(default_factory=dict)
 
     def cached(self, stack: int, start: int, stop: int) -> LayerCache | None:
         """The filled cache of layers `start` to `stop` of a stack; None if there is none."""
@@ -543,6 +584,10 @@ class Stack(Body, eqx.Module):
 def _layers_between(tree: T, start: int, stop: int) -> T:
     is_whole = lambda leaf: (start, stop) == (0, leaf.axis_size(LAYERS))  # noqa: E731
     return jax.tree.map(lambda leaf: leaf if is_whole(leaf) else leaf[LAYERS, start:stop], tree, is_leaf=is_named)
+
+
+def _layer(tree: T, place: int) -> T:
+    return jax.tree.map(lambda leaf: leaf[LAYERS, place], tree, is_leaf=is_named)
 
 
 def taken_layers(leaf: Any, places: np.ndarray | jax.Array) -> Any:

@@ -220,6 +220,7 @@ class Family:
         text: the multimodal folders whose text part is such a model.
         kept: regular expressions for the beginnings of names of tensors that this model does not have, and exports copy, such
             as those of further layers that predict more tokens (MTP).
+        idle: config -> such expressions for tensors of its layers that the model does not use.
         vocab_keys: keys of config.json with the number of rows of a table for the vocabulary.
         further: the tensor that a layer of the files has only if it predicts more tokens. Exports copy such layers.
     """
@@ -238,6 +239,7 @@ class Family:
     text: tuple[TextPart, ...] = ()
     kept: tuple[str, ...] = ()
     further: str = ""
+    idle: Callable[[Any], Sequence[str]] = lambda _: ()
     vocab_keys: tuple[str, ...] = ("vocab_size",)
 
     def modeling_files(self) -> dict[str, bytes]:

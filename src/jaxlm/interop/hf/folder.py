@@ -129,7 +129,7 @@ def load_model(
         unused = (re.escape(SCORE),) if is_classifier(read_json_object(path / "config.json")) else ()
         for note in opened.notes:
             options.log(f"note: {note}")
-        source = form.tensors(open_weights(path, np.float32))
+        source = form.tensors(open_weights(path, np.float32), config)
     return load_weights(
         abstract,
         form.table(config, form.layout(source, config, dict(tree.leaves(abstract)))),
@@ -202,7 +202,7 @@ def _untied_if_different(path: Path, form: Form, config: Any) -> tuple[ModelConf
         source = open_weights(path)
     except ConfigError:  # not downloaded yet; loading the weights reports what is wrong with them
         return config, ()
-    head = differing_head(form.table(config), form.tensors(source), form.family.prefix)
+    head = differing_head(form.table(config), form.tensors(source, config), form.family.prefix)
     if head is None:
         return config, ()
     note = f"{path}: tie_word_embeddings is true, but {head} differs from the token embedding, so they are not tied"

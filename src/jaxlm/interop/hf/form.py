@@ -61,17 +61,17 @@ class Form:
         """How the names in a folder begin. A multimodal model's names may be in a folder that claims to have text alone."""
         return Names.of(source.tensors, self.family.prefix) if self.family.text else Names()
 
-    def kept(self, source: TensorSource) -> Callable[[str], bool]:
+    def kept(self, source: TensorSource, config: Any) -> Callable[[str], bool]:
         """Tells which tensors exports copy. Those of other parts are also copied if a folder claims to have text alone."""
         parts = [self.part] if self.part else self.family.text
-        patterns = [*self.family.kept, *(pattern for part in parts for pattern in part.kept)]
+        patterns = [*self.family.kept, *self.family.idle(as_family(config)), *(pattern for part in parts for pattern in part.kept)]
         if further := self.family.further:
             patterns += [re.escape(n.removesuffix(further)) for n in source.tensors if n.endswith(f".{further}")]
         return lambda name: any(re.match(pattern, name) for pattern in patterns)
 
-    def tensors(self, source: TensorSource) -> TensorSource:
+    def tensors(self, source: TensorSource, config: Any) -> TensorSource:
         """The tensors of a folder that may be the model's, by the names of the table."""
-        return text_tensors(source, self.names(source), self.kept(source), self.family.prefix)
+        return text_tensors(source, self.names(source), self.kept(source, config), self.family.prefix)
 
 
 def form_of_json(content: Mapping[str, Any], where: str) -> Form:

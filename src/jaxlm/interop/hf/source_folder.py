@@ -91,8 +91,8 @@ class SourceFolder:
             text: the config of its text model.
         """
         form, source = form_of_json(config, str(folder / "config.json")), open_weights(folder)
-        names, kept = form.names(source), form.kept(source)
-        ours = form.tensors(source)
+        names, kept = form.names(source), form.kept(source, text)
+        ours = form.tensors(source, text)
         tied = form.table(replace(text, tie_word_embeddings=True)) if hasattr(text, "tie_word_embeddings") else ()
         untied = bool(tied) and differing_head(tied, ours, form.family.prefix) is not None
         common, vocab = most_common_dtype(ours), form.level(config)["vocab_size"]
