@@ -408,16 +408,16 @@ class TransformerModel(LanguageModel):
             taps: of layers that run. None if `stop` is given.
         """
         x, key = self.embedded(inputs, stream, key)
-        of_tokens = x if stream is None or self.layer_inputs is None else self.embedded(inputs, None, None)[0]
-        own = self._layer_inputs(inputs, of_tokens)
-        return self._scaled(self.body(x, inputs, None, key, taps, first, stop, own))
+        return self._scaled(self.body(x, inputs, None, key, taps, first, stop, self._layer_inputs(inputs, x, stream)))
 
     def init_cache(self, Batch: Axis, capacity: int, dtype) -> DecodingCache:
         stacks = [stack.layers for stack in self.body.stacks]
         return empty_cache(stacks, Batch, capacity, dtype, with_tokens=bool(self.traits.switch_lengths))
 
-    def _layer_inputs(self, inputs: Inputs, embedded: NamedArray) -> NamedArray | None:
-        return None if self.layer_inputs is None else self.layer_inputs(inputs.tokens, embedded)
+    def _layer_inputs(self, inputs: Inputs, x: NamedArray, stream: NamedArray | None = None) -> NamedArray | None:
+        if self.layer_inputs is None:
+            return None
+        return self.layer_inputs(inputs.tokens, x if stream is None else self.embedded(inputs, None, None)[0])
 
     def _scaled(self, hidden: Hidden) -> Hidden:
         scale = self.final_scale
@@ -499,7 +499,6 @@ class Decoder(TransformerModel, RotaryModel):
         embed_dropout: float = 0.0,
         final_scale: float | None = None,
         logit_soft_cap: float | None = None,
-        layer_inputs: LayerInputs | None = None,
     ) -> "Decoder":
         k_tokens, k_layers, k_head = jax.random.split(key, 3)
         std = config.initializer_range
@@ -512,7 +511,6 @@ class Decoder(TransformerModel, RotaryModel):
             time = TimeEmbedding.init(config.time_embedding, config.Embed, key=jax.random.fold_in(key, _TIME))
         traits = dataclasses.replace(transformer_traits(config), logit_soft_cap=logit_soft_cap, reads_beyond=True)
         options = {"final_scale": final_scale, "is_causal": config.is_causal, "traits": traits}
-        options["layer_inputs"] = layer_inputs
         return Decoder(tokens, body, head, config, embed_scale, norm, embed_dropout, time, **options)
 
     def embedded(

@@ -34,7 +34,9 @@ class LayerInputs(DeclaresParameters):
     Layers: Axis = eqx.field(static=True)
 
     @staticmethod
-    def init(Vocab: Axis, Embed: Axis, Layers: Axis, size: int, *, std: float, eps: float, key: jax.Array) -> "LayerInputs":
+    def init(
+        Vocab: Axis, Embed: Axis, Layers: Axis, size: int, *, std: float, eps: float, key: jax.Array
+    ) -> "LayerInputs":
         """Args: size: features of what one layer reads."""
         keys, All = jax.random.split(key), Axis(LAYER_INPUTS, Layers.size * size)
         table, norm = hax.random.normal(keys[0], (Vocab, All)) * std, RMSNorm.init(Axis(LAYER_INPUT, size), eps)
@@ -81,7 +83,8 @@ class LayerInputGate(eqx.Module):
         """Args: size: features of what the layer reads."""
         keys, Input = jax.random.split(key), Axis(LAYER_INPUT, size)
         gate, projection = (
-            Linear.init(*sides, std=std, key=one) for sides, one in zip(((Embed, Input), (Input, Embed)), keys, strict=True)
+            Linear.init(*sides, std=std, key=one)
+            for sides, one in zip(((Embed, Input), (Input, Embed)), keys, strict=True)
         )
         return LayerInputGate(gate, projection, RMSNorm.init(Embed, eps), activation)
 

@@ -29,9 +29,10 @@ from jaxlm.core.tree import is_named
 from jaxlm.models.attention.api import AttentionMask
 from jaxlm.models.attention.choose import AUTO
 from jaxlm.models.base import EMBEDDING, FINAL, AuxLoss, Hidden, Inputs, check_taps, layer_tap, tap_names
+from jaxlm.models.forward_pass import ForwardPass, layers_between
 from jaxlm.models.inference.cache import DecodingCache, extend_cache, mask_over_cache
 from jaxlm.models.layers import tiled_mlps, with_dropout_keys
-from jaxlm.models.mixers.base import ForCache, LayerCache, LayerContext, Taken
+from jaxlm.models.mixers.base import ForCache, LayerCache, LayerContext
 from jaxlm.models.norms import Norm
 from jaxlm.models.remat import RematPolicy, for_whole_layers, layer_input, remat, with_remat_modules
 from jaxlm.models.rope import Places, QueryScaling, RotaryConfig, Rotation
@@ -123,7 +124,9 @@ def layer_contexts(
     def context(kind: LayerKind) -> LayerContext:
         turn, scaling = rotation(kind.rope, kind.interleaved, kind.rotary_size), kind.query_scaling
         scale = None if scaling is None else scaling.factors(places)
-        return LayerContext(attention_mask, turn, kind.window, backend, inputs.order, None if kind.gives else start, scale)
+        return LayerContext(
+            attention_mask, turn, kind.window, backend, inputs.order, None if kind.gives else start, scale
+        )
 
     return [context(kind) for kind in kinds]
 
@@ -255,7 +258,7 @@ class Body(abc.ABC):
         Args:
             first: number of the first layer that runs, on its input instead of embedded tokens. Then no cache is written.
             stop: number of the layer behind the last one that runs; None for all. Then there are no taps.
-            layer_inputs: {layers, batch, position, layer_input}, what each layer reads of the tokens besides; None for nothing.
+            layer_inputs: {layers, batch, position, layer_input}, what each layer reads of the tokens; None for nothing.
         """
         check_taps(taps, tap_names(self.num_layers)[first and first + 1 :])
         filled = None if cache is None or cache.fresh else cache
@@ -273,7 +276,7 @@ class Body(abc.ABC):
                 tuple(zip(self.stack_of_layer, self.kinds_by_layer, strict=True))[begin:end], begin
             ):
                 x, out = self._run(segment, x, shared, keeps_streams=keeps_all)
-                shared.taken.update(self._taken(segment, out, shared, keeps_streams=keeps_all))
+                shared.give(segment, out, self.layer_numbers, keeps_streams=keeps_all)
                 for number, of_stack in out.items():
                     outputs[number].append(of_stack)
             residuals[layer_tap(end - 1)] = x
@@ -310,22 +313,6 @@ class Body(abc.ABC):
                 outputs[number].append(of_stack)
         return self._in_order([concatenated(parts) for parts in outputs])
 
-    def _taken(
-        self, segment: Segment, out: dict[int, Any], shared: "ForwardPass", *, keeps_streams: bool
-    ) -> dict[str, Taken]:
-        """What later layers take from those of a segment, by name. Args: out: as `_run` returns it."""
-        taken = {}
-        for layer in range(segment.start, segment.stop):
-            number, kind = segment.pattern[(layer - segment.start) % len(segment.pattern)]
-            if kind.gives is None:
-                continue
-            place = self.layer_numbers[number].index(layer)
-            before = sum(one < segment.start for one in self.layer_numbers[number])
-            cached = shared.cached(number, place, place + 1)
-            new, _ = out[number][0] if keeps_streams else out[number]
-            taken[kind.gives] = Taken(_layer(new, place - before), _layer(cached, 0))
-        return taken
-
     def _in_order(self, by_stack: Sequence[T]) -> T:
         """Named arrays {layers, ...} of each stack in one tree, from the first layer to the last."""
         if len(by_stack) == 1:
@@ -333,7 +320,7 @@ class Body(abc.ABC):
         places = np.argsort([layer for layers in self.layer_numbers for layer in layers])
         return jax.tree.map(lambda leaf: taken_layers(leaf, places), concatenated(by_stack), is_leaf=is_named)
 
-    def _part(self, number: int, segment: Segment, shared: "ForwardPass", given: tuple) -> tuple["Stack", tuple]:
+    def _part(self, number: int, segment: Segment, shared: ForwardPass, given: tuple) -> tuple["Stack", tuple]:
         """The layers of a stack that are in the segment, and what each of them gets, {layers, ...}."""
         layers = self.layer_numbers[number]
         start, stop = (sum(one < end for one in layers) for end in (segment.start, segment.stop))
@@ -352,7 +339,7 @@ class Body(abc.ABC):
         self,
         segment: Segment,
         x: NamedArray,
-        shared: "ForwardPass",
+        shared: ForwardPass,
         visit: LayerFn | None = None,
         given: Any = None,
         *,
@@ -464,40 +451,6 @@ class HeterogeneousBody(eqx.Module):
         """A copy with separate arrays per layer, for decoding with an `UnstackedCache`."""
 
 
-@dataclass(frozen=True)
-class ForwardPass:
-    """Holds what all layers share in one forward pass.
-
-    Attributes:
-        key: for dropout; None means no dropout.
-        filled: the cache that the inputs extend; None if there is none, or it is empty.
-        stores: whether there is a cache to write, so that layers return their keys and values.
-        layer_inputs: {layers, batch, position, layer_input}, what each layer reads of the tokens besides; None for nothing.
-        taken: by name, what later layers take from those that have run.
-    """
-
-    inputs: Inputs
-    attention_mask: AttentionMask
-    key: jax.Array | None
-    filled: DecodingCache | None
-    stores: bool
-    layer_inputs: NamedArray | None = None
-    taken: dict[str | None, Taken] = dataclasses.field(default_factory=dict)
-
-    def cached(self, stack: int, start: int, stop: int) -> LayerCache | None:
-        """The filled cache of layers `start` to `stop` of a stack; None if there is none."""
-        if self.filled is None:
-            return None
-        return _layers_between(self.filled.stacks[stack], start, stop)
-
-    def layer_keys(self, layers: Sequence[int], num_layers: int) -> jax.Array | None:
-        """One key per layer, of these layers. They do not depend on how the layers are divided into stacks."""
-        if self.key is None:
-            return None
-        keys = jax.random.split(self.key, num_layers)
-        return keys if len(layers) == num_layers else keys[np.asarray(layers)]
-
-
 class Stack(Body, eqx.Module):
     """Layers of the same structure, with an axis `layers` of their own.
 
@@ -555,7 +508,7 @@ class Stack(Body, eqx.Module):
         """Layers `start` to `stop` as a stack of their own. It has the final norm only if it has the last layer."""
         if (start, stop) == (0, self.Layers.size):
             return self
-        stacked = _layers_between(self.layers.stacked, start, stop)
+        stacked = layers_between(self.layers.stacked, start, stop)
         return dataclasses.replace(
             self,
             layers=dataclasses.replace(self.layers, stacked=stacked, Block=self.Layers.resize(stop - start)),
@@ -579,15 +532,6 @@ class Stack(Body, eqx.Module):
         kinds = [*self.kinds_between(0, sizes[0]), *upper.kinds_between(0, sizes[1])]
         layers = dataclasses.replace(self.layers, stacked=stacked, Block=self.Layers.resize(sum(sizes)))
         return dataclasses.replace(upper, layers=layers, kinds=shortest_period(kinds))
-
-
-def _layers_between(tree: T, start: int, stop: int) -> T:
-    is_whole = lambda leaf: (start, stop) == (0, leaf.axis_size(LAYERS))  # noqa: E731
-    return jax.tree.map(lambda leaf: leaf if is_whole(leaf) else leaf[LAYERS, start:stop], tree, is_leaf=is_named)
-
-
-def _layer(tree: T, place: int) -> T:
-    return jax.tree.map(lambda leaf: leaf[LAYERS, place], tree, is_leaf=is_named)
 
 
 def taken_layers(leaf: Any, places: np.ndarray | jax.Array) -> Any:

@@ -64,7 +64,11 @@ class Form:
     def kept(self, source: TensorSource, config: Any) -> Callable[[str], bool]:
         """Tells which tensors exports copy. Those of other parts are also copied if a folder claims to have text alone."""
         parts = [self.part] if self.part else self.family.text
-        patterns = [*self.family.kept, *self.family.idle(as_family(config)), *(pattern for part in parts for pattern in part.kept)]
+        patterns = [
+            *self.family.kept,
+            *self.family.idle(as_family(config)),
+            *(pattern for part in parts for pattern in part.kept),
+        ]
         if further := self.family.further:
             patterns += [re.escape(n.removesuffix(further)) for n in source.tensors if n.endswith(f".{further}")]
         return lambda name: any(re.match(pattern, name) for pattern in patterns)

@@ -34,7 +34,6 @@ from jaxlm.models.routing import SoftmaxRouting
 from jaxlm.models.stacks import LayerKind
 from jaxlm.reading.choices import choice
 
-
 _LOCAL, _GLOBAL = "local", "global"
 _LAYER_INPUTS = 7  # folded into keys, which are split for everything else
 
@@ -50,11 +49,11 @@ class Gemma4Config(PatternConfig):
         global_head_dim: features per head in global layers.
         num_global_kv_heads: number of key/value heads there. Null means `num_kv_heads`.
         keys_are_values: the values of global layers are their keys, before norm and rotation.
-        num_kv_shared_layers: number of layers, the last ones, that read the keys and values of the last earlier layer of their
-            kind (local, global) in place of their own.
+        num_kv_shared_layers: number of layers, the last ones, without keys and values of their own. They read those of the
+            last earlier layer of their kind, local or global.
         double_wide_mlp: the MLPs of those layers are twice as wide.
-        layer_input_dim: each layer reads this many features of the tokens besides the residual stream: an embedding of its own,
-            and a projection of the usual one. Null for none.
+        layer_input_dim: each layer reads this many features of the tokens besides the residual stream: an embedding of its
+            own, and a projection of the usual one. Null for none.
         final_soft_cap: soft cap of the logits, `cap * tanh(logit / cap)`. Null applies no cap.
         num_experts: number of experts beside the MLP of each layer. Null for none.
         num_experts_per_token: number of experts that each token is routed to.
@@ -180,13 +179,13 @@ class Gemma4Config(PatternConfig):
 
     def build(self, Vocab: Axis, *, key: jax.Array) -> Decoder:
         options: dict[str, Any] = {"embed_scale": self.hidden_dim**0.5, "logit_soft_cap": self.final_soft_cap}
-        if self.layer_input_dim is not None:
-            sizes = {"std": self.initializer_range, "eps": self.layer_norm_epsilon}
-            own = jax.random.fold_in(key, _LAYER_INPUTS)
-            options["layer_inputs"] = LayerInputs.init(
-                Vocab, self.Embed, self.Layers, self.layer_input_dim, **sizes, key=own
-            )
-        return Decoder.init(self, Vocab, final_norm=self.norm(), key=key, **options)
+        model = Decoder.init(self, Vocab, final_norm=self.norm(), key=key, **options)
+        if self.layer_input_dim is None:
+            return model
+        sizes = {"std": self.initializer_range, "eps": self.layer_norm_epsilon}
+        key = jax.random.fold_in(key, _LAYER_INPUTS)
+        own = LayerInputs.init(Vocab, self.Embed, self.Layers, self.layer_input_dim, **sizes, key=key)
+        return dataclasses.replace(model, layer_inputs=own)
 
     def check(self) -> None:
         super().check()
@@ -204,8 +203,8 @@ class Gemma4Config(PatternConfig):
         if missing := sorted(name for name in taken - given if name is not None):
             raise ConfigError(
                 f"model.num_kv_shared_layers: {self.num_kv_shared_layers} given, but no layer before the last"
-                f" {self.num_kv_shared_layers} of {self.num_layers} is {missing[0]}, whose keys and values the {missing[0]} ones"
-                " among these could read. Set a smaller number"
+                f" {self.num_kv_shared_layers} of {self.num_layers} is {missing[0]}, so that the {missing[0]} ones of these"
+                " have no keys and values to read. Set a smaller number"
             )
 
     def flops_per_token(self, vocab_size: int) -> FlopsPerToken:

@@ -8,8 +8,8 @@ import math
 from typing import Any
 
 import equinox as eqx
-import jax
 import haliax as hax
+import jax
 from haliax import Axis, NamedArray
 
 from jaxlm.core.axes import BATCH, HEAD_SIZE, KEY_POSITION
@@ -28,7 +28,7 @@ class Taken(eqx.Module):
 
     Attributes:
         new: what that one's mixer has returned for the cache, of the new tokens.
-        cache: its `LayerCache`; None if there are no earlier tokens. It may have the new ones too, in slots that the mask hides.
+        cache: its `LayerCache`; None if there are no earlier tokens. Slots that the mask hides may have the new ones.
     """
 
     new: ForCache

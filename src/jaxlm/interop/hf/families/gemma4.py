@@ -114,7 +114,7 @@ def _layer_inputs() -> KeyGroup:
 
 
 def _shared_layers() -> KeyGroup:
-    """Layers with the keys and values of earlier ones. Without any, it says nothing how wide their MLPs are."""
+    """Layers with the keys and values of earlier ones. Without any, it does not say how wide their MLPs are."""
     count, wide = "num_kv_shared_layers", "use_double_wide_mlp"
 
     def to_ours(theirs: Mapping[str, Any]) -> Json:
@@ -161,7 +161,7 @@ def _layer_input_rows() -> Iterator[Tensor]:
 
 
 _UNUSED = {"k_proj", "v_proj", "k_norm"}
-"""Of layers with the keys and values of earlier ones. Published files have them nevertheless, and transformers ignores them."""
+"""Of layers with the keys and values of earlier ones. Published files have them, and transformers ignores them."""
 
 
 def _idle(config: Gemma4Config) -> list[str]:
