@@ -70,9 +70,9 @@ GEMMA4 = {
 GEMMA4_EXPERTS = {"enable_moe_block": True, "num_experts": 5, "top_k_experts": 2, "moe_intermediate_size": 16}
 GEMMA4_SHARED = GEMMA4 | {
     "attention_k_eq_v": False,
-    "layer_types": [_LOCAL, _LOCAL, _GLOBAL, _LOCAL, _GLOBAL, _LOCAL, _LOCAL, _GLOBAL, _LOCAL, _GLOBAL],
-    "num_hidden_layers": 10,
-    "num_kv_shared_layers": 5,
+    "layer_types": [_LOCAL, _GLOBAL] * 4,
+    "num_hidden_layers": 8,
+    "num_kv_shared_layers": 4,
     "use_double_wide_mlp": True,
     "hidden_size_per_layer_input": 6,
 }

@@ -415,13 +415,11 @@ class TransformerModel(LanguageModel):
         return empty_cache(stacks, Batch, capacity, dtype, with_tokens=bool(self.traits.switch_lengths))
 
     def _layer_inputs(self, inputs: Inputs, x: NamedArray, stream: NamedArray | None = None) -> NamedArray | None:
-        if self.layer_inputs is None:
-            return None
-        return self.layer_inputs(inputs.tokens, x if stream is None else self.embedded(inputs, None, None)[0])
+        first = x if stream is None else self.embedded(inputs, None, None)[0]
+        return self.layer_inputs and self.layer_inputs(inputs.tokens, first)
 
     def _scaled(self, hidden: Hidden) -> Hidden:
-        scale = self.final_scale
-        return hidden if scale is None else dataclasses.replace(hidden, final=hidden.final * scale)
+        return hidden if self.final_scale is None else dataclasses.replace(hidden, final=hidden.final * self.final_scale)
 
     def with_layers(self, kept: Sequence[int]) -> Self:
         """The same model with only some of its layers; its config is `ModelConfig.with_layers`. Leaves may be missing (None).

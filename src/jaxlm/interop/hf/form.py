@@ -177,8 +177,6 @@ _PARTS = (
     ("_low_rank_dim$|^rescale_every$", "the recurrence of RWKV"),
     ("^attention_chunk_size$", "attention in chunks"),
     ("^altup_", "alternating updates (AltUp)"),
-    ("^num_kv_shared_layers$", "layers that share keys and values"),
-    ("^hidden_size_per_layer_input$", "embeddings for every layer"),
     ("^(n_group|topk_group)$", "experts in groups"),
     ("^swiglu_limit$", "experts with clamped activations"),
     ("^(is_encoder_decoder|encoder_layers)$", "an encoder beside the decoder"),
