@@ -284,8 +284,8 @@ FOLDERS: dict[str, Folder] = {
     **{
         name: Folder(gemma4_folder(_text(name), audio=True), *counts, is_published=False, further=UNUSED[name])
         for name, counts in {
-            "gemma-4-E2B": (5_104_297_504, (540, 1411)),
-            "gemma-4-E4B": (7_941_100_832, (665, 1411)),
+            "gemma-4-E2B": (5_104_298_467, (540, 1411)),
+            "gemma-4-E4B": (7_941_101_802, (665, 1411)),
         }.items()
     },
     "gemma-4-31B": Folder(
