@@ -14,6 +14,13 @@ STATES = {
     "state_key_dim": 8,
     "state_value_dim": 8,
 }
+LATENTS = {"q_lora_rank": 12, "kv_lora_rank": 8, "qk_nope_head_dim": 4, "qk_rope_head_dim": 4, "v_head_dim": 6}
+ROUTED = {
+    "num_experts": 6,
+    "num_experts_per_token": 2,
+    "shared_expert_intermediate_dim": 24,
+    "dense_intermediate_dim": 24,
+}
 MODELS: dict[str, Tree] = {
     "gpt2": {"type": "gpt2", **SIZES},
     "llama": {"type": "llama", **LLAMA},
@@ -74,15 +81,9 @@ MODELS: dict[str, Tree] = {
     "olmoe": {"type": "olmoe", **LLAMA, "num_experts": 4, "num_experts_per_token": 2},
     "granitemoe": {"type": "granitemoe", **LLAMA, "num_experts": 4, "num_experts_per_token": 2},
     "minimax_m2": {"type": "minimax_m2", **LLAMA, "head_dim": 8, "num_experts": 4, "num_experts_per_token": 2},
-    "glm4_moe": {
-        "type": "glm4_moe",
-        **LLAMA,
-        "head_dim": 8,
-        "num_experts": 6,
-        "num_experts_per_token": 2,
-        "shared_expert_intermediate_dim": 24,
-        "dense_intermediate_dim": 24,
-    },
+    "gpt_oss": {"type": "gpt_oss", **LLAMA, "head_dim": 8, "num_experts": 4, "num_experts_per_token": 2},
+    "glm4_moe": {"type": "glm4_moe", **LLAMA, "head_dim": 8, **ROUTED},
+    "glm4_moe_lite": {"type": "glm4_moe_lite", **SIZES, "intermediate_dim": 48, **LATENTS, **ROUTED},
     "qwen3": {"type": "qwen3", **LLAMA, "head_dim": 8, "sliding_window": 4},
 }
 TRAINER = {"id": "x", "train_batch_size": 16, "num_train_steps": 100, "fsdp_axis": "embed"}

@@ -231,6 +231,7 @@ SOURCES = ["gemma3", "qwen3_5"]  # with a vision tower; with one, and with layer
 FURTHER = {
     # In files, the width of shared experts is a multiple of that of the others.
     "glm4_moe": ("num_nextn_predict_layers", layer_behind_the_last, {"shared_expert_intermediate_dim": 48}),
+    "glm4_moe_lite": ("num_nextn_predict_layers", layer_behind_the_last, {"shared_expert_intermediate_dim": 48}),
     "qwen3_5": ("mtp_num_hidden_layers", module_beside_the_model, {}),
 }
 

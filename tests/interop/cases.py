@@ -92,6 +92,17 @@ BALANCED = {
     "head_dim": 8,
     "num_mtp_layers": 0,
 }
+GPT_OSS = {"num_local_experts": 5, "num_experts_per_tok": 3, "head_dim": 12, "sliding_window": 5}
+LATENT = {
+    **{key: value for key, value in BALANCED.items() if key not in ("head_dim", "num_mtp_layers")},
+    "num_key_value_heads": 4,
+    "q_lora_rank": 16,
+    "kv_lora_rank": 12,
+    "qk_nope_head_dim": 10,
+    "qk_rope_head_dim": 6,
+    "v_head_dim": 7,
+}
+SCALED_SCORES = {**YARN, "mscale": 0.8, "mscale_all_dim": 0.5}
 MIXED = {**EXPERTS, "intermediate_size": 28, "initializer_range": 0.2}
 HYBRID = {
     **LLAMA,
@@ -292,6 +303,18 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
             "norm_topk_prob": False,
         },
     ),
+    "glm4_moe_lite": ("glm4_moe_lite", {**LATENT, "rope_parameters": SCALED_SCORES}),
+    "glm4_moe_lite-biases": (
+        "glm4_moe_lite",
+        {
+            **LATENT,
+            "q_lora_rank": None,
+            "attention_bias": True,
+            "rope_interleave": False,
+            "num_hidden_layers": 3,
+            "mlp_layer_types": ["sparse", "dense", "sparse"],
+        },
+    ),
     "glm4": ("glm4", {"head_dim": 12}),
     "glm4-all-rotated": (
         "glm4",
@@ -415,6 +438,11 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "cwm": ("cwm", {"num_hidden_layers": 5, "sliding_window": 5, "head_dim": 12}),
     "cwm-listed": ("cwm", {"sliding_window": 5, "head_dim": 8, "mlp_bias": True, **LISTED}),
+    "gpt_oss": (
+        "gpt_oss",
+        {**GPT_OSS, "num_hidden_layers": 3, "swiglu_limit": 0.5, "rope_parameters": {**YARN, "truncate": False}},
+    ),
+    "gpt_oss-listed": ("gpt_oss", {**GPT_OSS, **LISTED, "attention_bias": False, "swiglu_alpha": 0.7}),
 }
 FIRST = {kind: name for name, (kind, _) in reversed(CASES.items())}
 """The case of each family that the default tests use."""

@@ -884,9 +884,9 @@ REFUSED: dict[str, tuple[Json, str]] = {
         "logits_scaling: 8.0 given, .*it scales activations or logits.*\n  num_local_experts: 8 given, .*changes the layers",
     ),
     "an-encoder": (_mistral(is_causal=False), "is_causal: False given, .*these models always have it on"),
-    "DeepSeek-V3": (
-        {"architectures": ["DeepseekV3ForCausalLM"], "model_type": "deepseek_v3", "kv_lora_rank": 512, "n_group": 8},
-        r"unknown model_type 'deepseek_v3'. It has .*\(MLA\) \(kv_lora_rank\).*jaxlm does not have. Known: .*llama",
+    "LFM2-1.2B": (
+        {"architectures": ["Lfm2ForCausalLM"], "model_type": "lfm2", "conv_L_cache": 3},
+        r"unknown model_type 'lfm2'. It has short convolutions \(conv_L_cache\).*does not have. Known: .*llama",
     ),
     "Llama-4-Scout": (
         {"model_type": "llama4", "text_config": {"attention_chunk_size": 8192, "model_type": "llama4_text"}},

@@ -2,7 +2,8 @@
 
 The numbers of parameters are those of the layers that transformers computes: GLM's and MiniMax's own have further ones for
 multi-token prediction. Qwen3.5-35B-A3B, Qwen3-Next, OLMoE and GLM-4.5-Air have the sizes that transformers' classes have by
-default; the sizes of the others are from memory.
+default; the file of gpt-oss-120b is a copy of the published one, that of gpt-oss-20b has its layers and experts; the sizes of
+the others are from memory.
 """
 
 from typing import Any
@@ -94,6 +95,39 @@ def _granite(hidden: int, layers: int, heads: int, experts: int, attention: floa
     }
 
 
+def _gpt_oss(layers: int, experts: int) -> Json:
+    return {
+        **_usual("GptOss", 2880, 2880, layers, 64, 8, 201088),
+        "attention_bias": True,
+        "eos_token_id": 200002,
+        "experts_per_token": 4,
+        "head_dim": 64,
+        "initial_context_length": 4096,
+        "layer_types": ["sliding_attention", "full_attention"] * (layers // 2),
+        "max_position_embeddings": 131072,
+        "model_type": "gpt_oss",
+        "num_experts_per_tok": 4,
+        "num_local_experts": experts,
+        "output_router_logits": False,
+        "pad_token_id": 199999,
+        "rms_norm_eps": 1e-05,
+        "rope_scaling": {
+            "beta_fast": 32.0,
+            "beta_slow": 1.0,
+            "factor": 32.0,
+            "original_max_position_embeddings": 4096,
+            "rope_type": "yarn",
+            "truncate": False,
+        },
+        "rope_theta": 150000,
+        "router_aux_loss_coef": 0.9,
+        "sliding_window": 128,
+        "swiglu_limit": 7.0,
+        "tie_word_embeddings": False,
+        "transformers_version": "4.55.0.dev0",
+    }
+
+
 _OLMOE = {
     **_usual("Olmoe", 2048, 1024, 16, 16, 16, 50304),
     "attention_bias": False,
@@ -112,6 +146,37 @@ _OLMOE = {
     "router_aux_loss_coef": 0.01,
     "tie_word_embeddings": False,
     "transformers_version": "4.43.0.dev0",
+}
+# As in vLLM's test of this configuration; keys that this leaves out are from memory.
+_GLM_FLASH = {
+    **_usual("Glm4MoeLite", 2048, 10240, 47, 20, 20, 154880),
+    "attention_bias": False,
+    "eos_token_id": [154820, 154827, 154829],
+    "first_k_dense_replace": 1,
+    "kv_lora_rank": 512,
+    "max_position_embeddings": 202752,
+    "model_type": "glm4_moe_lite",
+    "moe_intermediate_size": 1536,
+    "n_group": 1,
+    "n_routed_experts": 64,
+    "n_shared_experts": 1,
+    "norm_topk_prob": True,
+    "num_experts_per_tok": 4,
+    "num_nextn_predict_layers": 1,
+    "pad_token_id": 154820,
+    "partial_rotary_factor": 1.0,
+    "q_lora_rank": 768,
+    "qk_nope_head_dim": 192,
+    "qk_rope_head_dim": 64,
+    "rms_norm_eps": 1e-05,
+    "rope_scaling": None,
+    "rope_theta": 1000000,
+    "routed_scaling_factor": 1.8,
+    "tie_word_embeddings": False,
+    "topk_group": 1,
+    "topk_method": "noaux_tc",
+    "transformers_version": "5.0.0rc0",
+    "v_head_dim": 256,
 }
 _MINIMAX = {
     **_usual("MiniMaxM2", 3072, 1536, 62, 48, 8, 200064),
@@ -203,6 +268,7 @@ _NEXT = {
     "transformers_version": "4.57.0.dev0",
     "vocab_size": 151936,
 }
+_OF_OPENAI = ("experts_per_token", "initial_context_length")
 _M_ROPE = ("mrope_interleaved", "mrope_section")
 
 # As `OPENED` in tests/interop/published.py.
@@ -213,7 +279,10 @@ MOE: dict[str, tuple[Any, ...]] = {
         _glm(5120, 12288, 92, **_LARGE, max_position_embeddings=202752),
         352_797_829_024,
     ),
+    "GLM-4.7-Flash": (_GLM_FLASH, 29_943_393_920, "num_nextn_predict_layers"),
     "MiniMax-M2-bf16": (_MINIMAX, 228_689_764_864, "num_mtp_modules", "use_mtp"),
+    "gpt-oss-20b": (_gpt_oss(24, 32), 20_914_757_184, *_OF_OPENAI),
+    "gpt-oss-120b": (_gpt_oss(36, 128), 116_829_156_672, *_OF_OPENAI),
     "OLMoE-1B-7B-0924": (_OLMOE, 6_919_161_856),
     "granite-3.0-1b-a400m": (_granite(1024, 24, 16, 32, 0.015625, 6.0), 1_334_628_352),
     "granite-3.0-3b-a800m": (_granite(1536, 32, 24, 40, 0.015625, 6.0), 3_298_793_472),

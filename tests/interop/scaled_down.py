@@ -10,6 +10,7 @@ LENGTH, ORIGINAL, HEAD_SIZE, VOCAB = 48, 16, 16, 61
 _SIZES = {
     **dict.fromkeys(("intermediate_size", "moe_intermediate_size"), 40),
     "shared_expert_intermediate_size": 24,
+    **{"q_lora_rank": 16, "kv_lora_rank": 12, "qk_nope_head_dim": 10, "qk_rope_head_dim": 6, "v_head_dim": 7},
     "vocab_size": VOCAB,
 }
 _IDS = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": None}

@@ -5,10 +5,16 @@ import re
 import shutil
 from pathlib import Path
 
+import haliax as hax
+import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxlm.core import tree
+from jaxlm.interop.hf.families.gpt_oss import GptOssConfig
 from jaxlm.interop.hf.safetensors_file import SafetensorsFile, TensorInfo, write_safetensors
+from jaxlm.models.base import vocab_axis
+from tests.interop.cases import exported
 
 MATRICES = r"\.(\w+_proj|\w+_proj_with_mqa|w\d|dense\w*|fc\d|c_\w+|experts\.\w+)(\.weight)?$"
 """Names of tensors that are stored in fp8."""
@@ -88,6 +94,24 @@ def in_mxfp4(experts):
     blocks = (codes[..., 0::2] + 16 * codes[..., 1::2]).astype(np.uint8)
     exact = exact.reshape(rows.shape).swapaxes(1, 2).astype(np.float32)
     return blocks, (exponents + 127).astype(np.uint8), np.ascontiguousarray(exact)
+
+
+def saved_gpt_oss(folder, vocab):
+    """A gpt-oss with N(0, 0.2) in every parameter and experts that are not square, in bfloat16."""
+    sizes = {
+        "hidden_dim": 64,
+        "intermediate_dim": 96,
+        "num_layers": 2,
+        "num_heads": 4,
+        "num_kv_heads": 2,
+        "head_dim": 16,
+    }
+    config = GptOssConfig(seq_len=64, sliding_window=16, num_experts=4, num_experts_per_token=2, **sizes)
+    model = config.build(vocab_axis(vocab), key=jax.random.key(0))
+    keys = iter(jax.random.split(jax.random.key(1), 40))
+    model = tree.map_leaves(lambda _, leaf: hax.random.normal(next(keys), leaf.axes) * 0.2, model)
+    ids = {"bos_token_id": 0, "eos_token_id": 0}
+    return exported(folder, model, config, dtype=jnp.bfloat16, special_ids=ids)
 
 
 def as_mxfp4(folder, pattern=r"experts\.(gate_up|down)_proj$"):

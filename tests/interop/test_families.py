@@ -55,7 +55,7 @@ every = [name if name in by_default else pytest.param(name, marks=slow) for name
 WITH_GRADIENTS = (
     *("gpt2", "llama-3", "llama-one-kv-head", "smollm3-irregular", "qwen2_moe-mixed", "mpt-clipped", "olmo_hybrid"),
     *("qwen3_5_moe", "qwen3_moe", "glm4_moe", "minimax_m2", "granitemoe", "gemma2", "gemma3", "olmo3", "cohere2"),
-    *("exaone4", "gpt_neox", "starcoder2", "ministral", "gemma4", "gemma4-moe"),
+    *("exaone4", "gpt_neox", "starcoder2", "ministral", "gemma4", "gemma4-moe", "glm4_moe_lite", "gpt_oss"),
 )
 few = [name if name in WITH_GRADIENTS else pytest.param(name, marks=pytest.mark.soak) for name in CASES]
 rest = [
@@ -86,8 +86,9 @@ DECODED = (
     "minimax_m2",
     "olmoe",
     "granitemoe",
+    "gpt_oss",
 )
-# Of the last eight: tests/interop/test_greedy_text.py.
+# Of the last nine: tests/interop/test_greedy_text.py.
 GENERATED = ("llama-3", "gpt2", "gemma3", "mixtral", "mpt", "smollm3", "qwen2_moe-mixed")
 
 

@@ -14,7 +14,10 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
 LENGTHS, NEW_TOKENS = (12, 5), 64
-FAMILIES = "qwen3_5", "qwen3_5_moe", "qwen3_next", "olmo_hybrid", "glm4_moe", "minimax_m2", "olmoe", "granitemoe"
+FAMILIES = (
+    *("qwen3_5", "qwen3_5_moe", "qwen3_next", "olmo_hybrid"),
+    *("glm4_moe", "glm4_moe_lite", "minimax_m2", "olmoe", "granitemoe", "gpt_oss"),
+)
 
 
 def without_cache(model, prompts):

@@ -1,25 +1,34 @@
 """Folders in MXFP4 and fp8, read as views: against closed forms, transformers' own decoders and the decoded folders."""
 
+import itertools
 import json
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from jaxlm.core import tree
 from jaxlm.core.errors import ConfigError
+from jaxlm.core.products.stored_weights import StoredWeight
+from jaxlm.interop.hf.families.gpt_oss import GptOssConfig
 from jaxlm.interop.hf.folder import ReadOptions, load_model, open_folder
 from jaxlm.interop.hf.safetensors_file import TensorInfo, write_safetensors
 from jaxlm.interop.hf.source_folder import SourceFolder
 from jaxlm.interop.hf.stored_formats import open_weights, unreadable
 from jaxlm.interop.hf.tensor_files import open_tensors
-from tests.engine.helpers import one_device
+from jaxlm.models.base import vocab_axis
+from jaxlm.surgery.quantize import QuantizeConfig
+from tests.engine.helpers import layout, one_device
 from tests.interop.cases import FIRST, VOCAB, abstract_of, exported, inputs_of, logits_of, reference, tokens
-from tests.interop.stored import LUT, as_fp8, in_fp8
+from tests.interop.multimodal import saved as saved_parts
+from tests.interop.multimodal import source_of
+from tests.interop.stored import LUT, as_fp8, as_mxfp4, in_fp8, saved_gpt_oss
 from tests.interop.test_multimodal import assert_same_tensors, content_of
 from tests.tiers import one_of
 
 BLOCKS = (128, 128)
+KEY = jax.random.key(0)
 
 
 def folder_of(place, quantization, **arrays):
@@ -149,9 +158,9 @@ def test_incomplete_mxfp4_is_refused(tmp_path):
         open_weights(folder_of(tmp_path, {"quant_method": "mxfp4"}, x_blocks=blocks, **both))
 
 
-def loaded(folder):
-    opened = open_folder(folder)
-    return load_model(folder, abstract_of(opened.config, VOCAB), opened.config, one_device())
+def loaded(folder, where=None, vocab=VOCAB):
+    config = open_folder(folder).config
+    return load_model(folder, abstract_of(config, vocab), config, where or one_device())
 
 
 def saved(name, place, **keys):
@@ -174,6 +183,69 @@ def test_every_family_reads_fp8(kind, tmp_path):
     ours, theirs = (dict(tree.leaves(loaded(one))) for one in (folder, decoded))
     for path, leaf in theirs.items():
         np.testing.assert_array_equal(ours[path].array, leaf.array, err_msg=path)
+
+
+@pytest.mark.slow
+def test_experts_in_mxfp4_are_read_on_eight_devices_and_keep_their_values_in_four_bits(tmp_path):
+    folder, decoded = as_mxfp4(saved_gpt_oss(tmp_path / "hf", VOCAB))
+    expected = dict(tree.leaves(loaded(decoded)))
+    for where in (one_device(), layout(model=2), layout()):
+        for path, leaf in tree.leaves(loaded(folder, where)):
+            np.testing.assert_array_equal(leaf.array, expected[path].array, err_msg=path)
+    model = QuantizeConfig(kind="mxfp4", modules="mlp.*proj").apply(loaded(folder), key=KEY)
+    stored = dict(tree.modules_by_path(model, StoredWeight))
+    assert {path.split(".")[-2] for path in stored} == {"gate_proj", "up_proj", "down_proj"}
+    for path, weight in stored.items():
+        exact = expected[path]
+        found = weight.floats(exact.dtype).rearrange(exact.axes)
+        np.testing.assert_array_equal(found.array, exact.array, err_msg=path)
+
+
+def test_gpt_oss_20b_in_four_bits_takes_13_gib():
+    """By shapes: 24 layers of 32 experts, and the rest in bfloat16."""
+    config, surgery = GptOssConfig(), QuantizeConfig(kind="mxfp4", modules="mlp.*proj")
+    model = jax.eval_shape(lambda: surgery.apply(config.build(vocab_axis(201088), key=KEY), key=KEY))
+    ends = jax.tree.leaves(model)
+    packed = sum(leaf.size for leaf in ends if leaf.dtype == np.uint8)
+    rest = sum(2 * leaf.size for leaf in ends if leaf.dtype != np.uint8)
+    assert packed == 24 * 3 * 32 * 2880**2 * 17 // 32
+    assert 12.5 < (packed + rest) / 2**30 < 13
+
+
+@pytest.mark.slow
+def test_transformers_decodes_the_same_experts(tmp_path):
+    """Its function for blocks and scales, and the logits of the model that it makes of the folder."""
+    torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")
+    decode = pytest.importorskip("transformers.integrations.mxfp4").convert_moe_packed_tensors
+    folder, _ = as_mxfp4(saved_gpt_oss(tmp_path / "hf", VOCAB))
+    codes, view = open_tensors(folder), open_weights(folder)
+    for layer, name in itertools.product(range(2), ("gate_up_proj", "down_proj")):
+        name = f"model.layers.{layer}.mlp.experts.{name}"
+        blocks, scales = (torch.tensor(codes.view(f"{name}_{part}").copy()) for part in ("blocks", "scales"))
+        theirs = decode(blocks, scales, dtype=torch.float32)
+        np.testing.assert_array_equal(view.view(name).astype(np.float32), theirs.numpy())
+    ids = tokens()
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.float32, quantization_config=transformers.Mxfp4Config(dequantize=True)
+    )
+    with torch.no_grad():
+        expected = theirs(torch.tensor(ids)).logits.numpy()
+    np.testing.assert_allclose(logits_of(loaded(folder), inputs_of(ids)), expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.slow
+def test_kept_tensors_are_decoded_too(tmp_path):
+    """Layers that predict further tokens; the vision tower has other names."""
+    folder, decoded = as_fp8(saved_parts("qwen3_5", tmp_path / "hf"), skipped="visual|linear_attn")
+    stored = {name for name in open_tensors(folder).tensors if name.endswith("_scale_inv")}
+    assert any(name.startswith("mtp.") for name in stored)
+    opened = open_folder(folder)
+    model = loaded(folder, vocab=opened.vocab_size)
+    options = {"source": source_of(folder), "dtype": None, "special_ids": {}}
+    assert_same_tensors(exported(tmp_path / "out", model, opened.config, **options), decoded)
+    kept = exported(tmp_path / "kept", model, opened.config, stored_format="keep", **options)
+    assert_same_tensors(kept, folder)
+    assert content_of(kept) == content_of(folder)
 
 
 @pytest.mark.slow

@@ -47,17 +47,45 @@ def stand_in(q, k, v, *, q_seqlen=None, kv_seqlen=None, q_offsets=None, kv_offse
     scores = jnp.where(visible, jnp.einsum("btnh,bsnh->bnts", q, k) * scale, -1e30)
     out = jnp.einsum("bnts,bsnh->btnh", jax.nn.softmax(scores, axis=-1), v)
     out = jnp.where((document != 0)[:, :, None, None], out, jnp.nan)
-    return (out, jax.nn.logsumexp(scores, axis=-1)) if return_residual else out
+    lse = jax.nn.logsumexp(scores, axis=-1)
+    lse = by_document(lse, q_seqlen, q_offsets) if packed and return_residual else lse
+    return (out, lse) if return_residual else out
+
+
+def by_document(lse, lengths, offsets):
+    """[B, N, T] as the packed kernel has it: documents that are there in front, each from the start; otherwise NaN."""
+    place = jnp.arange(lse.shape[-1])
+    index = jnp.clip(offsets[:, :-1, None, None] + place, 0, lse.shape[-1] - 1)
+    of_documents = jnp.take_along_axis(lse[:, None], index, axis=-1)
+    of_documents = jnp.where(place < lengths[..., None, None], of_documents, jnp.nan)
+    return of_documents.reshape(-1, *lse.shape[1:])[jnp.argsort(lengths.ravel() < 0, stable=True)]
+
+
+def by_token(statistics, lengths, offsets, document):
+    """The inverse, with any numbers for other tokens. Args: document: number in the row, from 1; 0 for none."""
+    number = jnp.cumsum(lengths.ravel() >= 0).reshape(lengths.shape) - 1
+    row = jnp.arange(len(lengths))[:, None]
+    start = offsets[row, document - 1]
+    return statistics[number[row, document - 1], :, jnp.arange(document.shape[1]) - start].swapaxes(1, 2)
 
 
 def stand_in_backward(q, k, v, *rest, scale, mask_type, sliding_window_length, **_):
     lse, out, d_out = rest[-3:]
     shape = k.shape
-    _, visible = seen(q.shape, k.shape[1], None, None, sliding_window_length, mask_type == fused.MaskType.CAUSAL)
+    lengths, offsets = (rest[1], rest[3]) if rest[3].size else (None, None)
+    causal = mask_type in (fused.MaskType.CAUSAL, fused.MaskType.PADDING_CAUSAL)
+    document, visible = seen(q.shape, k.shape[1], lengths, offsets, sliding_window_length, causal)
+    if offsets is not None:
+        lse = by_token(lse, lengths, offsets, document)
     k, v = repeated(q, k, v)
     weights = jnp.where(visible, jnp.exp(jnp.einsum("btnh,bsnh->bnts", q, k) * scale - lse[..., None]), 0)
     delta = jnp.einsum("btnh,btnh->bnt", out, d_out)[..., None]
     d_scores = weights * (jnp.einsum("btnh,bsnh->bnts", d_out, v) - delta) * scale
     together = lambda t: t.reshape(*shape[:3], -1, shape[3]).sum(3)  # noqa: E731
     dk, dv = jnp.einsum("bnts,btnh->bsnh", d_scores, q), jnp.einsum("bnts,btnh->bsnh", weights, d_out)
-    return [jnp.einsum("bnts,bsnh->btnh", d_scores, k), together(dk), together(dv)]
+    gradients = [jnp.einsum("bnts,bsnh->btnh", d_scores, k), together(dk), together(dv)]
+    return (
+        [jnp.where((document != 0)[:, :, None, None], g, jnp.nan) for g in gradients]
+        if lengths is not None
+        else gradients
+    )

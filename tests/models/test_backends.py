@@ -202,14 +202,14 @@ def test_kernels_receive_their_own_rows_and_heads():
 
     q, k, v, segments, _ = (np.concatenate([a] * 2) for a in random_case(16, 2))
     named = lambda a, *axes: hax.named(jnp.asarray(a.reshape(4, 16, -1, H)), axes)  # noqa: E731
-    run = lambda *args: blockwise_attention(*args, window=None)  # noqa: E731
-    expected = run(q, k, v, segments, SCALE)
+    run = lambda q, k, v, rows, _, scale: blockwise_attention(q, k, v, rows, scale, window=None)  # noqa: E731
+    expected = run(q, k, v, segments, None, SCALE)
     for model in (2, 4):
         with layout(model=model).use() as where:
             queries = named(q, "batch", "position", "heads", "head_size")
             place = AttentionSharding.of(queries, named(k, "batch", "key_position", "kv_heads", "head_size"))
             assert (place.heads == place.kv_heads) == (model == 2)
-            out = jax.jit(place.shard_map(run))(q, k, v, segments, SCALE)
+            out = jax.jit(place.shard_map(run))(q, k, v, segments, None, SCALE)
             assert where.mesh.size == 8
         np.testing.assert_allclose(out, expected, rtol=1e-5, atol=1e-6)
 
@@ -219,14 +219,14 @@ def test_kernels_get_whole_sequences_where_positions_are_sharded():
 
     q, k, v, segments, _ = (np.concatenate([a] * 2) for a in random_case(16, 2))
     named = lambda a, *axes: hax.named(jnp.asarray(a.reshape(4, 16, -1, H)), axes)  # noqa: E731
-    run = lambda *args: blockwise_attention(*args, window=None)  # noqa: E731
+    run = lambda q, k, v, rows, _, scale: blockwise_attention(q, k, v, rows, scale, window=None)  # noqa: E731
     compute = {"position": ("data",), "heads": ("model",), "kv_heads": ("model",)}
     with dataclasses.replace(layout(model=2), compute=compute).use():
         queries = named(q, "batch", "position", "heads", "head_size")
         place = AttentionSharding.of(queries, named(k, "batch", "key_position", "kv_heads", "head_size"))
         assert (place.batch, place.heads) == ((), ("model",))
-        out = jax.jit(place.shard_map(run))(q, k, v, segments, SCALE)
-    np.testing.assert_allclose(out, run(q, k, v, segments, SCALE), rtol=1e-5, atol=1e-6)
+        out = jax.jit(place.shard_map(run))(q, k, v, segments, None, SCALE)
+    np.testing.assert_allclose(out, run(q, k, v, segments, None, SCALE), rtol=1e-5, atol=1e-6)
 
 
 def test_fully_masked_rows_are_zero_and_have_no_gradient():

@@ -21,6 +21,7 @@ from jaxlm.models.attention.api import AttentionMask, AttentionSpec, as_keys, at
 from jaxlm.models.attention.backends.blockwise import UNMODIFIED_SCORES, Reach
 from jaxlm.models.attention.choose import AttentionChoice, AttentionTask, choose_attention
 from jaxlm.models.attention.context.partial import Tokens, attends, block_pairs, expected_partners
+from jaxlm.models.attention.null_slot import NullSlot
 from jaxlm.models.attention.scores import ScoreRule
 from jaxlm.models.attention.sharding import AttentionSharding, head_repeats
 from jaxlm.models.base import Inputs
@@ -74,13 +75,20 @@ def case(kv_heads: int, heads: int, dtype=jnp.float32, size: int = SIZE) -> tupl
 
 @functools.lru_cache
 def program(
-    method: str | None, window=None, backend="auto", rule=UNMODIFIED_SCORES, causal=True, in_text_order=True, **mesh
+    method: str | None,
+    window=None,
+    backend="auto",
+    rule=UNMODIFIED_SCORES,
+    causal=True,
+    in_text_order=True,
+    has_sink=False,
+    **mesh,
 ):
     """A function of (queries, keys, values, gradient, positions, segments) -> output and gradients, and its layout."""
     place = layout(method, **mesh) if method else None
 
     def run(q, k, v, d_out, positions, segments):
-        def attend(q, k, v):
+        def attend(q, k, v, *sink):
             q, k, v = (
                 hax.named(a, ("batch", "position", h, "head_size")) for a, h in zip((q, k, v), HEADS, strict=True)
             )
@@ -89,9 +97,10 @@ def program(
             order = None if in_text_order else columns[0]  # only whether there is one matters
             mask = AttentionMask.of(Inputs(columns[0], *columns, order=order))
             options = {"window": window, "backend": backend, "rule": rule, "causal": causal, "sharding": sharding}
-            return attention(q, as_keys(k), as_keys(v), AttentionSpec(mask, **options)).array
+            slot = NullSlot(hax.named(sink[0], "heads")) if sink else None
+            return attention(q, as_keys(k), as_keys(v), AttentionSpec(mask, null_slot=slot, **options)).array
 
-        out, gradients = jax.vjp(attend, q, k, v)
+        out, gradients = jax.vjp(attend, q, k, v, *[jnp.linspace(-1, 3, q.shape[2])] * has_sink)
         return (out, *gradients(d_out))
 
     return jax.jit(run), place
@@ -110,8 +119,10 @@ def run(arrays, method=None, **options):
 
 def check_equal(actual, expected, order, tolerance=2e-6):
     """Compares the output and the gradients of queries, keys and values, relative to the largest entry of each."""
-    for name, a, b in zip(("out", "dq", "dk", "dv"), actual, expected, strict=True):
-        a, b = np.asarray(a, np.float32), np.asarray(b, np.float32)[:, order]
+    names = ("out", "dq", "dk", "dv", "d_sink")[: len(expected)]
+    for name, a, b in zip(names, actual, expected, strict=True):
+        a, b = np.asarray(a, np.float32), np.asarray(b, np.float32)
+        b = b if name == "d_sink" else b[:, order]
         assert np.all(np.isfinite(a)), name
         np.testing.assert_allclose(a, b, rtol=0, atol=tolerance * np.abs(b).max(), err_msg=name)
 
@@ -143,8 +154,9 @@ def test_bfloat16_agrees_with_float32_within_its_precision(method):
         {"rule": ScoreRule(alibi_max=8.0)},
         {"causal": False},
         {"causal": False, "window": 30},
+        {"has_sink": True, "window": 100},
     ],
-    ids=["soft cap", "alibi", "bidirectional", "bidirectional window"],
+    ids=["soft cap", "alibi", "bidirectional", "bidirectional window", "sink"],
 )
 @pytest.mark.parametrize("method", one_of(["ring", "gather", "ulysses", "usp 2x4"], but=2))
 def test_other_scores_and_masks(method, options):
@@ -160,7 +172,7 @@ def test_other_scores_and_masks(method, options):
 def test_rows_and_heads_are_divided_too(method, kv_heads):
     """Two devices for rows, two for heads, two for tokens. One key/value head does not divide over those for heads."""
     arrays = (*case(kv_heads, 8), *tokens_of(DOCUMENTS["packed"]))
-    options = {"rule": ScoreRule(alibi_max=8.0)}
+    options = {"rule": ScoreRule(alibi_max=8.0), "has_sink": True}
     attend, place = program(method, rows=2, tensor=2, **options)
     mapping = place.compute if kv_heads == 2 else {k: v for k, v in place.compute.items() if k != "kv_heads"}
     with Layout(place.mesh, mapping, mapping, place.context).use():
@@ -188,8 +200,8 @@ def test_fused_kernels_of_each_hop_compute_the_same(monkeypatch, method, documen
     tokens = tokens_of({**DOCUMENTS, "padded": [200]}[documents])
     arrays = (*case(2, 8), *tokens)
     order = ZIGZAG if method == "zigzag ring" else np.arange(LENGTH).reshape(4, 64)[[0, 3, 1, 2]].ravel()
-    expected = run(arrays, backend="reference")
-    check_equal(run([a[:, order] for a in arrays], method, in_text_order=False), expected, order)
+    expected = run(arrays, backend="reference", has_sink=True)
+    check_equal(run([a[:, order] for a in arrays], method, in_text_order=False, has_sink=True), expected, order)
 
 
 # --- What it costs ------------------------------------------------------------------------------------------------------

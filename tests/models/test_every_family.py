@@ -29,6 +29,7 @@ KINDS = [name for name in MODELS if name != "flax"]
 IN_CI = ("qwen3_5_moe", "gemma3", "glm4_moe")
 """The families of which CI compares devices and adapters: recurrent layers and windows, with and without experts."""
 MOSTLY_BY_HAND = one_of([*IN_CI, *(kind for kind in KINDS if kind not in IN_CI)], but=len(IN_CI))
+SHOWN = ["glm4_moe_lite"]  # tests/models/test_mixers.py
 pytestmark = pytest.mark.slow
 
 
@@ -60,7 +61,7 @@ def final(model, inputs):
 IDS = np.random.default_rng(1).integers(0, VOCAB, LENGTH).astype(np.int32)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [*(kind for kind in KINDS if kind not in SHOWN), *one_of(SHOWN, but=0)])
 def test_a_packed_document_is_that_document(kind):
     model = model_of(kind)
     together = np.asarray(final(model, inputs_of(IDS)))
@@ -111,7 +112,9 @@ def test_devices_that_share_a_row_compute_what_one_does(kind, method):
 
 
 @pytest.mark.parametrize("shards", one_of([{"model": 2}, {}]), ids=["tp 2 x fsdp 4", "fsdp 8"])
-@pytest.mark.parametrize("kind", ["qwen3_5_moe", "glm4_moe", pytest.param("gemma4", marks=pytest.mark.soak)])
+@pytest.mark.parametrize(
+    "kind", ["qwen3_5_moe", "glm4_moe", "glm4_moe_lite", "gpt_oss", pytest.param("gemma4", marks=pytest.mark.soak)]
+)
 def test_eight_devices_compute_what_one_does(kind, shards):
     """Eight packed rows: the training loss and its gradients, with N(0, 0.1) in every parameter: larger weights would make
     1e-5 of other rounding in the sums over rows."""

@@ -21,6 +21,7 @@ from jaxlm.core import tree
 from jaxlm.core.axes import BATCH, POSITION
 from jaxlm.core.sharding import ContextSharding, Layout
 from jaxlm.engine.state import shardings
+from jaxlm.interop.hf.families.glm4_moe_lite import Glm4MoeLiteConfig
 from jaxlm.interop.hf.families.qwen3_5 import Qwen35Config
 from jaxlm.models.base import Inputs
 from jaxlm.models.families.gemma4 import Gemma4Config
@@ -35,6 +36,8 @@ from tests.tiers import one_of
 
 SIZES = {"seq_len": 208, "hidden_dim": 16, "intermediate_dim": 24, "num_layers": 4, "num_heads": 4, "num_kv_heads": 2}
 STATES = {"num_state_heads": 2, "num_value_heads": 4, "state_key_dim": 8, "state_value_dim": 8, "attention_interval": 2}
+LATENTS = {"q_lora_rank": 12, "kv_lora_rank": 8, "qk_nope_head_dim": 6, "qk_rope_head_dim": 4, "v_head_dim": 5}
+_DENSE = {"mlp_only_layers": [0, 1, 2, 3], "dense_intermediate_dim": 24}
 # Two layers give keys and values to two others.
 SHARED = {
     "head_dim": 4,
@@ -46,6 +49,9 @@ SHARED = {
 SHARED |= {"num_kv_shared_layers": 2, "double_wide_mlp": True, "layer_input_dim": 6, "keys_are_values": False}
 MODELS = {
     "attention": LlamaConfig(**SIZES),
+    "latent attention": Glm4MoeLiteConfig(
+        **{key: size for key, size in SIZES.items() if key != "num_kv_heads"}, **LATENTS, **_DENSE
+    ),
     "recurrent": RecurrentConfig(**SIZES),
     "shared keys": Gemma4Config(**SIZES, **SHARED),
     "gated delta net": Qwen35Config(**SIZES, head_dim=8, **STATES),

@@ -15,7 +15,7 @@ from jaxlm.core.mesh import AxisMappings, make_layout, mesh_shape
 from jaxlm.interop.hf.families.glm4_moe import Glm4MoeConfig
 from jaxlm.models.base import Inputs, vocab_axis
 from jaxlm.models.linear import Linear
-from jaxlm.models.routing import Routes, Routing, SigmoidRouting, SoftmaxRouting
+from jaxlm.models.routing import ChosenSoftmaxRouting, Routes, Routing, SigmoidRouting, SoftmaxRouting
 from jaxlm.optim.elementwise import AdamConfig
 from jaxlm.optim.muon import MuonConfig
 from tests.engine.helpers import AXES, VOCAB, TinyRun, arrays, batch, layout, one_device, phase
@@ -39,10 +39,11 @@ def softmax(chosen=3, *, normalised=True) -> SoftmaxRouting:
     return SoftmaxRouting(chosen, normalised, 0.0, 0.0)
 
 
-def routed(router: Routing, weight: np.ndarray, x: np.ndarray, segments: np.ndarray | None = None) -> Routes:
-    """Args: weight: [routes, embed]; x: [batch, position, embed]."""
+def routed(router: Routing, weight: np.ndarray, x: np.ndarray, segments=None, bias=None) -> Routes:
+    """Args: weight: [routes, embed]; x: [batch, position, embed]; segments: [batch, position]; bias: [routes]."""
     Route = Axis("routes", weight.shape[0])
-    linear = Linear(hax.named(jnp.asarray(weight), (Route, EMBED)), None, EMBED, Route)
+    bias = None if bias is None else hax.named(jnp.asarray(bias), Route)
+    linear = Linear(hax.named(jnp.asarray(weight), (Route, EMBED)), bias, EMBED, Route)
     segments = np.ones(x.shape[:2], np.int32) if segments is None else segments
     return router(linear(hax.named(jnp.asarray(x), (BATCH, POSITION, EMBED))), hax.named(segments, (BATCH, POSITION)))
 
@@ -79,6 +80,7 @@ def of_transformers(family: str, weight, bias, x, shape, **keys):
         "minimax_m2": "MiniMaxM2",
         "qwen3_moe": "Qwen3Moe",
         "granitemoe": "GraniteMoe",
+        "gpt_oss": "GptOss",
     }.get(family, family.title())
     kind = getattr(__import__("transformers"), f"{name}Config")
     counts = {
@@ -104,6 +106,8 @@ def of_transformers(family: str, weight, bias, x, shape, **keys):
         extra = () if hasattr(gate, "e_score_correction_bias") or family != "minimax_m2" else (torch.tensor(bias),)
         if hasattr(gate, "e_score_correction_bias"):
             gate.e_score_correction_bias.copy_(torch.tensor(bias))
+        if hasattr(gate, "bias"):
+            gate.bias.copy_(torch.tensor(bias))
         _, shares, ids = gate(torch.tensor(x).reshape(-1, EMBED.size), *extra)
     return by_id(ids.numpy(), shares.numpy())
 
@@ -163,6 +167,18 @@ def test_the_softmax_router_equals_those_of_transformers(family, normalised, tie
     for chosen in (1, 3, 12):
         expected = of_transformers(family, weight, None, x, (12, chosen, 1, 1), norm_topk_prob=normalised)
         check(routed(softmax(chosen, normalised=normalised), weight, x), expected)
+
+
+@pytest.mark.parametrize("ties", [pytest.param(False, id="", marks=slow), pytest.param(True, id="ties")])
+def test_the_softmax_over_the_chosen_equals_that_of_transformers(ties):
+    """The experts of gpt-oss. Some logits are equal, by equal rows and by tokens that have only the bias."""
+    weight, x = inputs(12)
+    bias = np.random.default_rng(1).normal(size=12).astype(np.float32)
+    if ties:
+        weight[1::2], bias[1::2], x[:, ::7] = weight[::2], bias[::2], 0.0
+    for chosen in (1, 4, 12):
+        expected = of_transformers("gpt_oss", weight, bias, x, (12, chosen, 1, 1))
+        check(routed(ChosenSoftmaxRouting(chosen, True, 0.0, 0.0), weight, x, bias=bias), expected)
 
 
 MODEL = Glm4MoeConfig(

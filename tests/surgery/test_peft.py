@@ -215,18 +215,30 @@ def test_rows_of_trained_tokens_that_the_model_lacks_are_refused(tmp_path):
     read(attention)
 
 
+LATENTS = {"q_lora_rank": 12, "kv_lora_rank": 8, "qk_nope_head_dim": 6, "qk_rope_head_dim": 4, "v_head_dim": 5}
+EXPERTS = {
+    "Mixtral": ({}, ["q_proj", "o_proj"]),
+    "Glm4MoeLite": (
+        {"num_key_value_heads": LLAMA["num_attention_heads"], "num_experts_per_tok": 2, **LATENTS},
+        ["q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj"],
+    ),
+}
+
+
 @pytest.mark.slow
-def test_peft_adapters_beside_experts_compute_the_same(tmp_path):
+@pytest.mark.parametrize("kind", EXPERTS)
+def test_peft_adapters_beside_experts_compute_the_same(tmp_path, kind):
     peft, torch = pytest.importorskip("peft"), pytest.importorskip("torch")
     transformers = pytest.importorskip("transformers")
     num_tokens = write_tokenizer(tmp_path / "hf")
     torch.manual_seed(0)
-    config = transformers.MixtralConfig(
-        **{**LLAMA, "initializer_range": 0.2, "num_local_experts": 4}, vocab_size=num_tokens, pad_token_id=None
+    keys, targets = EXPERTS[kind]
+    config = getattr(transformers, f"{kind}Config")(
+        **{**LLAMA, "initializer_range": 0.2, "num_local_experts": 4, **keys}, vocab_size=num_tokens, pad_token_id=None
     )
-    transformers.MixtralForCausalLM(config).save_pretrained(tmp_path / "hf")
+    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "hf")
     base = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "hf", dtype=torch.float32)
-    settings = peft.LoraConfig(r=3, lora_alpha=5, target_modules=["q_proj", "o_proj"], init_lora_weights=False)
+    settings = peft.LoraConfig(r=3, lora_alpha=5, target_modules=targets, init_lora_weights=False)
     theirs = peft.get_peft_model(base, settings).eval()
     theirs.save_pretrained(tmp_path / "adapter")
     named = open_model(str(tmp_path / "hf"), {}, adapter=str(tmp_path / "adapter"))

@@ -20,11 +20,13 @@ from jaxlm.core.axes import (
     HEADS,
     KEY_POSITION,
     KV_HEADS,
+    LATENT,
     LAYER_INPUTS,
     LAYERS,
     MESH_AXES,
     MODEL,
     POSITION,
+    QUERY_LATENT,
     REPLICA,
     REPLICA_DCN,
     STATE_HEADS,
@@ -229,8 +231,8 @@ def make_layout(
 
     Later entries override earlier ones: `shared`, tensor parallelism, the batch axis; then `compute` for the compute
     mapping, and `parameter` and FSDP for the parameter mapping. Tensor parallelism over `heads` includes `kv_heads` and
-    `state_heads` if the model axis divides them, and FSDP over `embed` includes the features of other tables (`value_embed`,
-    `layer_inputs`) if its mesh axes divide them.
+    `state_heads` if the model axis divides them, and FSDP over `embed` includes `value_embed`, `layer_inputs`,
+    `query_latent` and `latent` if its mesh axes divide them.
     FSDP shards over the data axis and those of `context`.
 
     Args:
@@ -259,8 +261,8 @@ def make_layout(
     fsdp: MeshAxes = (DATA, *sharing) if sharing else DATA
     parameter = {**both, **mappings.parameter, **dict.fromkeys(mappings.fsdp, fsdp)}
     num_shards = math.prod(sizes.get(name, 1) for name in axis_names(fsdp))
-    for axis in (VALUE_EMBED, LAYER_INPUTS):
-        if EMBED in mappings.fsdp and axis in logical_axes and logical_axes[axis] % num_shards == 0:
+    for axis in (VALUE_EMBED, LAYER_INPUTS, QUERY_LATENT, LATENT) if EMBED in mappings.fsdp else ():
+        if axis in logical_axes and logical_axes[axis] % num_shards == 0:
             parameter.setdefault(axis, fsdp)
     for mapping in (compute, parameter):
         _check_mapping(mapping, sizes, logical_axes)

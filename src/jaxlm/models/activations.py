@@ -7,6 +7,7 @@ them.
 
 import functools
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
@@ -41,7 +42,7 @@ ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
 
 
 def _saving_only_inputs(definition: Callable[..., jax.Array]) -> CustomVjp:
-    """A function of (name, *arrays) that saves only the arrays. Its backward pass differentiates the definition."""
+    """A function of (constant, *arrays) that saves only the arrays. Its backward pass differentiates the definition."""
     kernel = CustomVjp(definition, nondiff_argnums=(0,))
     kernel.defvjp(
         lambda name, *inputs: (definition(name, *inputs), inputs),
@@ -60,3 +61,25 @@ def activated(name: str, x: jax.Array) -> jax.Array:
 def gated(name: str, gate: jax.Array, up: jax.Array) -> jax.Array:
     """activation(gate) * up, for arrays of the same shape (Shazeer 2020, arXiv:2002.05202, equation 6)."""
     return ACTIVATIONS[name](gate) * up
+
+
+@dataclass(frozen=True)
+class SwigluClamp:
+    """The gated activation of gpt-oss (OpenAI 2025, arXiv:2508.10925, section 2.3).
+
+    Attributes:
+        alpha: factor of the gate in the sigmoid.
+        limit: the largest gate, and the largest size of what it multiplies.
+    """
+
+    alpha: float
+    limit: float
+
+
+@_saving_only_inputs
+def clamped(clamp: SwigluClamp, gate: jax.Array, up: jax.Array) -> jax.Array:
+    """(up + 1) * gate * sigmoid(alpha * gate), both limited before, for arrays of the same shape."""
+    # Not `clip`, which halves the derivative at the limit.
+    gate = jnp.where(gate > clamp.limit, clamp.limit, gate)
+    up = jnp.where(jnp.abs(up) > clamp.limit, jnp.sign(up) * clamp.limit, up)
+    return (up + 1) * gate * jax.nn.sigmoid(clamp.alpha * gate)

@@ -419,7 +419,9 @@ class TransformerModel(LanguageModel):
         return self.layer_inputs and self.layer_inputs(inputs.tokens, first)
 
     def _scaled(self, hidden: Hidden) -> Hidden:
-        return hidden if self.final_scale is None else dataclasses.replace(hidden, final=hidden.final * self.final_scale)
+        return (
+            hidden if self.final_scale is None else dataclasses.replace(hidden, final=hidden.final * self.final_scale)
+        )
 
     def with_layers(self, kept: Sequence[int]) -> Self:
         """The same model with only some of its layers; its config is `ModelConfig.with_layers`. Leaves may be missing (None).

@@ -52,10 +52,11 @@ class ExpertSharding:
         return ExpertSharding(layout.mesh, batch, position, experts, mlp)
 
     def shard_map(self, local: Any, weights: Sequence[Any]) -> Any:
-        """Runs `local(x_BSD, chosen_BSK, share_BSK, gate_EDM, up_EDM, down_EMD)` on each device's shard.
+        """Runs `local(x_BSD, chosen_BSK, share_BSK, gate_EDM, up_EDM, down_EMD, gate_EM, up_EM, down_ED)` on each device's
+        shard. The last three are biases, or None.
 
         Args:
-            weights: the last three arguments.
+            weights: the three arguments before them.
         """
         if self.mesh is None:
             return local
@@ -64,8 +65,15 @@ class ExpertSharding:
         out = PartitionSpec(self.experts or None, self.mlp or None, None)
         # The collectives inside establish replication, which the check cannot infer.
         weight_specs = (array_specs(*pair) for pair in zip(weights, (into, into, out), strict=True))
-        specs = (tokens, tokens, tokens, *weight_specs)
+        biases = [PartitionSpec(*spec[:1], *spec[2:]) for spec in (into, into, out)]
+        specs = (tokens, tokens, tokens, *weight_specs, *biases)
         return jax.shard_map(local, mesh=self.mesh, in_specs=specs, out_specs=tokens, check_vma=False)
+
+    def once(self, bias_ED: jax.Array | None) -> jax.Array | None:
+        """A bias of experts on the first of the devices that have slices of them, whose outputs are summed; 0 on others."""
+        if bias_ED is None or not self.mlp:
+            return bias_ED
+        return jnp.where(jax.lax.axis_index(self.mlp) == 0, bias_ED, 0)
 
     def gather_tokens(self, a_BSX: jax.Array) -> jax.Array:
         """All-gathers the tokens of all devices that share experts."""

@@ -75,12 +75,26 @@ class Grouping(eqx.Module):
                 return _stored_ragged_dot(x_PI, w_GIO, self.sizes_G)
             return jax.lax.ragged_dot(x_PI, w_GIO, self.sizes_G)
         num_blocks = x_PI.shape[0] // self.block
-        ends_G = jnp.cumsum(self.sizes_G) // self.block
-        # Blocks after the last group are 0, so any matrix will do.
-        group_B = jnp.minimum(jnp.searchsorted(ends_G, jnp.arange(num_blocks), side="right"), len(ends_G) - 1)
+        group_B = self._groups(num_blocks)
         products = _stored_block_products if isinstance(w_GIO, StoredArray) else _block_products
         out_BRO = products(x_PI.reshape(num_blocks, self.block, -1), w_GIO, group_B)
         return out_BRO.reshape(x_PI.shape[0], -1)
+
+    def shifted(self, x_PO: jax.Array, bias_GO: jax.Array | None) -> jax.Array:
+        """Adds each row's bias, its group's; rows of no group get any. In the dtype of x, computed in float32."""
+        if bias_GO is None:
+            return x_PO
+        # A product, because the derivative of a gather is a scatter-add.
+        group_B = self._groups(x_PO.shape[0] // self.block)
+        is_group_BG = (group_B[:, None] == jnp.arange(len(bias_GO))).astype(jnp.float32)
+        bias_BO = jnp.matmul(is_group_BG, bias_GO.astype(jnp.float32), precision=jax.lax.Precision.HIGHEST)
+        out_BRO = x_PO.reshape(len(bias_BO), self.block, -1).astype(jnp.float32) + bias_BO[:, None]
+        return out_BRO.reshape(x_PO.shape).astype(x_PO.dtype)
+
+    def _groups(self, num_blocks: int) -> jax.Array:
+        """The group of each block. Blocks after the last group are 0, so any will do."""
+        ends_G = jnp.cumsum(self.sizes_G) // self.block
+        return jnp.minimum(jnp.searchsorted(ends_G, jnp.arange(num_blocks), side="right"), len(ends_G) - 1)
 
 
 def block_rows(num_rows: int, num_groups: int) -> int:

@@ -95,15 +95,21 @@ class ExpertLinear(DeclaresParameters):
 
     Attributes:
         weight: {experts, In, Out}, the order that grouped matrix products read.
+        bias: {experts, Out}.
     """
 
     weight: Weight
     In: Axis = eqx.field(static=True)
     Out: Axis = eqx.field(static=True)
+    bias: NamedArray | None = None
 
     @staticmethod
-    def init(Expert: Axis, In: Axis, Out: Axis, *, std: float, key: jax.Array) -> "ExpertLinear":
-        return ExpertLinear(hax.random.normal(key, (Expert, In, Out)) * std, In, Out)
+    def init(
+        Expert: Axis, In: Axis, Out: Axis, *, std: float, key: jax.Array, use_bias: bool = False
+    ) -> "ExpertLinear":
+        """Initializes N(0, std) weights and, with `use_bias`, zero biases."""
+        bias = hax.zeros((Expert, Out)) if use_bias else None
+        return ExpertLinear(hax.random.normal(key, (Expert, In, Out)) * std, In, Out, bias)
 
     def parameters(self) -> dict[str, Parameter]:
-        return {"weight": matrix([self.Out], [self.In])}
+        return {"weight": matrix([self.Out], [self.In]), "bias": VECTOR}

@@ -21,7 +21,7 @@ from jaxlm.core.parameters import SCALE, DeclaresParameters, Parameter
 from jaxlm.core.products.matmul import arranged, dot
 from jaxlm.core.products.stored_weights import StoredWeight
 from jaxlm.core.sharding import Layout
-from jaxlm.models.activations import gated
+from jaxlm.models.activations import SwigluClamp, clamped, gated
 from jaxlm.models.dispatch import ExpertSharding, dispatch
 from jaxlm.models.grouped_products import Grouping
 from jaxlm.models.layers import GatedMlp
@@ -38,7 +38,8 @@ class Experts(eqx.Module):
         router: embed to routes, one per expert: the logits.
         routing: chooses experts by the logits.
         gate_proj, up_proj: embed to mlp, per expert.
-        down_proj: mlp to embed, per expert.
+        down_proj: mlp to embed, per expert. Its biases are weighted too.
+        clamp: of gate and up, in place of the activation; None for none.
     """
 
     router: Linear
@@ -47,6 +48,7 @@ class Experts(eqx.Module):
     down_proj: ExpertLinear
     routing: Routing
     activation: str = eqx.field(static=True)
+    clamp: SwigluClamp | None = eqx.field(static=True, default=None)
 
     def __call__(
         self, x: NamedArray, segment_ids: NamedArray, routed_by: NamedArray | None = None
@@ -70,19 +72,36 @@ class Experts(eqx.Module):
             arranged(layer.weight, order)
             for layer, order in ((self.gate_proj, into_mlp), (self.up_proj, into_mlp), (self.down_proj, out_of_mlp))
         ]
+        biases = [
+            None if layer.bias is None else layer.bias.rearrange((EXPERTS, out)).array
+            for layer, out in ((self.gate_proj, MLP), (self.up_proj, MLP), (self.down_proj, EMBED))
+        ]
         sharding = ExpertSharding.of(x, self.gate_proj.weight)
 
         def local(x_BSD, chosen_BSK, share_BSK, *weights):
             sent = dispatch(x_BSD, chosen_BSK, num_experts=weights[0].shape[0], sharding=sharding)
-            return sent.combine(self._local_experts(sent.rows_PD, sent.grouping, *weights), share_BSK)
+            *weights, down_bias_ED = weights
+            rows_PD = self._local_experts(
+                sent.rows_PD, sent.grouping, *weights, down_bias_ED=sharding.once(down_bias_ED)
+            )
+            return sent.combine(rows_PD, share_BSK)
 
         run = sharding.shard_map(local, weights)
-        return hax.auto_sharded(NamedArray(run(x.array, chosen_BSK, share_BSK, *weights), x.axes))
+        return hax.auto_sharded(NamedArray(run(x.array, chosen_BSK, share_BSK, *weights, *biases), x.axes))
 
-    def _local_experts(self, x_PD, grouping: Grouping, gate_EDM, up_EDM, down_EMD) -> jax.Array:
+    def _local_experts(
+        self, x_PD, grouping: Grouping, gate_EDM, up_EDM, down_EMD, gate_bias_EM, up_bias_EM, down_bias_ED
+    ) -> jax.Array:
         """The outputs of this device's experts."""
-        gate_PM, up_PM = (checkpoint_name(grouping.dot(x_PD, w_EDM), EXPERT) for w_EDM in (gate_EDM, up_EDM))
-        return checkpoint_name(grouping.dot(gated(self.activation, gate_PM, up_PM), down_EMD), EXPERT)
+
+        def layer(x_PI: jax.Array, w_EIO, bias_EO) -> jax.Array:
+            return checkpoint_name(grouping.shifted(grouping.dot(x_PI, w_EIO), bias_EO), EXPERT)
+
+        gate_PM, up_PM = layer(x_PD, gate_EDM, gate_bias_EM), layer(x_PD, up_EDM, up_bias_EM)
+        hidden_PM = (
+            gated(self.activation, gate_PM, up_PM) if self.clamp is None else clamped(self.clamp, gate_PM, up_PM)
+        )
+        return layer(hidden_PM, down_EMD, down_bias_ED)
 
 
 class SharedExpert(DeclaresParameters):
@@ -116,7 +135,8 @@ def num_active(model: Any) -> int:
     """Number of parameters that are active for one token: all except those of the experts it is not routed to."""
     inactive = 0
     for experts in tree.modules(model, Experts):
-        expert_size = sum(layer.weight.size for layer in (experts.gate_proj, experts.up_proj, experts.down_proj))
+        layers = (experts.gate_proj, experts.up_proj, experts.down_proj)
+        expert_size = sum(layer.weight.size + (0 if layer.bias is None else layer.bias.size) for layer in layers)
         num_experts = experts.gate_proj.weight.axis_size(EXPERTS)
         inactive += expert_size * (num_experts - experts.routing.num_chosen) // num_experts
     return tree.num_parameters(model) - inactive

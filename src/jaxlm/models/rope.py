@@ -150,6 +150,11 @@ class RotaryConfig(draccus.ChoiceRegistry, abc.ABC):
         """The factor that rotated vectors get."""
         return 1.0
 
+    @property
+    def score_factor(self) -> float:
+        """The factor of scores in latent attention (`YarnRotary.mscale_all_dim`), besides what `amplitude` makes of them."""
+        return 1.0
+
     def switch_length(self) -> int | None:
         """The length beyond which all tokens of a document are rotated in another way; None if there is none. When a text
         grows beyond it, cached keys and values have to be computed again."""
@@ -307,7 +312,8 @@ class YarnRotary(RotaryConfig):
         beta_fast, beta_slow: numbers of rotations within the original context.
         attention_factor: factor that rotated vectors are multiplied by. Null means `0.1 * ln(factor) + 1`, or, with
             both `mscale` and `mscale_all_dim`, `(0.1 * mscale * ln(factor) + 1) / (0.1 * mscale_all_dim * ln(factor) + 1)`.
-        mscale, mscale_all_dim: see `attention_factor`. Give both or none.
+        mscale, mscale_all_dim: see `attention_factor`. Give both or none. Latent attention multiplies scores by
+            `(0.1 * mscale_all_dim * ln(factor) + 1)^2` besides.
         truncate: round the pairs between which frequencies are interpolated outwards, to whole numbers.
         original_max_position_embeddings: context length before extension, in tokens.
     """
@@ -346,14 +352,18 @@ class YarnRotary(RotaryConfig):
 
     @property
     def amplitude(self) -> float:
-        def scaled(mscale: float) -> float:
-            return 0.1 * mscale * math.log(self.factor) + 1.0 if self.factor > 1 else 1.0
-
         if self.attention_factor is not None:
             return self.attention_factor
         if self.mscale is not None and self.mscale_all_dim is not None:
-            return scaled(self.mscale) / scaled(self.mscale_all_dim)
-        return scaled(1.0)
+            return self._scaled(self.mscale) / self._scaled(self.mscale_all_dim)
+        return self._scaled(1.0)
+
+    @property
+    def score_factor(self) -> float:
+        return 1.0 if self.mscale_all_dim is None else self._scaled(self.mscale_all_dim) ** 2
+
+    def _scaled(self, mscale: float) -> float:
+        return 0.1 * mscale * math.log(self.factor) + 1.0 if self.factor > 1 else 1.0
 
 
 @choice(RotaryConfig, "longrope")

@@ -143,6 +143,18 @@ class SoftmaxRouting(Routing, DeclaresParameters):
         return {"expert_scale": VECTOR}
 
 
+class ChosenSoftmaxRouting(Routing):
+    """The experts of the largest logits; the shares are a softmax over them, whatever `normalised` is (gpt-oss: OpenAI 2025,
+    arXiv:2508.10925, section 2.3)."""
+
+    def __call__(self, logits: NamedArray, segment_ids: NamedArray) -> Routes:
+        logits = logits.astype(jnp.float32)
+        chosen_BSK, ids_BSK = jax.lax.top_k(_ordered(logits).array, self.num_chosen)
+        probabilities = hax.nn.softmax(logits, axis=logits.resolve_axis(ROUTES))
+        stats = self.statistics(logits, probabilities, ids_BSK, segment_ids)
+        return _routes(jax.nn.softmax(chosen_BSK, axis=-1), ids_BSK, stats, segment_ids)
+
+
 _SMALLEST_SUM = 1e-20
 
 

@@ -81,6 +81,7 @@ class LayerKind:
         rotary_size: the frequencies of the rotary embedding are those of this many features. None in a config, where all
             layers have the same (`TransformerConfig.RotarySize`).
         query_scaling: scores grow with the position of the query; None for constant scores.
+        score_factor: of the scores of latent attention, besides that of the head size.
         gives: a name by which later layers read what this one's mixer returns for the cache; None for none.
         takes: the name by which it reads that of an earlier layer, in place of keys and values of its own.
     """
@@ -90,6 +91,7 @@ class LayerKind:
     interleaved: bool = False
     rotary_size: int | None = None
     query_scaling: QueryScaling | None = None
+    score_factor: float = 1.0
     gives: str | None = None
     takes: str | None = None
 
@@ -124,9 +126,9 @@ def layer_contexts(
     def context(kind: LayerKind) -> LayerContext:
         turn, scaling = rotation(kind.rope, kind.interleaved, kind.rotary_size), kind.query_scaling
         scale = None if scaling is None else scaling.factors(places)
-        return LayerContext(
-            attention_mask, turn, kind.window, backend, inputs.order, None if kind.gives else start, scale
-        )
+        start_of = None if kind.gives else start
+        order, factor = inputs.order, kind.score_factor
+        return LayerContext(attention_mask, turn, kind.window, backend, order, start_of, scale, factor)
 
     return [context(kind) for kind in kinds]
 

@@ -170,14 +170,12 @@ def _used(level: Mapping[str, Any]) -> list[str]:
 
 _USUAL = {f"layer_types.{kind}_attention" for kind in ("full", "sliding", "linear")}
 _PARTS = (
-    ("^kv_lora_rank$", "multi-head latent attention (MLA)"),
     ("^linear_(num|key|value|conv)", "linear attention with a recurrent state"),
     (r"^mamba_(?!ssm_dtype)|^ssm_|^state_size$|layer_types\.mamba|hybrid_override_pattern", "state-space layers"),
     (r"^conv_L_cache$|layer_types\.conv", "short convolutions"),
     ("_low_rank_dim$|^rescale_every$", "the recurrence of RWKV"),
     ("^attention_chunk_size$", "attention in chunks"),
     ("^altup_", "alternating updates (AltUp)"),
-    ("^(n_group|topk_group)$", "experts in groups"),
     ("^swiglu_limit$", "experts with clamped activations"),
     ("^(is_encoder_decoder|encoder_layers)$", "an encoder beside the decoder"),
 )

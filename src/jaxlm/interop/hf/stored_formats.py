@@ -34,6 +34,7 @@ _BLOCK = 32  # numbers that share a scale in MXFP4
 _E2M1 = np.array([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0], np.float32)
 # Byte -> the doubles of its two numbers. With half of the scale, no product but the result itself can overflow.
 _DOUBLED = 2 * np.concatenate([_E2M1, -_E2M1])[np.arange(256)[:, None] >> np.array([0, 4]) & 0xF]
+_PAIRS = np.ascontiguousarray(_DOUBLED).view(np.uint64)[:, 0]
 _BIAS = 127  # of e8m0 numbers
 _SCALES = ("_scale_inv",)
 _SCALES_OF_WEIGHT = (".scale", ".qscale_weight")  # of newer files of DeepSeek and of Mistral, instead of .weight
@@ -82,9 +83,9 @@ class MXFP4Tensor(StoredTensor):
         first = inputs.start // _BLOCK
         rows = (experts, outputs, slice(first, -(-inputs.stop // _BLOCK)))
         scales = np.ldexp(np.float32(0.5), source.view(self.scales, rows).astype(np.int32) - _BIAS)
-        values = _DOUBLED[source.view(self.blocks, rows)]  # [experts, outputs, blocks, 16, 2]
+        values = np.take(_PAIRS, source.view(self.blocks, rows)).view(np.float32)  # [experts, outputs, blocks, 32]
         with np.errstate(over="ignore"):  # who reads weights refuses infinity
-            values *= scales[..., None, None]
+            values *= scales[..., None]
         values = values.reshape(*values.shape[:2], -1)
         within = slice(inputs.start - first * _BLOCK, inputs.stop - first * _BLOCK, inputs.step)
         return values[:, :, within].swapaxes(1, 2)
@@ -159,7 +160,7 @@ class StoredView:
             return self.source.view(name, region)
         wanted = [*region, *[slice(None)] * (len(tensor.shape) - len(region))]
         exact = [slice(*part.indices(size)) for part, size in zip(wanted, tensor.shape, strict=True)]
-        return tensor.decode(self.source, exact).astype(self._dtype)
+        return tensor.decode(self.source, exact).astype(self._dtype, copy=False)
 
     def where(self, name: str) -> str:
         return self.source.where(self.stored[name].names[0] if name in self.stored else name)

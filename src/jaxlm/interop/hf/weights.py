@@ -308,6 +308,7 @@ def stacked_expert_rows(
     *,
     inputs_first: bool = False,
     interleaved: bool = False,
+    use_bias: bool = False,
 ) -> Iterator[Tensor]:
     """A router and its experts, all of a layer in one tensor [experts, out, in] for gate and up and one for down.
 
@@ -316,6 +317,7 @@ def stacked_expert_rows(
         names: of the three tensors in it.
         inputs_first: they are stored as [experts, in, out].
         interleaved: the features of gate and up take turns, instead of all of gate before those of up.
+        use_bias: router and experts have biases: `router.bias` beside `router.weight`, and `experts.down_proj_bias`.
     """
     layer = f"model.layers.{{layer}}.{module}."
     inwards, outwards = "experts | mlp | embed", "experts | embed | mlp"
@@ -325,6 +327,11 @@ def stacked_expert_rows(
     yield single(f"{layer}{names[0]}", f"{BLOCK}mlp.router.weight", "routes | embed")
     yield fused(f"{layer}{names[1]}", gate_up, along=2 if inputs_first else 1, interleaved=interleaved)
     yield single(f"{layer}{names[2]}", f"{BLOCK}mlp.down_proj.weight", outwards)
+    if use_bias:
+        gate_up = {f"{BLOCK}mlp.{name}_proj.bias": "experts | mlp" for name in ("gate", "up")}
+        yield single(f"{layer}{names[0].removesuffix('weight')}bias", f"{BLOCK}mlp.router.bias", "routes")
+        yield fused(f"{layer}{names[1]}_bias", gate_up, along=1, interleaved=interleaved)
+        yield single(f"{layer}{names[2]}_bias", f"{BLOCK}mlp.down_proj.bias", "experts | embed")
 
 
 def rows_by_stack(

@@ -25,6 +25,7 @@ from jaxlm.models.attention.backends.splash import splash_attention
 from jaxlm.models.attention.choose import AUTO, AttentionTask, choose_attention, kernel_head_size
 from jaxlm.models.attention.context.cudnn_hops import CudnnHops
 from jaxlm.models.attention.context.partial import InBlocks, PartialAttention
+from jaxlm.models.attention.null_slot import NullSlot
 from jaxlm.models.attention.scores import ScoreRule, alibi_slopes
 from jaxlm.models.attention.sharding import AttentionSharding
 from jaxlm.models.base import Inputs
@@ -62,27 +63,6 @@ class AttentionMask(eqx.Module):
         return AttentionMask(inputs.positions, inputs.segment_ids, *keys, same_tokens=True, in_text_order=in_text_order)
 
 
-class NullSlot(eqx.Module):
-    """A value beside those of the keys that every token attends to, whatever the mask says.
-
-    Attributes:
-        scores: float32 {batch, position, heads}, not scaled further.
-        values: {kv_heads, head_size}.
-    """
-
-    scores: NamedArray
-    values: NamedArray
-
-    def scores_and_values(self, v: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Scores [B, K, G, T, 1] and values [B, 1, K, H] to put after those of the keys. Args: v: the keys' values."""
-        values_KH = self.values.rearrange((KV_HEADS, HEAD_SIZE)).array.astype(v.dtype)
-        scores_BTN = self.scores.rearrange((BATCH, POSITION, HEADS)).array
-        scores_BTKG = scores_BTN.reshape(*scores_BTN.shape[:2], values_KH.shape[0], -1)
-        return scores_BTKG.transpose(0, 2, 3, 1)[..., None], jnp.broadcast_to(
-            values_KH, (v.shape[0], 1, *values_KH.shape)
-        )
-
-
 class AttentionSpec(eqx.Module):
     """Says how queries attend to keys and values, apart from these three.
 
@@ -96,7 +76,7 @@ class AttentionSpec(eqx.Module):
         backend: a backend of `jaxlm.models.attention.choose`. Ignored (treated as `auto`) if queries and keys are not
             the same tokens, and for second derivatives.
         sharding: of queries, keys and values on the mesh. The default is a single device.
-        null_slot: one more value to attend to; None for none.
+        null_slot: one more score, and maybe a value to attend to; None for none.
     """
 
     mask: AttentionMask
@@ -128,7 +108,8 @@ class AttentionSpec(eqx.Module):
             causal=self.causal,
             dropout=self.dropout,
             rule=self.rule,
-            null_slot=self.null_slot is not None,
+            null_slot=self.null_slot is not None and not self.null_slot.is_sink,
+            sink=self.null_slot is not None and self.null_slot.is_sink,
             twice_differentiable=trace_options().twice_differentiable,
             context=self.sharding.context,
             in_text_order=self.mask.in_text_order,
@@ -163,30 +144,34 @@ def attention(
     choice = choose_attention(task, AUTO if ignores_backend else spec.backend)
     segments = spec.mask.segment_ids.rearrange((BATCH, POSITION)).array
     scale = jnp.asarray(factor, jnp.float32)
+    sink = spec.null_slot.sink_KG(num_kv_heads) if task.sink and spec.null_slot is not None else None
     if choice.name in ("blockwise", "cudnn_rows") and task.needs_parts:
-        out = _in_parts(choice.name, q_BTKGH, k.array, v.array, factor, spec)
+        out = _in_parts(choice.name, q_BTKGH, k.array, v.array, factor, spec, sink)
     elif choice.name == "blockwise":
-        kernel = functools.partial(blockwise_attention, window=spec.window, rule=spec.rule, causal=spec.causal)
+        options = {"window": spec.window, "rule": spec.rule, "causal": spec.causal}
+        kernel = _with_sink(functools.partial(blockwise_attention, **options))
         # Other sharding than that of tokens is left to the partitioner.
         kernel = spec.sharding.shard_map(kernel) if spec.sharding.context.heads else kernel
-        out = kernel(q_BTKGH, k.array, v.array, segments, scale)
+        out = kernel(q_BTKGH, k.array, v.array, segments, sink, scale)
     elif choice.name == "splash":
-        kernel = _with_equal_sizes(functools.partial(splash_attention, window=spec.window, causal=spec.causal))
-        out = spec.sharding.shard_map(kernel)(q_BTKGH, k.array, v.array, segments, scale)
+        kernel = _with_sink(functools.partial(splash_attention, window=spec.window, causal=spec.causal))
+        out = spec.sharding.shard_map(_with_equal_sizes(kernel))(q_BTKGH, k.array, v.array, segments, sink, scale)
     elif choice.name in ("cudnn", "cudnn_rows"):
         q_BTKGH, constant = _with_constant_scale(q_BTKGH, factor)
         options = {"window": spec.window, "packed": choice.name == "cudnn", "causal": spec.causal}
-        kernel = functools.partial(cudnn_attention, scale=constant, **options)
-        out = spec.sharding.shard_map(_with_equal_sizes(kernel))(q_BTKGH, k.array, v.array, segments)
+        kernel = _with_sink(functools.partial(cudnn_attention, scale=constant, **options))
+        out = spec.sharding.shard_map(_with_equal_sizes(kernel))(q_BTKGH, k.array, v.array, segments, sink)
     else:
         mask_BTS, distance_BTS = mask_and_distance(spec)
         score_fn = functools.partial(spec.rule, distance_BTS=distance_BTS)
-        null = None if spec.null_slot is None else spec.null_slot.scores_and_values(v.array)
-        out = reference_attention(q_BTKGH, k.array, v.array, mask_BTS, factor, spec.dropout, key, score_fn, null)
+        arrays = (q_BTKGH, k.array, v.array, mask_BTS)
+        out = reference_attention(*arrays, factor, spec.dropout, key, score_fn, spec.null_slot)
     return NamedArray(out.reshape(*q.array.shape[:-1], -1), (*q.axes[:-1], v.axes[-1]))
 
 
-def _in_parts(backend: str, q_BTKGH, k_BTKH, v_BTKH, factor: float | jax.Array, spec: AttentionSpec) -> jax.Array:
+def _in_parts(
+    backend: str, q_BTKGH, k_BTKH, v_BTKH, factor: float | jax.Array, spec: AttentionSpec, sink_KG: jax.Array | None
+) -> jax.Array:
     """Attention of rows whose tokens devices divide."""
     kernel: PartialAttention = InBlocks(Reach(spec.window, spec.causal), q_BTKGH.shape[1], spec.rule)
     if backend == "cudnn_rows":
@@ -197,7 +182,12 @@ def _in_parts(backend: str, q_BTKGH, k_BTKH, v_BTKH, factor: float | jax.Array, 
     slopes = None if alibi_max is None else jnp.asarray(alibi_slopes(math.prod(heads), alibi_max).reshape(heads))
     positions, segments = (a.rearrange((BATCH, POSITION)).array for a in (spec.mask.positions, spec.mask.segment_ids))
     scale = jnp.asarray(factor, jnp.float32)
-    return spec.sharding.divided(kernel, q_BTKGH, k_BTKH, v_BTKH, positions, segments, scale, slopes)
+    return spec.sharding.divided(kernel, q_BTKGH, k_BTKH, v_BTKH, positions, segments, scale, slopes, sink_KG)
+
+
+def _with_sink(kernel: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
+    """A kernel whose argument after queries, keys, values and segments is the sink."""
+    return lambda q, k, v, segments, sink, *scale: kernel(q, k, v, segments, *scale, sink_KG=sink)
 
 
 def _with_equal_sizes(kernel: Callable[..., jax.Array]) -> Callable[..., jax.Array]:

@@ -33,6 +33,7 @@ class AttentionTask:
         dropout: dropout probability of the attention weights.
         rule: modifies the scores before the softmax.
         null_slot: every token attends to one more value.
+        sink: the softmax has one more term per head, without a value.
         twice_differentiable: second derivatives are needed.
         context: how devices divide the attention of the tokens of a row.
         in_text_order: the tokens are in the order of the text, not in that of `context.balance`.
@@ -51,6 +52,7 @@ class AttentionTask:
     dropout: float = 0.0
     rule: ScoreRule = field(default_factory=ScoreRule)
     null_slot: bool = False
+    sink: bool = False
     twice_differentiable: bool = False
     context: ContextSharding = UNDIVIDED
     in_text_order: bool = True
@@ -135,7 +137,8 @@ _AMPERE, _HOPPER = (8, 0), (9, 0)
 
 
 def _shape(task: AttentionTask) -> AttentionShape:
-    return AttentionShape(jnp.dtype(task.dtype), task.kernel_size, task.group, task.window is not None, task.causal)
+    windowed = task.window is not None
+    return AttentionShape(jnp.dtype(task.dtype), task.kernel_size, task.group, windowed, task.causal, task.sink)
 
 
 def _cudnn_rows_problem(task: AttentionTask) -> str | None:

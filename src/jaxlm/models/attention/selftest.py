@@ -13,14 +13,18 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from jaxlm.core.imports import haliax as hax
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxlm.core.axes import HEADS
 from jaxlm.core.runtime import all_processes
 from jaxlm.core.tracing import trace_options
 from jaxlm.models.attention.backends.cudnn import DOCUMENTS_PER_CALL, cudnn_attention
 from jaxlm.models.attention.backends.reference import reference_attention
+from jaxlm.models.attention.null_slot import NullSlot
 
 Attend = Callable[[jax.Array, jax.Array, jax.Array, jax.Array], jax.Array]
 """(q_BTKGH, k_BTKH, v_BTKH, segment_BT) -> out_BTKGH."""
@@ -61,6 +65,7 @@ class AttentionShape:
     group: int
     windowed: bool
     causal: bool = True
+    has_sink: bool = False
 
     @property
     def window(self) -> int | None:
@@ -69,6 +74,12 @@ class AttentionShape:
     @property
     def scale(self) -> float:
         return self.head_size**-0.5
+
+    @property
+    def sink_KG(self) -> jax.Array | None:
+        """Float32 scores of a sink. Their gradient follows from the logsumexp, so that a wrong one shows in the output."""
+        number = _KV_HEADS * self.group
+        return jnp.linspace(-1, 3, number).reshape(_KV_HEADS, self.group) if self.has_sink else None
 
 
 def selftest_cudnn(shape: AttentionShape, *, packed: bool) -> str | None:
@@ -97,7 +108,10 @@ def disagreement(attend: Attend, segment_BT: np.ndarray, shape: AttentionShape) 
     # (openxla/xla#46500).
     two_layers = lambda q, k, v, segments: attend(attend(q, k, v, segments), k, v, segments)  # noqa: E731
     jax.block_until_ready(_value_and_gradients(two_layers, inputs, segments))
-    reference = lambda q, k, v, mask: reference_attention(q, k, v, mask, shape.scale, 0.0, None)  # noqa: E731
+    sink = None if shape.sink_KG is None else NullSlot(hax.named(shape.sink_KG.ravel(), HEADS))
+    reference = lambda q, k, v, mask: reference_attention(  # noqa: E731
+        q, k, v, mask, shape.scale, 0.0, None, null_slot=sink
+    )
     exact = tuple(a.astype(jnp.float32) for a in inputs)
     expected = _value_and_gradients(reference, exact, jnp.asarray(_mask(segment_BT, shape)))
     for name, result, reference in zip(_RESULTS, actual, expected, strict=True):
@@ -156,7 +170,7 @@ def _worst_document_error(result: np.ndarray, reference: np.ndarray, segment_BT:
 def _cudnn_problem(segment_BT: np.ndarray, shape: AttentionShape, *, packed: bool) -> str | None:
     if jax.default_backend() != "gpu":
         return "no GPU is attached to self-test it on"
-    options = {"window": shape.window, "packed": packed, "causal": shape.causal}
+    options = {"window": shape.window, "packed": packed, "causal": shape.causal, "sink_KG": shape.sink_KG}
     attend = functools.partial(cudnn_attention, scale=shape.scale, **options)
     return selftest_problem(lambda: disagreement(attend, segment_BT, shape))
 

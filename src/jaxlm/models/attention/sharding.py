@@ -55,19 +55,20 @@ class AttentionSharding:
         return AttentionSharding(layout.mesh, batch, heads, kv_heads, context)
 
     def shard_map(self, kernel: Kernel) -> Kernel:
-        """Runs `kernel(q_BTKGH, k_BTKH, v_BTKH, segment_BT, *scalars)` on each device's rows and heads.
+        """Runs `kernel(q_BTKGH, k_BTKH, v_BTKH, segment_BT, by_head, *scalars)` on each device's rows and heads.
 
         The kernel gets whole rows. If positions are sharded, devices exchange tokens for heads (`context.heads`). Over other
-        mesh axes, keys and queries are gathered.
+        mesh axes, keys and queries are gathered. `by_head` is an array [K, G] or None.
         """
         if self.mesh is None:
             return kernel
         exchanged = self.context.heads if self.context.axes == self.context.heads else ()
 
-        def run(q_BTKGH, k_BTKH, v_BTKH, segment_BT, *scalars) -> jax.Array:
+        def run(q_BTKGH, k_BTKH, v_BTKH, segment_BT, by_head, *scalars) -> jax.Array:
             heads = _Heads.of(q_BTKGH, exchanged)
             parts = heads.exchanged(q_BTKGH, k_BTKH, v_BTKH)
-            return heads.returned(kernel(*parts, heads.tokens(segment_BT), *scalars))
+            own = jax.tree.map(heads.own, by_head)
+            return heads.returned(kernel(*parts, heads.tokens(segment_BT), own, *scalars))
 
         return self._sharded(run, exchanged, num_rows=1)
 
@@ -81,53 +82,53 @@ class AttentionSharding:
         segment_BT,
         scale: jax.Array,
         slopes_KG: jax.Array | None = None,
+        sink_KG: jax.Array | None = None,
     ) -> jax.Array:
         """Attention of rows whose tokens, in any order, the devices of `context` divide; returns [B, T, K, G, H].
 
         Args:
             slopes_KG: of ALiBi; None without it.
+            sink_KG: scores of a sink; None for none.
         """
         context = self.context
 
-        def run(q_BTKGH, k_BTKH, v_BTKH, positions_BT, segment_BT, *factors) -> jax.Array:
-            *slopes, scale = factors
+        def run(q_BTKGH, k_BTKH, v_BTKH, positions_BT, segment_BT, by_head, scale) -> jax.Array:
             heads = _Heads.of(q_BTKGH, context.heads)
             q, k, v = (jnp.moveaxis(a, 1, -2) for a in heads.exchanged(q_BTKGH, k_BTKH, v_BTKH))
             tokens = Tokens(heads.tokens(positions_BT), heads.tokens(segment_BT))
             attend = attend_in_ring if context.ring else attend_gathered
-            out_BKGTH = attend(
-                context.ring or context.gather, kernel, q, k, v, tokens, Factors(scale, *map(heads.own, slopes))
-            )
+            slopes, sink = jax.tree.map(heads.own, by_head)
+            axes = context.ring or context.gather
+            out_BKGTH = attend(axes, kernel, q, k, v, tokens, Factors(scale, slopes), sink)
             return heads.returned(jnp.moveaxis(out_BKGTH, -2, 1))
 
-        slopes = () if slopes_KG is None else (slopes_KG,)
-        arrays = (q_BTKGH, k_BTKH, v_BTKH, positions_BT, segment_BT, *slopes, scale)
-        return self._sharded(run, context.axes, num_rows=2, num_by_head=len(slopes))(*arrays)
+        arrays = (q_BTKGH, k_BTKH, v_BTKH, positions_BT, segment_BT, (slopes_KG, sink_KG), scale)
+        return self._sharded(run, context.axes, num_rows=2)(*arrays)
 
-    def _sharded(self, run: Kernel, positions: tuple[str, ...], *, num_rows: int, num_by_head: int = 0) -> Kernel:
-        """`run` on the shards of queries, keys, values, `num_rows` [B, T], `num_by_head` [K, G], and scalars."""
+    def _sharded(self, run: Kernel, positions: tuple[str, ...], *, num_rows: int) -> Kernel:
+        """`run` on the shards of queries, keys, values, `num_rows` [B, T], a tree of [K, G], and scalars."""
         assert self.mesh is not None
         keys = PartitionSpec(self.batch or None, positions or None, self.heads or None)
         queries, rows = PartitionSpec(*keys, None), PartitionSpec(self.batch or None, positions or None)
         by_head = PartitionSpec(self.heads or None)
 
         def sharded(*arrays) -> jax.Array:
-            named = (queries, keys, keys, *[rows] * num_rows, *[by_head] * num_by_head)
+            named = (queries, keys, keys, *[rows] * num_rows, by_head)
             specs = (*named, *[PartitionSpec()] * (len(arrays) - len(named)))
             # The kernels do not declare how their outputs vary over the mesh.
             return jax.shard_map(run, mesh=self.mesh, in_specs=specs, out_specs=queries, check_vma=False)(*arrays)
 
         if self.heads == self.kv_heads:
             return sharded
-        return functools.partial(_with_repeated_keys, sharded, num_rows, num_by_head)
+        return functools.partial(_with_repeated_keys, sharded, num_rows)
 
 
-def _with_repeated_keys(kernel: Kernel, num_rows: int, num_by_head: int, q_BTKGH, k_BTKH, v_BTKH, *rest) -> jax.Array:
+def _with_repeated_keys(kernel: Kernel, num_rows: int, q_BTKGH, k_BTKH, v_BTKH, *rest) -> jax.Array:
     """Repeats keys and values for each query head, because the key/value heads do not divide over the devices."""
     group = q_BTKGH.shape[3]
     q_ungrouped = q_BTKGH.reshape(*q_BTKGH.shape[:2], -1, 1, q_BTKGH.shape[4])
-    by_head = (a.reshape(-1, 1) for a in rest[num_rows : num_rows + num_by_head])
-    rest = (*rest[:num_rows], *by_head, *rest[num_rows + num_by_head :])
+    by_head = jax.tree.map(lambda a: a.reshape(-1, 1), rest[num_rows])
+    rest = (*rest[:num_rows], by_head, *rest[num_rows + 1 :])
     out = kernel(q_ungrouped, *(jnp.repeat(t, group, axis=2) for t in (k_BTKH, v_BTKH)), *rest)
     return out.reshape(*q_BTKGH.shape[:-1], -1)
 

@@ -3,6 +3,7 @@
 import dataclasses
 from typing import Any, ClassVar, Literal
 
+import haliax as hax
 import jax
 from haliax import NamedArray
 
@@ -59,6 +60,8 @@ class LlamaAttention(DecoderConfig):
     attention_dropout: BelowOne = 0.0
     norms_all_heads: ClassVar[bool] = False
     """The RMSNorms of queries and keys are over all heads jointly."""
+    attention_sinks: ClassVar[bool] = False
+    """Each head has a score beside those of the keys, without a value."""
     norms_follow_rotation: ClassVar[bool] = False
     """The norms of queries and keys come after the rotation."""
 
@@ -71,10 +74,12 @@ class LlamaAttention(DecoderConfig):
         elif self.use_qk_norm:
             norms = [RMSNorm.init((axis, Size) if self.norms_all_heads else Size, eps) for axis in heads]
         out_bias = self.attention_bias if self.attention_out_bias is None else self.attention_out_bias
+        sinks = hax.random.normal(jax.random.fold_in(keys[0], 1), self.Heads) * self.initializer_range
         return SelfAttention(
             **projections(self, keys, qkv_bias=self.attention_bias, out_bias=out_bias),
             q_norm=norms[0],
             k_norm=norms[1],
+            sinks=sinks if self.attention_sinks else None,
             norms_follow_rotation=self.norms_follow_rotation,
             clip_qkv=self.clip_qkv,
             scale=self.attention_multiplier,

@@ -14,6 +14,7 @@ from jaxlm.core.axes import EXPERTS, MLP, ROUTES, SHARED_MLP
 from jaxlm.core.errors import ConfigError, check_at_least, check_divides
 from jaxlm.core.field_types import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 from jaxlm.core.rules import Rules, ordered
+from jaxlm.models.activations import SwigluClamp
 from jaxlm.models.decoder import DecoderBlock, DecoderConfig, gated_mlp, pre_norm_block, renumbered, rms_norm
 from jaxlm.models.decoders.pre_norm import (
     PreNormConfig,
@@ -26,7 +27,7 @@ from jaxlm.models.linear import ExpertLinear, Linear
 from jaxlm.models.mixers.base import ForCache, LayerCache, LayerContext, Mixer
 from jaxlm.models.moe import Experts, SharedExpert
 from jaxlm.models.norms import Norm
-from jaxlm.models.routing import RouterStats, Routing, SigmoidRouting, SoftmaxRouting
+from jaxlm.models.routing import ChosenSoftmaxRouting, RouterStats, Routing, SigmoidRouting, SoftmaxRouting
 from jaxlm.models.stacks import Block, LayerKind
 
 
@@ -79,6 +80,9 @@ class ExpertsConfig(DecoderConfig):
         routed_scaling_factor: the outputs of experts are multiplied by this number, apart from those of the shared one.
         num_expert_groups: experts form this many groups of equal size. 1 for none.
         num_groups_per_token: number of groups that each token chooses its experts from.
+        swiglu_alpha: factor of the gate in the sigmoid of a clamped activation.
+        swiglu_limit: in experts, the gate is at most this number, and what it multiplies is between it and its negative; the
+            activation is (up + 1) gate sigmoid(alpha gate). Null for the usual activation.
         router_bias_step: in each update, the bias of an expert goes down by this number if more than its share of the batch's
             tokens were sent to it, and up if fewer were. A model that is read from a folder of Hugging Face has 0.
     """
@@ -92,8 +96,13 @@ class ExpertsConfig(DecoderConfig):
     num_expert_groups: PositiveInt = 1
     num_groups_per_token: PositiveInt = 1
     router_bias_step: NonNegativeFloat = 0.001
-    scores: ClassVar[Literal["softmax", "sigmoid"]] = "softmax"
-    """What the scores of experts are of the logits. Those of sigmoids have a correction bias and float32 products."""
+    swiglu_alpha: PositiveFloat = 1.702
+    swiglu_limit: PositiveFloat | None = None
+    scores: ClassVar[Literal["softmax", "sigmoid", "logits"]] = "softmax"
+    """What the scores of experts are of the logits. Those of sigmoids have a correction bias and float32 products. With
+    logits, shares are a softmax over the chosen ones."""
+    expert_bias: ClassVar[bool] = False
+    """Router and experts have biases."""
 
 
 @dataclass(frozen=True)
@@ -122,8 +131,8 @@ class RoutedConfig(ExpertsConfig):
             "balance_weight": self.router_aux_loss_coef,
             "z_weight": self.router_z_loss_coef,
         }
-        if self.scores == "softmax":
-            return SoftmaxRouting(**options)
+        if self.scores != "sigmoid":
+            return (SoftmaxRouting if self.scores == "softmax" else ChosenSoftmaxRouting)(**options)
         return SigmoidRouting(
             correction_bias=hax.zeros(Axis(ROUTES, self.num_experts)),
             num_groups=self.num_expert_groups,
@@ -170,14 +179,17 @@ def shared_expert(config: RoutedConfig, key: jax.Array, *, gate: bool) -> Shared
 def experts(config: RoutedConfig, keys: jax.Array) -> Experts:
     """Initializes the router and the experts of a layer. Takes four keys."""
     std, Embed, Mlp, Expert = config.initializer_range, config.Embed, config.Mlp, Axis(EXPERTS, config.num_experts)
-    router = Linear.init(Embed, Axis(ROUTES, config.num_experts), std=std, key=keys[0])
+    bias = {"use_bias": config.expert_bias}
+    router = Linear.init(Embed, Axis(ROUTES, config.num_experts), std=std, key=keys[0], **bias)
+    limit = config.swiglu_limit
     return Experts(
         router=dataclasses.replace(router, float32=config.scores == "sigmoid"),
-        gate_proj=ExpertLinear.init(Expert, Embed, Mlp, std=std, key=keys[1]),
-        up_proj=ExpertLinear.init(Expert, Embed, Mlp, std=std, key=keys[2]),
-        down_proj=ExpertLinear.init(Expert, Mlp, Embed, std=std, key=keys[3]),
+        gate_proj=ExpertLinear.init(Expert, Embed, Mlp, std=std, key=keys[1], **bias),
+        up_proj=ExpertLinear.init(Expert, Embed, Mlp, std=std, key=keys[2], **bias),
+        down_proj=ExpertLinear.init(Expert, Mlp, Embed, std=std, key=keys[3], **bias),
         routing=config.routing(),
         activation=config.activation_function,
+        clamp=None if limit is None else SwigluClamp(config.swiglu_alpha, limit),
     )
 
 

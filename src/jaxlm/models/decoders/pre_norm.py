@@ -169,7 +169,7 @@ def check_pre_norm(config: PreNormConfig) -> None:
             " these families looks only back, and transformers gives it another width if it looks both ways. Remove one of"
             " them"
         )
-    check_rope(config.rope, config.num_heads, config.HeadSize.size)
+    check_rope(config.rope, config.num_heads, config.RotarySize.size)
 
 
 @dataclass(frozen=True)

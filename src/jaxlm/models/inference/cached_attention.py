@@ -47,15 +47,57 @@ def cached_attention(
     cached_BKGTS = _scores(q_RQH, cached_keys).reshape(by_value_head)
     new_BJFTS = jnp.einsum("bkgth,bskh->bkgts", q_BJFTH, k_BTJH, preferred_element_type=jnp.float32)
     new_BKGTS = new_BJFTS.reshape(*by_value_head[:-1], length)
+    out_BTNH = _attended(cached_BKGTS, new_BKGTS, cached_values, v_BTKH, spec, spec.factor(head_size))
+    return NamedArray(out_BTNH, (*q.axes[:-1], v.resolve_axis(HEAD_SIZE)))
+
+
+@jax.named_scope("attention")
+def cached_latent_attention(
+    q: tuple[NamedArray, NamedArray],
+    new: tuple[NamedArray, NamedArray],
+    cached: tuple[KVArray, KVArray],
+    spec: AttentionSpec,
+) -> NamedArray:
+    """`cached_attention` of heads that share one key, in two parts, of which the first is also the value; returns
+    {batch, position, heads, head_size}, with the features of the value.
+
+    Args:
+        q: both parts, {batch, position, heads, head_size}.
+        new: the key of each new token, {batch, position, head_size}.
+        cached: of one layer, without heads.
+        spec: as for `cached_attention`, with a scale.
+    """
+    axes = q[0].rearrange((BATCH, POSITION, HEADS, HEAD_SIZE)).axes
+    batch, length, num_heads, _ = (axis.size for axis in axes)
+    by_head = (batch, 1, num_heads, length, -1)
+    cached_BKGTS, new_BKGTS = jnp.float32(0.0), jnp.float32(0.0)
+    for queries, keys, slots in zip(q, new, cached, strict=True):
+        q_BNTH = queries.rearrange((BATCH, HEADS, POSITION, HEAD_SIZE)).array
+        k_BTH = keys.rearrange((BATCH, POSITION, HEAD_SIZE)).array
+        q_RQH = q_BNTH.reshape(*slots.values.array.shape[:-2], -1, k_BTH.shape[-1])
+        cached_BKGTS += _scores(q_RQH, slots).reshape(by_head)
+        new_BNTS = jnp.einsum("bnth,bsh->bnts", q_BNTH, k_BTH, preferred_element_type=jnp.float32)
+        new_BKGTS += new_BNTS.reshape(by_head)
+    v_BTKH = new[0].rearrange((BATCH, POSITION, HEAD_SIZE)).array[:, :, None]
+    out_BTNH = _attended(cached_BKGTS, new_BKGTS, cached[0], v_BTKH, spec, spec.factor(0))
+    return NamedArray(out_BTNH, (*axes[:-1], new[0].resolve_axis(HEAD_SIZE)))
+
+
+def _attended(
+    cached_BKGTS: jax.Array,
+    new_BKGTS: jax.Array,
+    cached_values: KVArray,
+    v_BTKH: jax.Array,
+    spec: AttentionSpec,
+    factor: float | jax.Array,
+) -> jax.Array:
+    """The values of cached slots and of new tokens by the softmax of their scores, [B, T, heads, H]."""
+    num_slots = cached_BKGTS.shape[-1]
     mask_BTS, distance_BTS = mask_and_distance(spec)
-    factor = spec.factor(head_size)
     scores = spec.rule(jnp.concatenate([cached_BKGTS, new_BKGTS], axis=-1) * factor, distance_BTS)
     scores = jnp.where(mask_BTS[:, None, None], scores, jnp.finfo(jnp.float32).min)
     if spec.null_slot is not None:  # after the new keys
-        null_scores, null_values = spec.null_slot.scores_and_values(v_BTKH)
-        scores, v_BTKH = (
-            jnp.concatenate(p, axis) for p, axis in (((scores, null_scores), -1), ((v_BTKH, null_values), 1))
-        )
+        scores, v_BTKH = spec.null_slot.joined(scores, v_BTKH)
     weights = jax.nn.softmax(scores, axis=-1)
     # Padding attends to nothing. Its softmax is uniform, so the weights are zeroed.
     weights = jnp.where(mask_BTS.any(axis=-1)[:, None, None, :, None], weights, 0.0)
@@ -63,7 +105,7 @@ def cached_attention(
     out_RQH = _weighted_values(weights[..., :num_slots].reshape(*rows, -1, num_slots), cached_values, v_BTKH.dtype)
     out_BTKGH = out_RQH.reshape(*weights.shape[:-1], -1).transpose(0, 3, 1, 2, 4)
     out_BTKGH += jnp.einsum("bkgts,bskh->btkgh", weights[..., num_slots:].astype(v_BTKH.dtype), v_BTKH)
-    return NamedArray(out_BTKGH.reshape(*q.array.shape[:-1], -1), (*q.axes[:-1], v.resolve_axis(HEAD_SIZE)))
+    return out_BTKGH.reshape(*out_BTKGH.shape[:2], -1, out_BTKGH.shape[-1])
 
 
 def _scores(q_RQH: jax.Array, keys: KVArray) -> jax.Array:

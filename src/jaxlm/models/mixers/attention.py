@@ -12,9 +12,11 @@ from haliax import Axis, NamedArray
 
 from jaxlm.core import tree
 from jaxlm.core.axes import HEAD_SIZE, HEADS, KV_HEADS, axes_of
+from jaxlm.core.parameters import VECTOR, DeclaresParameters, Parameter
 from jaxlm.models.attention.api import AttentionSpec, as_keys, attention
 from jaxlm.models.attention.backends.blockwise import UNMODIFIED_SCORES
 from jaxlm.models.attention.choose import AttentionTask
+from jaxlm.models.attention.null_slot import NullSlot
 from jaxlm.models.attention.scores import ScoreRule
 from jaxlm.models.attention.sharding import AttentionSharding
 from jaxlm.models.flops import MixerWork
@@ -45,7 +47,7 @@ def other_mixer(model: Any) -> str | None:
     return next((type(one).__name__ for one in tree.modules(model, Mixer) if not isinstance(one, Attention)), None)
 
 
-class SelfAttention(Attention):
+class SelfAttention(Attention, DeclaresParameters):
     """Multi-head self-attention.
 
     Attributes:
@@ -55,6 +57,7 @@ class SelfAttention(Attention):
         q_norm, k_norm: norms of queries and keys, over each head or over all heads jointly.
         gate_proj: {heads, head_size, embed}. The sigmoid of its output is a factor of what each head has attended to (Qiu et
             al. 2025, arXiv:2505.06708); None for none.
+        sinks: {heads}, a score of each head beside those of the keys, without a value (`NullSlot`); None for none.
         norms_follow_rotation: these norms come after the rotary embedding instead of before it.
         clip_qkv: queries, keys and values are clipped to [-clip_qkv, clip_qkv] before the rotation, and after norms that
             come before it; None does not clip.
@@ -72,6 +75,7 @@ class SelfAttention(Attention):
     q_norm: RMSNorm | UnweightedRMSNorm | HeadwiseLayerNorm | None = None
     k_norm: RMSNorm | UnweightedRMSNorm | HeadwiseLayerNorm | None = None
     gate_proj: Linear | None = None
+    sinks: NamedArray | None = None
     norms_follow_rotation: bool = eqx.field(static=True, default=False)
     clip_qkv: float | None = eqx.field(static=True, default=None)
     scale: float | None = eqx.field(static=True, default=None)
@@ -96,6 +100,7 @@ class SelfAttention(Attention):
             causal=self.causal,
             dropout=self.dropout,
             rule=self.rule,
+            sink=self.sinks is not None,
         )
 
     def __call__(
@@ -135,6 +140,7 @@ class SelfAttention(Attention):
         spec = AttentionSpec(
             context.attention_mask,
             scale=self.scale if scale is None else scale,
+            null_slot=None if self.sinks is None else NullSlot(self.sinks.astype(jnp.float32)),
             window=context.window,
             causal=self.causal,
             rule=self.rule,
@@ -156,6 +162,9 @@ class SelfAttention(Attention):
 
     def work(self, window: int | None) -> MixerWork:
         return MixerWork(math.prod(axis.size for axis in axes_of(self.q_proj.Out)), window)
+
+    def parameters(self) -> dict[str, Parameter]:
+        return {"sinks": VECTOR}
 
     def _normalized(self, q: NamedArray, k: NamedArray) -> tuple[NamedArray, NamedArray]:
         return q if self.q_norm is None else self.q_norm(q), k if self.k_norm is None else self.k_norm(k)

@@ -47,6 +47,7 @@ class LayerContext(eqx.Module):
         start: the slot of the cache from which a layer itself writes its new tokens, before it reads the cache (XLA then
             updates in place). None if the caller writes those of all layers at once, after the last layer.
         query_scale: factor of the queries, {batch, position}; None for none.
+        score_factor: of the scores of latent attention, besides that of the head size.
         taken: what it takes from an earlier layer; None for nothing, or if that layer has not run.
         layer_input: {batch, position, layer_input}, what only this layer reads of the tokens; None for nothing.
     """
@@ -58,6 +59,7 @@ class LayerContext(eqx.Module):
     order: NamedArray | None = None
     start: jax.Array | None = None
     query_scale: NamedArray | None = None
+    score_factor: float = eqx.field(static=True, default=1.0)
     taken: Taken | None = None
     layer_input: NamedArray | None = None
 

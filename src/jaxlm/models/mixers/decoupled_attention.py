@@ -24,8 +24,9 @@ from haliax import Axis, NamedArray
 
 from jaxlm.core.axes import HEAD_SIZE, HEADS, KEY_HEADS, KV_HEADS, QUERY_GROUP, ROTARY_PAIRS, axes_of
 from jaxlm.core.parameters import SCALE, DeclaresParameters, Parameter
-from jaxlm.models.attention.api import AttentionSpec, NullSlot, as_keys, attention
+from jaxlm.models.attention.api import AttentionSpec, as_keys, attention
 from jaxlm.models.attention.choose import AttentionTask
+from jaxlm.models.attention.null_slot import NullSlot
 from jaxlm.models.attention.sharding import AttentionSharding
 from jaxlm.models.flops import MixerWork
 from jaxlm.models.inference.cached_attention import cached_attention

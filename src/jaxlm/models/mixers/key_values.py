@@ -20,7 +20,8 @@ class KVArray(eqx.Module):
     """The keys (or the values) in a cache. Heads come before positions, so that the keys of a head are one matrix.
 
     Attributes:
-        values: {layers, batch, kv_heads, key_position, head_size}, without `layers` for one layer; keys may have `key_heads`.
+        values: {layers, batch, kv_heads, key_position, head_size}, without `layers` for one layer; keys may have `key_heads`,
+            and what all heads share has none.
         scale: float32 {layers, batch, kv_heads, key_position}, the quantization scale of int8 entries; None if the
             entries are not quantized.
     """
@@ -81,8 +82,8 @@ class KeyValueCache(LayerCache):
 
 def write_kv_array(kv_array: KVArray, new: NamedArray, start: jax.Array | None) -> KVArray:
     """Writes {batch, position, kv_heads, head_size}, optionally with `layers`, from slot `start` on, or to an
-    empty cache. Keys may have `key_heads` instead."""
-    new = as_keys(new).rearrange((..., BATCH, _heads(new), KEY_POSITION, HEAD_SIZE))
+    empty cache. Keys may have `key_heads` instead, or no heads."""
+    new = as_keys(new).rearrange((..., BATCH, *_heads(new), KEY_POSITION, HEAD_SIZE))
     new = new if kv_array.values.has_axis(BATCH) else by_cache_row(new)
     if kv_array.scale is None:
         return KVArray(update_slots(kv_array.values, new, start))
@@ -91,13 +92,13 @@ def write_kv_array(kv_array: KVArray, new: NamedArray, start: jax.Array | None) 
 
 
 def by_cache_row(x: NamedArray) -> NamedArray:
-    """Flattens {.., batch, kv_heads or key_heads, ..} to {.., cache_row, ..}; drops the axis if its size is 1.
+    """Flattens {.., batch, kv_heads or key_heads or neither, ..} to {.., cache_row, ..}; drops the axis if its size is 1.
 
     With an axis of size 1, XLA would reshape the array before reading it, which copies it.
     """
-    flat = x.flatten_axes((BATCH, _heads(x)), CACHE_ROW)
+    flat = x.flatten_axes((BATCH, *_heads(x)), CACHE_ROW)
     return flat[CACHE_ROW, 0] if flat.axis_size(CACHE_ROW) == 1 else flat
 
 
-def _heads(x: NamedArray) -> str:
-    return KEY_HEADS if x.has_axis(KEY_HEADS) else KV_HEADS
+def _heads(x: NamedArray) -> tuple[str, ...]:
+    return tuple(name for name in (KV_HEADS, KEY_HEADS) if x.has_axis(name))

@@ -370,6 +370,7 @@ def _problem(model: LanguageModel) -> str | None:
         f"its scores have {attention.rule}": not attention.rule.is_identity,
         "its tokens attend to later ones": not attention.causal,
         "its heads have a gate": attention.gate_proj is not None,
+        "its heads have sinks": attention.sinks is not None,
         "it has dropout": max(attention.dropout, block.dropout, model.embed_dropout) > 0,
         "its attention and MLP read the same input": block.parallel,
         "the outputs of its layers are scaled": block.residual_scale != 1.0,

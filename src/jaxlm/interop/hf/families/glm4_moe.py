@@ -7,8 +7,9 @@ from collections.abc import Iterator
 from dataclasses import field
 
 from jaxlm.core.field_types import NumLayers, PositiveInt
+from jaxlm.interop.hf.balanced_experts import balanced_experts
 from jaxlm.interop.hf.family import Family, FixedKey, JsonKey, KeyGroup
-from jaxlm.interop.hf.shared_keys import balanced_experts, rope, usual_keys
+from jaxlm.interop.hf.shared_keys import rope, usual_keys
 from jaxlm.interop.hf.weights import (
     Tensor,
     attention,

@@ -8,8 +8,9 @@ from dataclasses import field
 from typing import Any
 
 from jaxlm.core.field_types import NonNegativeFloat, NumLayers, PositiveInt
+from jaxlm.interop.hf.balanced_experts import correction_bias
 from jaxlm.interop.hf.family import Family, FixedKey, Json, KeyGroup
-from jaxlm.interop.hf.shared_keys import correction_bias, rope, router, usual_keys
+from jaxlm.interop.hf.shared_keys import rope, router, usual_keys
 from jaxlm.interop.hf.weights import attention, embeddings_and_head, expert_rows, pre_norms, qk_norms
 from jaxlm.interop.hf.weights import correction_bias as bias_tensor
 from jaxlm.models.base import ModelConfig

@@ -21,6 +21,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxlm.core.devices import caches, rows_in_half
 from jaxlm.core.sharding import current_platform
 from jaxlm.core.tracing import CustomVjp, trace_options
+from jaxlm.models.attention.null_slot import add_sink, sink_gradient
 from jaxlm.models.attention.scores import ScoreRule
 
 ATTENTION = "attention"
@@ -42,6 +43,7 @@ def blockwise_attention(
     rule: ScoreRule = UNMODIFIED_SCORES,
     *,
     causal: bool = True,
+    sink_KG: jax.Array | None = None,
 ) -> jax.Array:
     """Attention within segments; returns [B, T, K, G, H].
 
@@ -52,9 +54,11 @@ def blockwise_attention(
         window: number of tokens that a query attends to, including itself; None means all.
         rule: modifies the scaled scores before the softmax.
         causal: a query attends to no later key. False extends the window to as many later keys.
+        sink_KG: float32, a score beside those of the keys (`jaxlm.models.attention.null_slot`); None for none.
     """
     heads_first = (t.transpose(0, *range(2, t.ndim - 1), 1, t.ndim - 1) for t in (q_BTKGH, k_BTKH, v_BTKH))
-    out_BKGTH: Any = _attend(Reach(window, causal), rule, *heads_first, segment_BT, jnp.asarray(scale, jnp.float32))
+    factor = jnp.asarray(scale, jnp.float32)
+    out_BKGTH: Any = _attend(Reach(window, causal), rule, *heads_first, segment_BT, factor, sink_KG)
     return out_BKGTH.transpose(0, 3, 1, 2, 4)
 
 
@@ -123,7 +127,7 @@ def _distance(queries: slice, keys: slice) -> jax.Array:
 
 
 def blockwise_forward(
-    reach: Reach, q_BKGTH, k_BKTH, v_BKTH, segment_BT, scale, rule: ScoreRule = UNMODIFIED_SCORES
+    reach: Reach, q_BKGTH, k_BKTH, v_BKTH, segment_BT, scale, rule: ScoreRule = UNMODIFIED_SCORES, sink_KG=None
 ) -> tuple[jax.Array, jax.Array]:
     """Returns the output [B, K, G, T, H] and the logsumexp [B, K, G, T] of each query's scores."""
     outs, lses = [], []
@@ -143,25 +147,37 @@ def blockwise_forward(
             preferred_element_type=jnp.float32,
         )
         is_token = (segment_BT[:, None, None, queries] != 0)[..., None]
-        outs.append(jnp.where(is_token, out / total, 0.0).astype(v_BKTH.dtype))
-        lses.append((top + jnp.log(total))[..., 0])
+        out, lse = out / total, top + jnp.log(total)
+        if sink_KG is not None:
+            lse, share = add_sink(lse, sink_KG[..., None, None])
+            out *= share
+        outs.append(jnp.where(is_token, out, 0.0).astype(v_BKTH.dtype))
+        lses.append(lse[..., 0])
     return jnp.concatenate(outs, axis=3), jnp.concatenate(lses, axis=3)
 
 
 @functools.partial(CustomVjp, nondiff_argnums=(0, 1))
-def _attend(reach, rule, q_BKGTH, k_BKTH, v_BKTH, segment_BT, scale):
-    return blockwise_forward(reach, q_BKGTH, k_BKTH, v_BKTH, segment_BT, scale, rule)[0]
+def _attend(reach, rule, q_BKGTH, k_BKTH, v_BKTH, segment_BT, scale, sink_KG):
+    return blockwise_forward(reach, q_BKGTH, k_BKTH, v_BKTH, segment_BT, scale, rule, sink_KG)[0]
 
 
-def _attend_forward(reach, rule, q_BKGTH, k_BKTH, v_BKTH, segment_BT, scale):
-    out, lse = blockwise_forward(reach, q_BKGTH, k_BKTH, v_BKTH, segment_BT, scale, rule)
+def _attend_forward(reach, rule, q_BKGTH, k_BKTH, v_BKTH, segment_BT, scale, sink_KG):
+    out, lse = blockwise_forward(reach, q_BKGTH, k_BKTH, v_BKTH, segment_BT, scale, rule, sink_KG)
     out, lse = checkpoint_name(out, ATTENTION), checkpoint_name(lse, ATTENTION)
-    return out, (q_BKGTH, k_BKTH, v_BKTH, segment_BT, scale, out, lse)
+    return out, (q_BKGTH, k_BKTH, v_BKTH, segment_BT, scale, sink_KG, out, lse)
 
 
 def _attend_backward(reach, rule, residuals, d_out_BKGTH):
-    q, k, v, segment, scale, out, lse = residuals
-    return *blockwise_backward(reach, q, k, v, segment, scale, out, lse, d_out_BKGTH, rule), None, None
+    q, k, v, segment, scale, sink, out, lse = residuals
+    gradients = blockwise_backward(reach, q, k, v, segment, scale, out, lse, d_out_BKGTH, rule)
+    if sink is not None:
+        by_query = sink_gradient(sink[..., None], lse, _delta(out, d_out_BKGTH))
+        sink = jnp.sum(by_query, axis=(0, 3))
+    return *gradients, None, None, sink
+
+
+def _delta(out: jax.Array, d_out: jax.Array) -> jax.Array:
+    return jnp.sum(d_out.astype(jnp.float32) * out.astype(jnp.float32), axis=-1)
 
 
 def blockwise_backward(
@@ -177,7 +193,7 @@ def blockwise_backward(
     rule: ScoreRule = UNMODIFIED_SCORES,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Returns the gradients of queries, keys and values, given the results of `blockwise_forward`."""
-    delta_BKGT = jnp.sum(d_out_BKGTH.astype(jnp.float32) * out_BKGTH.astype(jnp.float32), axis=-1)
+    delta_BKGT = _delta(out_BKGTH, d_out_BKGTH)
     dk, dv = (jnp.zeros(t.shape, jnp.float32) for t in (k_BKTH, v_BKTH))
     dqs = []
     for start, stop, first, last in query_blocks(segment_BT.shape[1], reach):

@@ -5,6 +5,8 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 
+from jaxlm.models.attention.null_slot import NullSlot
+
 
 def reference_attention(
     q_BTKGH: jax.Array,
@@ -15,7 +17,7 @@ def reference_attention(
     dropout: float,
     key: jax.Array | None,
     rule: Callable[[jax.Array], jax.Array] = lambda scores_BKGTS: scores_BKGTS,
-    null: tuple[jax.Array, jax.Array] | None = None,
+    null_slot: NullSlot | None = None,
 ) -> jax.Array:
     """Attention with any mask; returns [B, T, K, G, H].
 
@@ -25,15 +27,15 @@ def reference_attention(
         mask_BTS: true if a query attends to a key.
         dropout: dropout probability of the weights; ignored without `key`.
         rule: modifies the scaled scores before the softmax.
-        null: scores [B, K, G, T, 1] and values [B, 1, K, H] of a slot that every query with a key attends to too.
+        null_slot: that every query with a key attends to too.
     """
     scores = jnp.einsum("btkgh,bskh->bkgts", q_BTKGH, k_BSKH, preferred_element_type=jnp.float32) * scale
     scores = rule(scores)
     # A finite mask value: a row without any key becomes a uniform softmax, finite in both passes, and is zeroed below.
     mask = mask_BTS[:, None, None]
     scores = jnp.where(mask, scores, jnp.finfo(jnp.float32).min)
-    if null is not None:
-        scores, v_BSKH = jnp.concatenate([scores, null[0]], axis=-1), jnp.concatenate([v_BSKH, null[1]], axis=1)
+    if null_slot is not None:
+        scores, v_BSKH = null_slot.joined(scores, v_BSKH)
     weights = jax.nn.softmax(scores, axis=-1)
     weights = jnp.where(mask.any(axis=-1, keepdims=True), weights, 0.0)
     if key is not None and dropout > 0:

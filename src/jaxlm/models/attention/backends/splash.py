@@ -28,6 +28,7 @@ def splash_attention(
     window: int | None,
     *,
     causal: bool = True,
+    sink_KG: jax.Array | None = None,
     interpret: bool = False,
 ) -> jax.Array:
     """Attention within segments; arguments as in `blockwise_attention`.
@@ -44,7 +45,9 @@ def splash_attention(
     pad = lambda t: jnp.pad(t, ((0, 0), (0, 0), (0, 0), (0, -size % _LANES)))  # noqa: E731
     scaled = (q_BNTH.astype(jnp.float32) * scale).astype(q_BNTH.dtype)
     segments = splash.SegmentIds(q=segment_BT, kv=segment_BT)
-    out_BNTH: Any = jax.vmap(kernel)(pad(scaled), pad(k_BKTH), pad(v_BKTH), segments)
+    sink_N = None if sink_KG is None else sink_KG.reshape(-1)
+    of_rows = jax.vmap(kernel, in_axes=(0, 0, 0, 0, None))
+    out_BNTH: Any = of_rows(pad(scaled), pad(k_BKTH), pad(v_BKTH), segments, sink_N)
     # The kernel treats padding as one more document.
     out_BNTH = jnp.where(segment_BT[:, None, :, None] != 0, out_BNTH[..., :size], 0)
     return out_BNTH.transpose(0, 2, 1, 3).reshape(q_BTKGH.shape).astype(v_BTKH.dtype)

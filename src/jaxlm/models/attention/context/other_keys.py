@@ -17,40 +17,51 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxlm.core.tracing import CustomVjp
 from jaxlm.models.attention.backends.blockwise import ATTENTION
 from jaxlm.models.attention.context.partial import Factors, Partial, PartialAttention, Tokens
+from jaxlm.models.attention.null_slot import sink_gradient
 
 Axes = tuple[str, ...]
 
 
-def attend_gathered(axes: Axes, kernel: PartialAttention, q, k, v, tokens: Tokens, factors: Factors) -> jax.Array:
+def attend_gathered(
+    axes: Axes, kernel: PartialAttention, q, k, v, tokens: Tokens, factors: Factors, sink_KG: jax.Array | None = None
+) -> jax.Array:
     """Attention to the keys of all devices along mesh axes; returns [B, K, G, T, V] in the dtype of `v`.
 
     Args:
         tokens: of this device's queries, keys and values.
+        sink_KG: a score beside those of all keys, for this device's heads; None for none.
     """
-    return _attend(_gathered, _gathered_gradients, axes, kernel, q, k, v, tokens, factors)
+    return _attend(_gathered, _gathered_gradients, axes, kernel, q, k, v, tokens, factors, sink_KG)
 
 
-def attend_in_ring(axes: Axes, kernel: PartialAttention, q, k, v, tokens: Tokens, factors: Factors) -> jax.Array:
+def attend_in_ring(
+    axes: Axes, kernel: PartialAttention, q, k, v, tokens: Tokens, factors: Factors, sink_KG: jax.Array | None = None
+) -> jax.Array:
     """As `attend_gathered`, with the keys of one device at a time in memory."""
-    return _attend(_ring, _ring_gradients, axes, kernel, q, k, v, tokens, factors)
+    return _attend(_ring, _ring_gradients, axes, kernel, q, k, v, tokens, factors, sink_KG)
 
 
 @functools.partial(CustomVjp, nondiff_argnums=(0, 1, 2, 3))
-def _attend(forward, backward, axes, kernel, q, k, v, tokens, factors):
-    return _without_padding(forward(axes, kernel, q, k, v, tokens, factors).out.astype(v.dtype), tokens)
+def _attend(forward, backward, axes, kernel, q, k, v, tokens, factors, sink_KG):
+    return _attend_forward(forward, backward, axes, kernel, q, k, v, tokens, factors, sink_KG)[0]
 
 
-def _attend_forward(forward, backward, axes, kernel, q, k, v, tokens, factors):
+def _attend_forward(forward, backward, axes, kernel, q, k, v, tokens, factors, sink_KG):
     whole: Partial = forward(axes, kernel, q, k, v, tokens, factors)
+    whole = whole if sink_KG is None else whole.with_sink(sink_KG)
     out = checkpoint_name(_without_padding(whole.out.astype(v.dtype), tokens), ATTENTION)
     lse = checkpoint_name(whole.lse, ATTENTION)
-    return out, (q, k, v, tokens, factors, Partial(out, lse))
+    return out, (q, k, v, tokens, factors, sink_KG, Partial(out, lse))
 
 
 def _attend_backward(forward, backward, axes, kernel, residuals, d_out):
-    q, k, v, tokens, factors, whole = residuals
-    gradients = backward(axes, kernel, q, k, v, tokens, factors, whole, _without_padding(d_out, tokens))
-    return *(g.astype(x.dtype) for g, x in zip(gradients, (q, k, v), strict=True)), None, None
+    q, k, v, tokens, factors, sink, whole = residuals
+    d_out = _without_padding(d_out, tokens)
+    gradients = backward(axes, kernel, q, k, v, tokens, factors, whole, d_out)
+    if sink is not None:
+        delta = jnp.sum(d_out.astype(jnp.float32) * whole.out.astype(jnp.float32), axis=-1)
+        sink = jnp.sum(sink_gradient(sink[..., None], whole.lse, delta), axis=(0, 3))
+    return *(g.astype(x.dtype) for g, x in zip(gradients, (q, k, v), strict=True)), None, None, sink
 
 
 _attend.defvjp(_attend_forward, _attend_backward)

@@ -19,6 +19,7 @@ import jax.numpy as jnp
 
 from jaxlm.hardware.hlo import turns_scope
 from jaxlm.models.attention.backends.blockwise import UNMODIFIED_SCORES, Reach
+from jaxlm.models.attention.null_slot import add_sink
 from jaxlm.models.attention.scores import ScoreRule
 
 _LARGEST_BLOCK = 512
@@ -143,6 +144,11 @@ class Partial(NamedTuple):
         lse = jnp.logaddexp(self.lse, other.lse)
         out, more = (part.out * jnp.exp(part.lse - lse)[..., None] for part in (self, other))
         return Partial(out + more, lse)
+
+    def with_sink(self, sink_KG: jax.Array) -> "Partial":
+        """Attention to these keys and a sink, once these are all keys."""
+        lse, share = add_sink(self.lse, sink_KG[..., None])
+        return Partial(self.out * share[..., None], lse)
 
 
 class PartialAttention(abc.ABC):
