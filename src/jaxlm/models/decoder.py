@@ -370,7 +370,8 @@ class TransformerModel(LanguageModel):
         by_share = inputs.mask_fractions is not None and not taps
         if not denoisers or (not by_share and runs_whole(denoisers)):
             x, key = self.embedded(inputs, None, key)
-            return self._scaled(self.body(x, inputs, cache, key, taps, layer_inputs=self._layer_inputs(inputs, x)))
+            own = self.layer_inputs and self.layer_inputs(inputs.tokens, x)
+            return self._scaled(self.body(x, inputs, cache, key, taps, layer_inputs=own))
         if not by_share or cache is not None:
             raise ConfigError(
                 "which layers of this model compute a text depends on the share of its tokens that is hidden (surgery"
@@ -408,15 +409,13 @@ class TransformerModel(LanguageModel):
             taps: of layers that run. None if `stop` is given.
         """
         x, key = self.embedded(inputs, stream, key)
-        return self._scaled(self.body(x, inputs, None, key, taps, first, stop, self._layer_inputs(inputs, x, stream)))
+        of_tokens = x if stream is None or self.layer_inputs is None else self.embedded(inputs, None, None)[0]
+        own = self.layer_inputs and self.layer_inputs(inputs.tokens, of_tokens)
+        return self._scaled(self.body(x, inputs, None, key, taps, first, stop, own))
 
     def init_cache(self, Batch: Axis, capacity: int, dtype) -> DecodingCache:
         stacks = [stack.layers for stack in self.body.stacks]
         return empty_cache(stacks, Batch, capacity, dtype, with_tokens=bool(self.traits.switch_lengths))
-
-    def _layer_inputs(self, inputs: Inputs, x: NamedArray, stream: NamedArray | None = None) -> NamedArray | None:
-        first = x if stream is None else self.embedded(inputs, None, None)[0]
-        return self.layer_inputs and self.layer_inputs(inputs.tokens, first)
 
     def _scaled(self, hidden: Hidden) -> Hidden:
         return (
