@@ -370,7 +370,7 @@ class TransformerModel(LanguageModel):
         by_share = inputs.mask_fractions is not None and not taps
         if not denoisers or (not by_share and runs_whole(denoisers)):
             x, key = self.embedded(inputs, None, key)
-            own = self.layer_inputs and self.layer_inputs(inputs.tokens, x)
+            own = self.layer_inputs and self.layer_inputs(inputs, x)
             return self._scaled(self.body(x, inputs, cache, key, taps, layer_inputs=own))
         if not by_share or cache is not None:
             raise ConfigError(
@@ -409,8 +409,7 @@ class TransformerModel(LanguageModel):
             taps: of layers that run. None if `stop` is given.
         """
         x, key = self.embedded(inputs, stream, key)
-        of_tokens = x if stream is None or self.layer_inputs is None else self.embedded(inputs, None, None)[0]
-        own = self.layer_inputs and self.layer_inputs(inputs.tokens, of_tokens)
+        own = self.layer_inputs and self.layer_inputs(inputs, x if stream is None else self.embedded(inputs, None, None)[0])
         return self._scaled(self.body(x, inputs, None, key, taps, first, stop, own))
 
     def init_cache(self, Batch: Axis, capacity: int, dtype) -> DecodingCache:

@@ -14,6 +14,7 @@ from jaxlm.core.parameters import TABLE, DeclaresParameters, Parameter
 from jaxlm.core.products.float32_sums import rows_of
 from jaxlm.core.sharding import for_compute, for_lookup
 from jaxlm.models.activations import gated
+from jaxlm.models.base import Inputs
 from jaxlm.models.linear import Linear
 from jaxlm.models.norms import RMSNorm
 
@@ -42,19 +43,14 @@ class LayerInputs(DeclaresParameters):
         table, norm = hax.random.normal(keys[0], (Vocab, All)) * std, RMSNorm.init(Axis(LAYER_INPUT, size), eps)
         return LayerInputs(table, Linear.init(Embed, All, std=std, key=keys[1]), norm, Layers)
 
-    def __call__(self, ids: NamedArray, embedded: NamedArray) -> NamedArray:
-        """{layers, batch, position, layer_input}.
-
-        Args:
-            ids: {batch, position}.
-            embedded: {batch, position, embed}, what the first layer reads.
-        """
+    def __call__(self, inputs: Inputs, embedded: NamedArray) -> NamedArray:
+        """{layers, batch, position, layer_input}. Args: embedded: {batch, position, embed}, what the first layer reads."""
         projection, norm = for_compute((self.projection, self.norm))
         size = self.table.axis_size(LAYER_INPUTS) // self.Layers.size
         axes = (self.Layers, Axis(LAYER_INPUT, size))
         rows, projected = (
             x.unflatten_axis(LAYER_INPUTS, axes)
-            for x in (rows_of(for_lookup(self.table), VOCAB, ids), projection(embedded))
+            for x in (rows_of(for_lookup(self.table), VOCAB, inputs.tokens), projection(embedded))
         )
         by_token = rows * jnp.asarray(size**0.5, rows.dtype)
         by_context = norm(projected * embedded.axis_size(EMBED) ** -0.5)
