@@ -84,6 +84,11 @@ MODELS: dict[str, Tree] = {
     "gpt_oss": {"type": "gpt_oss", **LLAMA, "head_dim": 8, "num_experts": 4, "num_experts_per_token": 2},
     "glm4_moe": {"type": "glm4_moe", **LLAMA, "head_dim": 8, **ROUTED},
     "glm4_moe_lite": {"type": "glm4_moe_lite", **SIZES, "intermediate_dim": 48, **LATENTS, **ROUTED},
+    "deepseek_v3": {
+        "type": "deepseek_v3",
+        **{**SIZES, "intermediate_dim": 48, **LATENTS, **ROUTED, "mlp_only_layers": [0]},
+        **{"num_expert_groups": 3, "num_groups_per_token": 2},
+    },
     "qwen3": {"type": "qwen3", **LLAMA, "head_dim": 8, "sliding_window": 4},
 }
 TRAINER = {"id": "x", "train_batch_size": 16, "num_train_steps": 100, "fsdp_axis": "embed"}

@@ -77,6 +77,17 @@ BALANCED: dict[str, Entry] = {
     ),
     "model.router_bias_step": Change(0.3, Constant(-0.3)),
 }
+LATENT: dict[str, Entry] = {
+    "model.rope": Change({"type": "linear", "theta": 77.0, "factor": 2.0}, frequencies(77.0, 2.0, 4)),
+    **BALANCED,
+    "model.q_lora_rank": Change(None, Shapes({r"^model.*q_a_proj": None})),
+    "model.kv_lora_rank": Change(16, Shapes({r"^model\.body\.1\..*kv_b_proj\.weight": (1, 4, 10, 16)})),
+    "model.qk_nope_head_dim": Change(6, Shapes({r"^model\.body\.1\..*kv_b_proj\.weight": (1, 4, 12, 8)})),
+    "model.qk_rope_head_dim": Change(6, Shapes({r"^model\.body\.1\..*with_mqa\.weight": (1, 14, 32)})),
+    "model.v_head_dim": Change(8, Shapes({r"^model\.body\.1\..*o_proj\.weight": (1, 32, 4, 8)})),
+    "model.rope_interleave": Change(False, Program(loses=r"tensor<\S*2x2xf32>")),
+    "model.attention_bias": Change(True, Shapes({r"^model\.body\.1\..*with_mqa\.bias": (1, 12)})),
+}
 STATES: dict[str, Entry] = {
     "model.rope": SCALED_ROPE,
     "model.attention_interval": Change(1, Shapes({r"^model.*A_log": None})),
@@ -662,16 +673,12 @@ TABLE: Table = {
         "model.use_qk_norm": Change(True, Shapes({r"^model.*body\.1\..*q_norm\.weight": (1, 8)})),
         "model.attention_bias": NO_BIAS,
     },
-    "glm4_moe_lite": {
-        "model.rope": Change({"type": "linear", "theta": 77.0, "factor": 2.0}, frequencies(77.0, 2.0, 4)),
-        **BALANCED,
-        "model.q_lora_rank": Change(None, Shapes({r"^model.*q_a_proj": None})),
-        "model.kv_lora_rank": Change(16, Shapes({r"^model\.body\.1\..*kv_b_proj\.weight": (1, 4, 10, 16)})),
-        "model.qk_nope_head_dim": Change(6, Shapes({r"^model\.body\.1\..*kv_b_proj\.weight": (1, 4, 12, 8)})),
-        "model.qk_rope_head_dim": Change(6, Shapes({r"^model\.body\.1\..*with_mqa\.weight": (1, 14, 32)})),
-        "model.v_head_dim": Change(8, Shapes({r"^model\.body\.1\..*o_proj\.weight": (1, 32, 4, 8)})),
-        "model.rope_interleave": Change(False, Program(loses=r"tensor<\S*2x2xf32>")),
-        "model.attention_bias": Change(True, Shapes({r"^model\.body\.1\..*with_mqa\.bias": (1, 12)})),
+    "glm4_moe_lite": LATENT,
+    "deepseek_v3": {
+        **LATENT,
+        "model.num_expert_groups": Change(2, Program(gains=r"tensor<\S*x2x3xf32>")),
+        "model.num_groups_per_token": Change(3, Program(gains=r"chlo.top_k\(%\w+, k = 3\)")),
+        "model.mlp_only_layers": Change([1], Shapes({r"^model\.body\.0\..*router\.weight": (1, 6, 32)})),
     },
     "qwen2_moe": {
         "model.sliding_window": WINDOW,

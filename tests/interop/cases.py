@@ -315,6 +315,14 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
             "mlp_layer_types": ["sparse", "dense", "sparse"],
         },
     ),
+    "deepseek_v3": (
+        "deepseek_v3",
+        {
+            **LATENT,
+            **{"n_routed_experts": 12, "n_group": 4, "topk_group": 2, "first_k_dense_replace": 1, "num_mtp_layers": 0},
+            "rope_parameters": {**YARN, "mscale": 1.0, "mscale_all_dim": 1.0},
+        },
+    ),
     "glm4": ("glm4", {"head_dim": 12}),
     "glm4-all-rotated": (
         "glm4",

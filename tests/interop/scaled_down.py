@@ -31,6 +31,8 @@ def scaled_down(content: Mapping[str, Any]) -> Json:
         if key in small:
             chosen = next((small[name] for name in ("num_experts_per_tok", "top_k_experts") if name in small), None)
             small[key] = chosen and chosen + 2
+    if small.get("n_group", 1) > 1:
+        small |= {"n_routed_experts": 2 * small["num_experts_per_tok"], "n_group": 4, "topk_group": 3}
     if "rotary_dim" in small:
         small["rotary_dim"] = HEAD_SIZE // 2
     return small

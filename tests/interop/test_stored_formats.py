@@ -23,7 +23,7 @@ from tests.engine.helpers import layout, one_device
 from tests.interop.cases import FIRST, VOCAB, abstract_of, exported, inputs_of, logits_of, reference, tokens
 from tests.interop.multimodal import saved as saved_parts
 from tests.interop.multimodal import source_of
-from tests.interop.stored import LUT, as_fp8, as_mxfp4, in_fp8, saved_gpt_oss
+from tests.interop.stored import LUT, as_fp8, as_mxfp4, in_fp8, rewritten, saved_gpt_oss
 from tests.interop.test_multimodal import assert_same_tensors, content_of
 from tests.tiers import one_of
 
@@ -171,7 +171,7 @@ def saved(name, place, **keys):
 
 
 # With one tensor for each expert and with one for all of them; the names of Conv1D and of joined projections.
-FEW = ("glm4_moe", "qwen3_5_moe_text", "gpt2", "phi3")
+FEW = ("deepseek_v3", "qwen3_5_moe_text", "gpt2", "phi3")
 
 
 @pytest.mark.slow
@@ -250,7 +250,17 @@ def test_kept_tensors_are_decoded_too(tmp_path):
 
 @pytest.mark.slow
 def test_an_export_is_decoded(tmp_path):
-    folder, decoded = as_fp8(saved("glm4_moe", tmp_path / "hf"))
+    """With a layer that predicts one token more, which exports keep."""
+
+    def with_further_layer(name, array):
+        yield name, array
+        if ".layers.1." in name:
+            yield name.replace(".1.", ".2."), array[::-1]
+        if name == "lm_head.weight":
+            yield "model.layers.2.eh_proj.weight", np.tile(array, 2)
+
+    source = rewritten(saved("deepseek_v3", tmp_path / "hf", num_nextn_predict_layers=1), with_further_layer)
+    folder, decoded = as_fp8(source)
     opened = open_folder(folder)
     assert [note for note in opened.notes if "the weights are stored as fp8, and decoded as they are read" in note]
     text = SourceFolder.read(folder, str(folder), content_of(folder), opened.config)

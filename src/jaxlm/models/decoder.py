@@ -409,7 +409,9 @@ class TransformerModel(LanguageModel):
             taps: of layers that run. None if `stop` is given.
         """
         x, key = self.embedded(inputs, stream, key)
-        own = self.layer_inputs and self.layer_inputs(inputs, x if stream is None else self.embedded(inputs, None, None)[0])
+        own = self.layer_inputs and self.layer_inputs(
+            inputs, x if stream is None else self.embedded(inputs, None, None)[0]
+        )
         return self._scaled(self.body(x, inputs, None, key, taps, first, stop, own))
 
     def init_cache(self, Batch: Axis, capacity: int, dtype) -> DecodingCache:

@@ -12,6 +12,12 @@ def correction_bias() -> KeyGroup:
     return KeyGroup((), lambda theirs: {"router_bias_step": 0.0}, lambda config: {})
 
 
+def further_layers() -> KeyGroup:
+    """The number of layers that predict more tokens. A new model has none; those of a source stay in its exports, and so does
+    this key."""
+    return KeyGroup(("num_mtp_layers",), lambda theirs: {}, lambda config: {"num_mtp_layers": 0})
+
+
 def balanced_experts(
     *,
     width: int,

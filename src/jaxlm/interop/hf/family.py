@@ -223,6 +223,7 @@ class Family:
         idle: config -> such expressions for tensors of its layers that the model does not use.
         vocab_keys: keys of config.json with the number of rows of a table for the vocabulary.
         further: the tensor that a layer of the files has only if it predicts more tokens. Exports copy such layers.
+        experts: the module of a layer in transformers that has the weights of all experts.
     """
 
     model_types: tuple[str, ...]
@@ -241,6 +242,7 @@ class Family:
     further: str = ""
     idle: Callable[[Any], Sequence[str]] = lambda _: ()
     vocab_keys: tuple[str, ...] = ("vocab_size",)
+    experts: str = "mlp.experts"
 
     def modeling_files(self) -> dict[str, bytes]:
         """Name -> content of the files with the code of the model; none if transformers has it."""

@@ -212,7 +212,7 @@ def edited_json(family: Family, config: ModelConfig, source: Mapping[str, Any], 
         *(key for key in before if key not in after),
         *(a for a, own in family.aliases.items() if own in changed),
     }
-    whole = {"architectures", "auto_map"} if form.part is None else set()
+    whole = {"architectures", "auto_map", "model_type"} if form.part is None else set()
     own = {key: after[key] for key in whole if key in after}
 
     def edited(changed: Mapping[str, Any], dropped: set[str]) -> Json | None:

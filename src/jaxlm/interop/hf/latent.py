@@ -37,22 +37,26 @@ def latent_keys(
         JsonKey("rope_interleave", "rope_interleave", True, bool),
         JsonKey("attention_bias", "attention_bias", False),
         FixedKey("attention_dropout", 0.0),
-        _key_heads(),
+        _derived_sizes(sizes[2], sizes[3]),
         _with_factor_of_scores(rope() if rotary is None else rotary),
         activation("hidden_act", "silu"),
     )
 
 
-def _key_heads() -> KeyGroup:
-    """The number of key heads, which is that of query heads."""
+def _derived_sizes(plain: int, rotated: int) -> KeyGroup:
+    """Sizes that follow from others: transformers computes with no other. Args: as `sizes` of `latent_keys`."""
 
     def to_ours(theirs: Mapping[str, Any]) -> Json:
-        given, heads = theirs.get("num_key_value_heads"), theirs["num_attention_heads"]
-        if given not in (None, heads):
-            raise ConfigError(f"num_key_value_heads: {given} given, {heads} expected (num_attention_heads)")
+        features = theirs.get("qk_rope_head_dim", rotated)
+        both = theirs.get("qk_nope_head_dim", plain) + features
+        expected = {"num_key_value_heads": theirs["num_attention_heads"], "qk_head_dim": both, "head_dim": features}
+        for name, size in expected.items():
+            if theirs.get(name) not in (None, size):
+                raise ConfigError(f"{name}: {theirs[name]} given, {size} expected")
         return {}
 
-    return KeyGroup(("num_key_value_heads",), to_ours, lambda config: {"num_key_value_heads": config.num_heads})
+    names = ("num_key_value_heads", "qk_head_dim", "head_dim")
+    return KeyGroup(names, to_ours, lambda config: {"num_key_value_heads": config.num_heads})
 
 
 def _with_factor_of_scores(rotary: KeyGroup) -> KeyGroup:

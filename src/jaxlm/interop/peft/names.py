@@ -144,7 +144,7 @@ _ONE = "one"  # an axis of size 1, in place of the inputs
 
 
 class Arrays(NamedTuple):
-    """An adapter's a [rank, in], b [out, rank] and, with DoRA, magnitude [out]."""
+    """An adapter's a [rank, in], b [out, rank] and, with DoRA, magnitude [out]. Several have leading axes."""
 
     a: np.ndarray
     b: np.ndarray

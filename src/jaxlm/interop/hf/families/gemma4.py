@@ -206,6 +206,7 @@ FAMILY = Family(
     tensors=lambda config: tuple(_tensors(config)),
     respelled=RESPELLED_WINDOWS,
     idle=_idle,
+    experts="experts",
     vocab_keys=("vocab_size", "vocab_size_per_layer_input"),
     text=(
         TextPart(

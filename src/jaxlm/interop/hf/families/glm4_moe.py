@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from dataclasses import field
 
 from jaxlm.core.field_types import NumLayers, PositiveInt
-from jaxlm.interop.hf.balanced_experts import balanced_experts
-from jaxlm.interop.hf.family import Family, FixedKey, JsonKey, KeyGroup
+from jaxlm.interop.hf.balanced_experts import balanced_experts, further_layers
+from jaxlm.interop.hf.family import Family, FixedKey, JsonKey
 from jaxlm.interop.hf.shared_keys import rope, usual_keys
 from jaxlm.interop.hf.weights import (
     Tensor,
@@ -77,8 +77,7 @@ FAMILY = Family(
         JsonKey("use_qk_norm", "use_qk_norm", False),
         JsonKey("attention_bias", "attention_bias", False),
         FixedKey("attention_dropout", 0.0),
-        # A new model has no layers that predict more tokens; those of a source stay in its exports, and so does this key.
-        KeyGroup(("num_mtp_layers",), lambda theirs: {}, lambda config: {"num_mtp_layers": 0}),
+        further_layers(),
     ),
     tensors=lambda config: tuple(
         rows_by_stack(
