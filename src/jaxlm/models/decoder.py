@@ -404,14 +404,12 @@ class TransformerModel(LanguageModel):
 
         Args:
             first, stop: numbers of the first layer that runs, and of the one after the last; None for all from the first on.
-            stream: {batch, position, embed}, the input of the first one: what `hidden` returns for the tap of the layer
-                before it. None for the embeddings.
+            stream: {batch, position, embed}, its input: the tap of the layer before it. None for the embeddings.
             taps: of layers that run. None if `stop` is given.
         """
         x, key = self.embedded(inputs, stream, key)
-        own = self.layer_inputs and self.layer_inputs(
-            inputs, x if stream is None else self.embedded(inputs, None, None)[0]
-        )
+        start = x if stream is None or self.layer_inputs is None else self.embedded(inputs, None, None)[0]
+        own = self.layer_inputs and self.layer_inputs(inputs, start)
         return self._scaled(self.body(x, inputs, None, key, taps, first, stop, own))
 
     def init_cache(self, Batch: Axis, capacity: int, dtype) -> DecodingCache:
