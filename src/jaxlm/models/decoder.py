@@ -40,11 +40,11 @@ from jaxlm.models.base import (
     with_context,
     with_traits,
 )
+from jaxlm.models.decoders.layer_inputs import LayerInputs
 from jaxlm.models.diffusion import Denoiser, TimeEmbedding, TimeEmbeddingConfig, needed, routed, runs_whole
 from jaxlm.models.flops import FlopsPerToken
 from jaxlm.models.growth import StartsAsIdentity, grown_body, without_output
 from jaxlm.models.inference.cache import DecodingCache, empty_cache
-from jaxlm.models.layer_inputs import LayerInputs
 from jaxlm.models.layers import Embedding, GatedMlp, Mlp, check_tiles, dropout, token_embeddings
 from jaxlm.models.linear import Linear
 from jaxlm.models.mixers.base import ForCache, LayerCache, LayerContext, Mixer

@@ -14,8 +14,8 @@ from haliax import NamedArray
 from jaxlm.core.axes import EMBED
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.parameters import FIXED, DeclaresParameters, Parameter
+from jaxlm.models.decoders.layer_inputs import LayerInputGate
 from jaxlm.models.growth import StartsAsIdentity, norm_of_zero, without_output
-from jaxlm.models.layer_inputs import LayerInputGate
 from jaxlm.models.layers import GatedMlp
 from jaxlm.models.mixers.base import ForCache, LayerCache, LayerContext, Mixer
 from jaxlm.models.moe import Experts

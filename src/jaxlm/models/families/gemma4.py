@@ -21,9 +21,9 @@ from jaxlm.core.rules import Rules, ordered, together
 from jaxlm.models.base import ModelConfig
 from jaxlm.models.decoder import Decoder, gated_mlp
 from jaxlm.models.decoders.gemma4 import ExpertsBeside, Gemma4Block
+from jaxlm.models.decoders.layer_inputs import LayerInputGate, LayerInputs
 from jaxlm.models.decoders.pre_norm import PatternConfig
 from jaxlm.models.flops import FlopsPerToken
-from jaxlm.models.layer_inputs import LayerInputGate, LayerInputs
 from jaxlm.models.linear import ExpertLinear, Linear
 from jaxlm.models.mixers.base import Mixer
 from jaxlm.models.mixers.normed_values import NormedValueAttention, TakenKeyAttention
