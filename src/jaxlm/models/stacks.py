@@ -29,10 +29,10 @@ from jaxlm.core.tree import is_named
 from jaxlm.models.attention.api import AttentionMask
 from jaxlm.models.attention.choose import AUTO
 from jaxlm.models.base import EMBEDDING, FINAL, AuxLoss, Hidden, Inputs, check_taps, layer_tap, tap_names
-from jaxlm.models.decoders.forward_pass import ForwardPass, layers_between
 from jaxlm.models.inference.cache import DecodingCache, extend_cache, mask_over_cache
 from jaxlm.models.layers import tiled_mlps, with_dropout_keys
 from jaxlm.models.mixers.base import ForCache, LayerCache, LayerContext
+from jaxlm.models.mixers.forward_pass import ForwardPass, layers_between
 from jaxlm.models.norms import Norm
 from jaxlm.models.remat import RematPolicy, for_whole_layers, layer_input, remat, with_remat_modules
 from jaxlm.models.rope import Places, QueryScaling, RotaryConfig, Rotation
