@@ -8,7 +8,7 @@ from dataclasses import field
 from jaxlm.core.field_types import NumLayers, PositiveFloat, PositiveInt
 from jaxlm.interop.hf.balanced_experts import balanced_experts
 from jaxlm.interop.hf.family import Family
-from jaxlm.interop.hf.latent import latent_keys, latent_moe_tensors
+from jaxlm.interop.hf.latent import balanced_expert_rows, latent_keys, latent_moe_tensors
 from jaxlm.models.base import ModelConfig
 from jaxlm.models.decoders.latent import LatentConfig
 from jaxlm.models.decoders.moe_decoder import BalancedMoeConfig
@@ -44,6 +44,6 @@ FAMILY = Family(
             width=1536, dense_width=10240, num_experts=64, chosen=4, num_dense=1, scale=1.8, lists_layers=True
         ),
     ),
-    tensors=latent_moe_tensors,
+    tensors=lambda config: latent_moe_tensors(config, balanced_expert_rows()),
     further="eh_proj.weight",
 )
