@@ -260,6 +260,9 @@ OPTIMIZER: dict[str, Entry] = {
         "tests/objectives/test_neftune.py::test_the_noise_is_uniform_with_the_bound_of_the_paper_for_each_document"
     ),
     "objective.log_entropy": Change(True, Program(gains=r"metrics\['train/entropy'\]", alone=False)),
+    "objective.mtp_weight": Change(
+        0.3, Refused("but the model has no layer that predicts the token after the next one")
+    ),
 }
 LORA: dict[str, Entry] = {
     "surgery.target": Change("mlp", Shapes({r"attn\.q_proj\.a$": None})),
@@ -278,6 +281,7 @@ LORA: dict[str, Entry] = {
     ),
     "surgery.layers_to_transform": Change([1], Shapes({r"^model.*q_proj\.layer$": (2,)})),
     "surgery.embeddings": Change("tokens", Shapes({r"^model\.tokens\.lookup\.b$": (32, 2)})),
+    "surgery.experts": ShownIn("tests/surgery/test_lora_experts.py::test_parameters_of_adapters_that_are_active"),
     "surgery.ensure_weight_tying": ShownIn("tests/surgery/test_lora.py::test_adapters_of_embeddings"),
     "surgery.modules_to_save": ShownIn(
         "tests/surgery/test_peft.py::test_a_run_with_dora_ranks_by_layer_and_a_trained_head_is_exported"

@@ -426,7 +426,7 @@ def test_adapters_of_every_kind_do_not_depend_on_the_mesh(mesh, tied):
     ("config", "named"),
     [
         ({"target": "nothing"}, "q_proj"),
-        ({"target": None}, "target and embeddings are null"),
+        ({"target": None}, "target, embeddings and experts are null"),
         ({"embeddings": "head"}, "embeddings: 'head' given, but it matches none of tokens"),
         ({"embeddings": "tokens", "ensure_weight_tying": True}, "needs a head that is tied"),
         ({"rank_pattern": {"nothing": 2}}, "rank_pattern: 'nothing' matches no layer. Closest names: .*layers.0"),

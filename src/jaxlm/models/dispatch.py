@@ -18,7 +18,6 @@ from haliax import NamedArray
 from jax.sharding import Mesh, PartitionSpec
 
 from jaxlm.core.axes import BATCH, EXPERTS, MLP, POSITION
-from jaxlm.core.products.matmul import array_specs
 from jaxlm.core.products.stored_weights import Weight
 from jaxlm.core.sharding import current_layout
 from jaxlm.models.grouped_products import Grouping
@@ -51,12 +50,11 @@ class ExpertSharding:
         experts, mlp = (mesh_axes(weight.resolve_axis(axis), layout.compute) for axis in (EXPERTS, MLP))
         return ExpertSharding(layout.mesh, batch, position, experts, mlp)
 
-    def shard_map(self, local: Any, weights: Sequence[Any]) -> Any:
-        """Runs `local(x_BSD, chosen_BSK, share_BSK, gate_EDM, up_EDM, down_EMD, gate_EM, up_EM, down_ED)` on each device's
-        shard. The last three are biases, or None.
+    def shard_map(self, local: Any, layers: Sequence[Any]) -> Any:
+        """Runs `local(x_BSD, chosen_BSK, share_BSK, gate, up, down)` on each device's shard.
 
         Args:
-            weights: the three arguments before them.
+            layers: the last three arguments (`ExpertMatrices`).
         """
         if self.mesh is None:
             return local
@@ -64,9 +62,8 @@ class ExpertSharding:
         into = PartitionSpec(self.experts or None, None, self.mlp or None)
         out = PartitionSpec(self.experts or None, self.mlp or None, None)
         # The collectives inside establish replication, which the check cannot infer.
-        weight_specs = (array_specs(*pair) for pair in zip(weights, (into, into, out), strict=True))
-        biases = [PartitionSpec(*spec[:1], *spec[2:]) for spec in (into, into, out)]
-        specs = (tokens, tokens, tokens, *weight_specs, *biases)
+        weight_specs = (layer.specs(spec) for layer, spec in zip(layers, (into, into, out), strict=True))
+        specs = (tokens, tokens, tokens, *weight_specs)
         return jax.shard_map(local, mesh=self.mesh, in_specs=specs, out_specs=tokens, check_vma=False)
 
     def once(self, bias_ED: jax.Array | None) -> jax.Array | None:

@@ -1,19 +1,21 @@
 """Linear layers between named axes."""
 
 import dataclasses
+from typing import Any
 
 from jaxlm.core.imports import haliax as hax
 
 import equinox as eqx
 import jax
 from haliax import Axis, AxisSpec, NamedArray
+from jax.sharding import PartitionSpec
 
-from jaxlm.core.axes import axes_of
+from jaxlm.core.axes import EXPERTS, axes_of
 from jaxlm.core.parameters import VECTOR, DeclaresParameters, Parameter, matrix
 from jaxlm.core.products.float32_sums import shifted
 from jaxlm.core.products.fp8 import Fp8
-from jaxlm.core.products.matmul import dot, operand
-from jaxlm.core.products.stored_weights import Weight
+from jaxlm.core.products.matmul import arranged, array_specs, dot, operand
+from jaxlm.core.products.stored_weights import StoredArray, Weight
 
 _FLAT_IN, _FLAT_OUT = "flat_in", "flat_out"
 
@@ -90,6 +92,61 @@ class MatrixLinear(eqx.Module):
         return operand(x, self.matrix)
 
 
+class ExpertMatrices(eqx.Module):
+    """The arrays of one linear layer per expert, without axis names; on each device, its part of them.
+
+    Attributes:
+        weight_EIO: {experts, In, Out}.
+        bias_EO: {experts, Out}.
+    """
+
+    weight_EIO: jax.Array | StoredArray
+    bias_EO: jax.Array | None
+
+    def dot(self, x_PI: jax.Array, grouping: Any) -> jax.Array:
+        """Applies its expert's layer to each row. Args: grouping: which rows are whose (`Grouping`)."""
+        return grouping.shifted(grouping.dot(x_PI, self.weight_EIO), self.bias_EO)
+
+    def once(self, sharding: Any) -> "ExpertMatrices":
+        """With biases on one of the devices that have slices of the inputs. Args: sharding: `ExpertSharding`."""
+        return dataclasses.replace(self, bias_EO=sharding.once(self.bias_EO))
+
+    def specs(self, spec: PartitionSpec) -> Any:
+        """The partition specs of its arrays, given that of the weight."""
+        bias = None if self.bias_EO is None else PartitionSpec(spec[0], spec[2])
+        return ExpertMatrices(array_specs(self.weight_EIO, spec), bias)  # pyright: ignore[reportArgumentType]
+
+
+class AdaptedMatrices(eqx.Module):
+    """`ExpertMatrices` with low-rank adapters: W + B A.
+
+    Attributes:
+        base: those without.
+        a_EIL, b_ELO: {experts, In, rank} and {experts, rank, Out}.
+    """
+
+    base: ExpertMatrices
+    a_EIL: jax.Array
+    b_ELO: jax.Array
+
+    @property
+    def weight_EIO(self) -> jax.Array | StoredArray:
+        return self.base.weight_EIO
+
+    def dot(self, x_PI: jax.Array, grouping: Any) -> jax.Array:
+        """As `ExpertMatrices.dot`. If devices have slices of the inputs, the sum over them is still to be taken."""
+        out_PO = self.base.dot(x_PI, grouping)
+        return (out_PO + grouping.dot(grouping.dot(x_PI, self.a_EIL), self.b_ELO)).astype(out_PO.dtype)
+
+    def once(self, sharding: Any) -> "AdaptedMatrices":
+        return dataclasses.replace(self, base=self.base.once(sharding))
+
+    def specs(self, spec: PartitionSpec) -> Any:
+        experts, inputs, outputs = spec
+        low = PartitionSpec(experts, inputs, None), PartitionSpec(experts, None, outputs)
+        return AdaptedMatrices(self.base.specs(spec), *low)  # pyright: ignore[reportArgumentType]
+
+
 class ExpertLinear(DeclaresParameters):
     """One linear layer per expert. `jaxlm.models.moe` applies them.
 
@@ -110,6 +167,11 @@ class ExpertLinear(DeclaresParameters):
         """Initializes N(0, std) weights and, with `use_bias`, zero biases."""
         bias = hax.zeros((Expert, Out)) if use_bias else None
         return ExpertLinear(hax.random.normal(key, (Expert, In, Out)) * std, In, Out, bias)
+
+    def matrices(self) -> ExpertMatrices:
+        """The arrays that grouped products read."""
+        bias_EO = None if self.bias is None else self.bias.rearrange((EXPERTS, self.Out.name)).array
+        return ExpertMatrices(arranged(self.weight, (EXPERTS, self.In.name, self.Out.name)), bias_EO)
 
     def parameters(self) -> dict[str, Parameter]:
         return {"weight": matrix([self.Out], [self.In]), "bias": VECTOR}

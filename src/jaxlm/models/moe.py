@@ -18,7 +18,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxlm.core import tree
 from jaxlm.core.axes import BATCH, EMBED, EXPERTS, MLP, POSITION, VOCAB, axes_of
 from jaxlm.core.parameters import SCALE, DeclaresParameters, Parameter
-from jaxlm.core.products.matmul import arranged, dot
+from jaxlm.core.products.matmul import dot
 from jaxlm.core.products.stored_weights import StoredWeight
 from jaxlm.core.sharding import Layout
 from jaxlm.models.activations import SwigluClamp, clamped, gated
@@ -67,41 +67,24 @@ class Experts(eqx.Module):
     def _apply_experts(self, x: NamedArray, chosen_BSK: jax.Array, share_BSK: jax.Array) -> NamedArray:
         """The chosen experts' outputs, weighted and summed."""
         x = x.rearrange((BATCH, POSITION, EMBED))
-        into_mlp, out_of_mlp = (EXPERTS, EMBED, MLP), (EXPERTS, MLP, EMBED)
-        weights = [
-            arranged(layer.weight, order)
-            for layer, order in ((self.gate_proj, into_mlp), (self.up_proj, into_mlp), (self.down_proj, out_of_mlp))
-        ]
-        biases = [
-            None if layer.bias is None else layer.bias.rearrange((EXPERTS, out)).array
-            for layer, out in ((self.gate_proj, MLP), (self.up_proj, MLP), (self.down_proj, EMBED))
-        ]
+        layers = [layer.matrices() for layer in (self.gate_proj, self.up_proj, self.down_proj)]
         sharding = ExpertSharding.of(x, self.gate_proj.weight)
 
-        def local(x_BSD, chosen_BSK, share_BSK, *weights):
-            sent = dispatch(x_BSD, chosen_BSK, num_experts=weights[0].shape[0], sharding=sharding)
-            *weights, down_bias_ED = weights
-            rows_PD = self._local_experts(
-                sent.rows_PD, sent.grouping, *weights, down_bias_ED=sharding.once(down_bias_ED)
-            )
+        def local(x_BSD, chosen_BSK, share_BSK, gate, up, down):
+            sent = dispatch(x_BSD, chosen_BSK, num_experts=gate.weight_EIO.shape[0], sharding=sharding)
+            rows_PD = self._local_experts(sent.rows_PD, sent.grouping, gate, up, down.once(sharding))
             return sent.combine(rows_PD, share_BSK)
 
-        run = sharding.shard_map(local, weights)
-        return hax.auto_sharded(NamedArray(run(x.array, chosen_BSK, share_BSK, *weights, *biases), x.axes))
+        run = sharding.shard_map(local, layers)
+        return hax.auto_sharded(NamedArray(run(x.array, chosen_BSK, share_BSK, *layers), x.axes))
 
-    def _local_experts(
-        self, x_PD, grouping: Grouping, gate_EDM, up_EDM, down_EMD, gate_bias_EM, up_bias_EM, down_bias_ED
-    ) -> jax.Array:
+    def _local_experts(self, x_PD, grouping: Grouping, gate, up, down) -> jax.Array:
         """The outputs of this device's experts."""
-
-        def layer(x_PI: jax.Array, w_EIO, bias_EO) -> jax.Array:
-            return checkpoint_name(grouping.shifted(grouping.dot(x_PI, w_EIO), bias_EO), EXPERT)
-
-        gate_PM, up_PM = layer(x_PD, gate_EDM, gate_bias_EM), layer(x_PD, up_EDM, up_bias_EM)
+        gate_PM, up_PM = (checkpoint_name(layer.dot(x_PD, grouping), EXPERT) for layer in (gate, up))
         hidden_PM = (
             gated(self.activation, gate_PM, up_PM) if self.clamp is None else clamped(self.clamp, gate_PM, up_PM)
         )
-        return layer(hidden_PM, down_EMD, down_bias_ED)
+        return checkpoint_name(down.dot(hidden_PM, grouping), EXPERT)
 
 
 class SharedExpert(DeclaresParameters):
@@ -136,8 +119,7 @@ def num_active(model: Any) -> int:
     inactive = 0
     for experts in tree.modules(model, Experts):
         layers = (experts.gate_proj, experts.up_proj, experts.down_proj)
-        expert_size = sum(layer.weight.size + (0 if layer.bias is None else layer.bias.size) for layer in layers)
-        num_experts = experts.gate_proj.weight.axis_size(EXPERTS)
+        expert_size, num_experts = tree.num_parameters(layers), experts.gate_proj.weight.axis_size(EXPERTS)
         inactive += expert_size * (num_experts - experts.routing.num_chosen) // num_experts
     return tree.num_parameters(model) - inactive
 

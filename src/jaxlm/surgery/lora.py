@@ -36,8 +36,9 @@ from jaxlm.interop.peft.names import AxisSizes, BaseRows
 from jaxlm.interop.peft.read import ReadAdapters, lora_keys, peft_folder, read_adapters
 from jaxlm.interop.peft.write import Adapted, Adapter, save_adapters
 from jaxlm.models.base import Inputs, LanguageModel, ModelConfig
+from jaxlm.models.decoders.mtp import MTP
 from jaxlm.models.layers import Embedding
-from jaxlm.models.linear import Linear
+from jaxlm.models.linear import ExpertLinear, Linear
 from jaxlm.models.stack_paths import NumberedPaths, path_before_splits
 from jaxlm.models.stacks import Body
 from jaxlm.reading.choices import choice
@@ -48,6 +49,7 @@ from jaxlm.surgery.lora_layers import (
     AdapterSize,
     Init,
     LoraEmbedding,
+    LoraExperts,
     LoraLinear,
     LowRank,
     UntiedEmbedding,
@@ -71,7 +73,7 @@ class LoraConfig(SurgeryConfig):
 
     Attributes:
         target: regular expression searched for in the paths of linear layers; matching layers get an adapter. Null adapts no
-            linear layers.
+            linear layers. The layer `mtp`, which transformers does not have, gets none.
         rank: rank of the adapters.
         alpha: adapter outputs are scaled by alpha / rank.
         dropout: dropout probability of the inputs of linear layers' adapters in training.
@@ -83,6 +85,8 @@ class LoraConfig(SurgeryConfig):
         layers_to_transform: numbers of the layers that get adapters, from 0; null means all. Does not affect the head.
         embeddings: regular expression searched for in the paths of embedding tables (`tokens`), and in `head` if the head is
             tied to one; matching ones get an adapter. Null adapts none.
+        experts: regular expression searched for in the paths of the linear layers of experts (`mlp.gate_proj`); each expert
+            gets an adapter of its own in matching ones. Null adapts none.
         ensure_weight_tying: the head that is tied to the token embedding has the adapter of that embedding too, so that they
             stay tied.
         modules_to_save: regular expressions searched for in the paths of other parameters (`^head\\.weight$`, `\\.bias$`);
@@ -110,6 +114,7 @@ class LoraConfig(SurgeryConfig):
     alpha_pattern: dict[str, NonNegativeFloat] = field(default_factory=dict)
     layers_to_transform: list[NonNegativeInt] | None = None
     embeddings: str | None = None
+    experts: str | None = None
     ensure_weight_tying: bool = False
     modules_to_save: list[str] = field(default_factory=list)
     init: Init = "default"
@@ -120,18 +125,24 @@ class LoraConfig(SurgeryConfig):
 
     key_rules: ClassVar[Rules] = (
         excludes(
-            "from_peft", "embeddings", when="existing", is_=("keep", "merge"), why="which takes a surgery of its own"
+            *("from_peft", "embeddings", "experts"),
+            when="existing",
+            is_=("keep", "merge"),
+            why="which takes a surgery of its own",
         ),
         excludes("existing", when="init", is_="eva", why="which measures layers without adapters"),
         only("calibration_batches", when="init", is_="eva"),
         excludes("init", "from_peft", why="whose adapters have started already"),
         excludes("init", "embeddings", why="whose tables start as usual"),
+        excludes("init", "experts", why="whose adapters start as usual"),
+        excludes("dropout", "experts", why="whose adapters PEFT opens only without"),
+        excludes("use_dora", "experts", why="whose adapters have no magnitudes"),
     )
 
     def apply(self, model: LanguageModel, *, key: jax.Array) -> LanguageModel:
-        if self.target is None and self.embeddings is None:
+        if self.target is None and self.embeddings is None and self.experts is None:
             raise ConfigError(
-                "surgery lora: target and embeddings are null, so nothing gets an adapter. Set one of them"
+                "surgery lora: target, embeddings and experts are null, so nothing gets an adapter. Set one of them"
             )
         for name in ("rank_pattern", "alpha_pattern", "modules_to_save"):
             for pattern in getattr(self, name):
@@ -152,9 +163,16 @@ class LoraConfig(SurgeryConfig):
             options = {"dropout": self.dropout, "use_dora": self.use_dora, "init": self.init}
             return LoraLinear.sized(layer, sizes, key=layer_key, **options)
 
+        def adapt_experts(path: str, layer: ExpertLinear) -> LoraExperts | ExpertLinear:
+            layer_key = jax.random.fold_in(key, next(indices))
+            sizes = self._sizes(names.numbered(path, layer.weight), _largest(layer) if self.cap_rank else None)
+            return LoraExperts.sized(layer, sizes, key=layer_key) if any(size.rank for size in sizes) else layer
+
         adapted = model
         if self.target is not None:
             adapted = tree.map_modules_by_path(model, Linear, self.target, adapt)
+        if self.experts is not None:
+            adapted = tree.map_modules_by_path(adapted, ExpertLinear, self.experts, adapt_experts)
         if self.existing == "refuse":
             self._check_no_adapters(model)
         elif tree.num_parameters(adapted) == tree.num_parameters(model):
@@ -200,8 +218,9 @@ class LoraConfig(SurgeryConfig):
 
     def merge(self, model: LanguageModel) -> LanguageModel:
         # The paths may have changed since, and merging some earlier than others changes nothing.
-        if tree.modules(model, LoraLinear):
-            model = tree.map_modules(model, LoraLinear, ".*", LoraLinear.merged)
+        for kind in (LoraLinear, LoraExperts):
+            if tree.modules(model, kind):
+                model = tree.map_modules(model, kind, ".*", lambda layer: layer.merged())
         if self.embeddings is None:
             return model
         adapts = lambda path: any(map(self._matches_table, (path, head_of(path))))  # noqa: E731
@@ -266,7 +285,8 @@ class LoraConfig(SurgeryConfig):
         """The sizes of the adapters at these numbered paths. Args: largest: rank; None does not limit it."""
         sizes = []
         for path, number in numbered:
-            rank = 0 if self._leaves_out(number) else _first_match(self.rank_pattern, path, self.rank)
+            is_left_out = self._leaves_out(number) or path.startswith(f"{MTP}.")
+            rank = 0 if is_left_out else _first_match(self.rank_pattern, path, self.rank)
             rank = rank if largest is None else min(rank, largest)
             alpha = _first_match(self.alpha_pattern, path, self.alpha)
             sizes.append(AdapterSize(rank, alpha / rank ** (0.5 if self.rslora else 1) if rank else 0.0))
@@ -363,9 +383,9 @@ class LoraConfig(SurgeryConfig):
 
     def _check_no_adapters(self, model: LanguageModel) -> None:
         """Refuses a second adapter on a layer: it would hide the first one from code that reads or writes adapters."""
-        linear = [path for path, _ in tree.modules_by_path(model, LoraLinear)]
-        tables = [path for path, _ in tree.modules_by_path(model, LoraEmbedding)]
-        for key, paths in (("target", linear), ("embeddings", tables)):
+        kinds = {"target": LoraLinear, "embeddings": LoraEmbedding, "experts": LoraExperts}
+        for key, kind in kinds.items():
+            paths = [path for path, _ in tree.modules_by_path(model, kind)]
             pattern = getattr(self, key)
             matches = [p for p in paths if pattern is not None and any(re.search(pattern, q) for q in (p, f"{p}.base"))]
             if matches:
@@ -399,7 +419,7 @@ class LoraConfig(SurgeryConfig):
         problems = [
             f"{key}: {getattr(self, key)} given, but the folder has {value}"
             for key, value in read.keys.items()
-            if key not in ("target", "embeddings") and getattr(self, key) != value
+            if key not in ("target", "embeddings", "experts") and getattr(self, key) != value
         ]
         problems += [
             f"target: matches {path}, which has no adapter in the folder"
@@ -419,7 +439,7 @@ class LoraConfig(SurgeryConfig):
             )
 
 
-def _largest(layer: Linear) -> int:
+def _largest(layer: Linear | ExpertLinear) -> int:
     """Half of the smaller side of a layer's matrix, at least 1."""
     return max(1, min(math.prod(axis.size for axis in axes_of(spec)) for spec in (layer.In, layer.Out)) // 2)
 
@@ -430,7 +450,8 @@ def _first_match(patterns: Mapping[str, Any], path: str, default: Any) -> Any:
 
 def _changes(model: LanguageModel) -> dict[str, LowRank]:
     """Path of the adapted layer, table or tied head -> its change. A head that shares the table's has none of its own."""
-    changes = {path: layer.change for path, layer in tree.modules_by_path(model, LoraLinear)}
+    kinds = (LoraLinear, LoraExperts)
+    changes = {path: layer.change for kind in kinds for path, layer in tree.modules_by_path(model, kind)}
     for path, table in tree.modules_by_path(model, LoraEmbedding):
         table_changes = {path: table.lookup, head_of(path): table.head}
         changes |= {name: change for name, change in table_changes.items() if change is not None}
@@ -438,10 +459,12 @@ def _changes(model: LanguageModel) -> dict[str, LowRank]:
 
 
 def _adapter_paths(model: LanguageModel, lora: LoraConfig) -> list[str]:
-    linear = {path for path, _ in tree.modules_by_path(model, LoraLinear)}
-    pattern = lambda path: lora.target if path in linear else lora.embeddings  # noqa: E731
+    kinds = ((LoraLinear, lora.target), (LoraExperts, lora.experts))
+    patterns = {path: pattern for kind, pattern in kinds for path, _ in tree.modules_by_path(model, kind)}
     return [
-        path for path in _changes(model) if (expression := pattern(path)) is not None and re.search(expression, path)
+        path
+        for path in _changes(model)
+        if (pattern := patterns.get(path, lora.embeddings)) is not None and re.search(pattern, path)
     ]
 
 
@@ -455,7 +478,7 @@ def _other_paths(model: LanguageModel) -> list[str]:
 
 def _adapter_leaves(model: LanguageModel) -> frozenset[str]:
     modules = [
-        *(path for path, _ in tree.modules_by_path(model, LoraLinear)),
+        *(path for kind in (LoraLinear, LoraExperts) for path, _ in tree.modules_by_path(model, kind)),
         *(
             f"{path}.{side}"
             for path, table in tree.modules_by_path(model, LoraEmbedding)

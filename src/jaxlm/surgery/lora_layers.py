@@ -5,6 +5,8 @@ The linear layer (`LoraLinear`):
 x {.., In} --- W (frozen) -------------------------------------+--- {.., Out}
            \-- dropout -- A {rank, In} -- B {Out, rank} * scale --/
 
+The linear layer of an expert (`LoraExperts`) has an A and a B of its own.
+
 Of an embedding table, and of a head that is tied to it (`LoraEmbedding`), A is a table of its own, zero at the start, and B
 maps its rows to the embedding.
 
@@ -50,14 +52,14 @@ import jax.numpy as jnp
 from haliax import Axis, AxisSpec, NamedArray
 
 from jaxlm.core import tree
-from jaxlm.core.axes import LAYERS, LORA, VOCAB, axes_of
+from jaxlm.core.axes import EXPERTS, LAYERS, LORA, VOCAB, axes_of
 from jaxlm.core.parameters import SCALE, TABLE, DeclaresParameters, Parameter, matrix
 from jaxlm.core.products.float32_sums import rows_of, shifted
 from jaxlm.core.products.matmul import dot
 from jaxlm.core.products.stored_weights import Weight
 from jaxlm.models.base import LanguageModel
 from jaxlm.models.layers import DropoutLayer, Embedding, dropout
-from jaxlm.models.linear import Linear
+from jaxlm.models.linear import AdaptedMatrices, ExpertLinear, Linear
 from jaxlm.models.remat import ADAPTED, checkpoint_name
 from jaxlm.surgery.input_moments import InputMoments, by_layer, flat, named
 
@@ -74,8 +76,9 @@ class LowRank(tree.Padded, DeclaresParameters):
     """scale * B A, and DoRA's magnitudes if there are any.
 
     Attributes:
-        a: {layers, lora_rank, *In}; without `layers` if the weight is not stacked.
-        b: {layers, *Out, lora_rank}, likewise.
+        a: {layers, experts, lora_rank, *In}; without `layers` if the weight is not stacked, and only those of experts have
+            that axis.
+        b: {layers, experts, *Out, lora_rank}, likewise.
         scale: multiplier of B A.
         magnitude: {layers, *Out}, likewise; None without DoRA.
         layer: int32 {layers}, the index of each layer into `sizes`; None if all layers have the same rank and scale.
@@ -119,7 +122,7 @@ class LowRank(tree.Padded, DeclaresParameters):
             a, b = hax.zeros((*stacked, Rank, *inputs)), hax.random.normal(key, (*stacked, *outputs, Rank))
         layer = None
         if len(set(sizes)) > 1:
-            (Layers,) = stacked
+            (Layers,) = (axis for axis in stacked if axis.name == LAYERS)
             layer = hax.arange(Layers, dtype=jnp.int32)
             ranks = NamedArray(jnp.asarray([size.rank for size in sizes]), (Layers,))
             a, b = (_within(array, ranks) for array in (a, b))
@@ -188,7 +191,8 @@ class LowRank(tree.Padded, DeclaresParameters):
         # A part of a stack does not know which of the layers it has.
         if not ranks or not arrays or arrays[0].axis_size(LAYERS) != len(ranks):
             return {}
-        inputs, outputs = (hax.axis_size(spec) for spec in (self.In, self.Out))
+        each = math.prod(axis.size for axis in arrays[0].axes if axis.name == EXPERTS)
+        inputs, outputs = (each * hax.axis_size(spec) for spec in (self.In, self.Out))
         unused = sum(max(ranks) - rank for rank in ranks)
         return {"a": unused * inputs, "b": unused * outputs, "magnitude": ranks.count(0) * outputs}
 
@@ -403,6 +407,57 @@ def _in_turns(first: NamedArray, second: NamedArray) -> NamedArray:
     Rank = hax.Axis(LORA, 2 * first.axis_size(LORA))
     axes = tuple(Rank if axis.name == LORA else axis for axis in first.axes)
     return NamedArray(both.reshape([axis.size for axis in axes]), axes)
+
+
+class LoraExperts(tree.Padded, DeclaresParameters):
+    """One linear layer per expert, each with a low-rank adapter.
+
+    Attributes:
+        base: the original layers.
+        a, b, scale, layer, sizes: as in `LowRank`.
+    """
+
+    base: ExpertLinear
+    a: NamedArray
+    b: NamedArray
+    scale: float = eqx.field(static=True)
+    layer: NamedArray | None = None
+    sizes: tuple[AdapterSize, ...] = eqx.field(static=True, default=())
+
+    @staticmethod
+    def sized(base: ExpertLinear, sizes: Sequence[AdapterSize], *, key: jax.Array) -> "LoraExperts":
+        """Adds adapters that do not change the outputs. Args: sizes: one, or one for each layer."""
+        new = LowRank.of(base.weight, base.In, base.Out, sizes, key=key)
+        return LoraExperts(base, new.a, new.b, new.scale, new.layer, new.sizes)
+
+    @property
+    def change(self) -> LowRank:
+        """The change that the adapters add to the weights."""
+        return LowRank(self.a, self.b, self.base.In, self.base.Out, self.scale, None, self.layer, self.sizes)
+
+    def matrices(self) -> AdaptedMatrices:
+        """As `ExpertLinear.matrices`."""
+        change, (In, Out) = self.change, (self.base.In.name, self.base.Out.name)
+        a_EIL = change.inner.rearrange((EXPERTS, In, LORA)).array
+        b_ELO = (self.b * change.scales).rearrange((EXPERTS, LORA, Out)).array.astype(self.b.dtype)
+        return AdaptedMatrices(self.base.matrices(), a_EIL, b_ELO)
+
+    def padding(self) -> dict[str, int]:
+        return self.change.padding()
+
+    def parameters(self) -> dict[str, Parameter]:
+        a = {} if self.a is None else {"a": matrix([self.a.resolve_axis(LORA)], [self.base.In])}
+        b = {} if self.b is None else {"b": matrix([self.base.Out], [self.b.resolve_axis(LORA)])}
+        return {**a, **b}
+
+    @property
+    def weight(self) -> Weight:
+        """The weights without the adapters."""
+        return self.base.weight
+
+    def merged(self) -> ExpertLinear:
+        """Merges the adapters into plain layers with the same outputs."""
+        return dataclasses.replace(self.base, weight=self.change.applied(self.base.weight))
 
 
 class LoraEmbedding(eqx.Module):

@@ -20,6 +20,7 @@ from jaxlm.interop.hf.hub import local_folder
 from jaxlm.interop.hf.safetensors_file import SafetensorsFile
 from jaxlm.interop.hf.text_part import Names
 from jaxlm.interop.hf.weights import Part, Tensor
+from jaxlm.interop.peft.experts import ExpertAdapters, adapters_of_experts, expert_tensors, has_outputs_first
 from jaxlm.interop.peft.names import (
     EMBEDDING,
     HEAD,
@@ -45,7 +46,15 @@ _MUST_BE = {"peft_type": ("LORA",), "bias": ("none", "all", "lora_only", None)}
 _KNOWN = {
     *("r", "lora_alpha", "rank_pattern", "alpha_pattern", "use_rslora", "use_dora", "lora_dropout", "modules_to_save"),
     *("ensure_weight_tying", "init_lora_weights", "fan_in_fan_out", "target_modules", "exclude_modules"),
-    *("layers_to_transform", "layers_pattern", "task_type", "auto_mapping", "peft_version", "revision"),
+    *(
+        "target_parameters",
+        "layers_to_transform",
+        "layers_pattern",
+        "task_type",
+        "auto_mapping",
+        "peft_version",
+        "revision",
+    ),
     *("base_model_name_or_path", "inference_mode", "runtime_config", "megatron_core", "qalora_group_size"),
     *("loftq_config", "eva_config", "corda_config", "lora_ga_config"),
 }
@@ -191,6 +200,7 @@ class _Folder:
         settings: adapter_config.json.
         num_layers: of the model.
         adapters: of every adapted matrix or table.
+        experts: of every adapted matrix of experts.
         saved: (tensor of the table, names in the file by layer) of every other parameter in the file.
         tied: whether the head of the model is its token embedding.
     """
@@ -199,18 +209,23 @@ class _Folder:
     settings: Mapping[str, Any]
     num_layers: int
     adapters: Sequence[_Adapters]
+    experts: Sequence[ExpertAdapters]
     saved: Sequence[tuple[Tensor, Sequence[str]]]
     tied: bool
+
+    @property
+    def all_adapters(self) -> Sequence[_Adapters | ExpertAdapters]:
+        return [*self.adapters, *self.experts]
 
     @property
     def dora(self) -> bool:
         return bool(self.settings.get("use_dora"))
 
 
-def _table(config: ModelConfig, names: Iterable[str]) -> list[Tensor]:
-    """The table of weights with the names of the base's modules. Args: names: in the file."""
+def _named(config: ModelConfig, names: Iterable[str], tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Rows of a table of weights with the names of the base's modules. Args: names: in the file."""
     without = [name.removeprefix(PREFIX) for name in names]
-    return Names.of(without, family_of_config(config).prefix).of_table(peft_tensors(config))
+    return Names.of(without, family_of_config(config).prefix).of_table(tensors)
 
 
 def _open(folder: Path, config: ModelConfig) -> _Folder:
@@ -220,7 +235,7 @@ def _open(folder: Path, config: ModelConfig) -> _Folder:
     note_file(folder / _SETTINGS)
     num_layers: int = getattr(config, "num_layers")  # noqa: B009, all configs of families have it
     all_adapters, saved = [], []
-    for tensor in _table(config, names):
+    for tensor in _named(config, names, peft_tensors(config)):
         if tensor.name.endswith(".weight"):
             adapters = _adapters_of(tensor, names, settings, num_layers, file)
             all_adapters += [adapters] if adapters is not None else []
@@ -228,12 +243,13 @@ def _open(folder: Path, config: ModelConfig) -> _Folder:
     if settings.get("ensure_weight_tying") and is_tied(config) and any(one.kind == EMBEDDING for one in all_adapters):
         # Those of the head are the same as the table's.
         all_adapters = [adapters for adapters in all_adapters if module_path(adapters.tensor.parts[0]) != HEAD]
-    if not all_adapters:
+    table = _named(config, names, expert_tensors(config, single=True))
+    experts = adapters_of_experts(config, table, names, settings, file)
+    if not all_adapters and not experts:
         raise _wrong_model(folder, "no adapters")
     tied = is_tied(config)
-    return _Folder(
-        folder, settings, num_layers, all_adapters, _tied_as_one(saved, settings, file) if tied else saved, tied
-    )
+    saved = _tied_as_one(saved, settings, file) if tied else saved
+    return _Folder(folder, settings, num_layers, all_adapters, experts, saved, tied)
 
 
 def _adapters_of(
@@ -326,7 +342,7 @@ def read_adapters(folder: Path, config: ModelConfig, sizes: AxisSizes) -> ReadAd
     opened, file = _open(folder, config), SafetensorsFile(folder / WEIGHTS)
     unread = set(file.tensors)
     modules, arrays = {}, {}
-    for adapters in opened.adapters:
+    for adapters in opened.all_adapters:
         for path, one, whole in _by_module(opened, adapters, file, sizes, unread):
             modules[path], arrays[path] = one, _rows_of_tokens(adapters, whole, sizes, folder)
     saved = {}
@@ -341,7 +357,7 @@ def read_adapters(folder: Path, config: ModelConfig, sizes: AxisSizes) -> ReadAd
             part.path: Saved(tensor, n, [file.view(name) for name in names]) for n, part in enumerate(tensor.parts)
         }
     if opened.tied:  # a head repeats the weight of the table and, if it shares them, the adapters
-        (head,) = (t for t in _table(config, file.tensors) if module_path(t.parts[0]) == HEAD)
+        (head,) = (t for t in _named(config, file.tensors, peft_tensors(config)) if module_path(t.parts[0]) == HEAD)
         start = f"{PREFIX}{module_name(head, None)}."
         shared = opened.settings.get("ensure_weight_tying")
         unread -= {name for name in unread if name.startswith(start) and (shared or name.endswith(".weight"))}
@@ -358,7 +374,7 @@ def lora_keys(folder: Path, config: ModelConfig) -> dict[str, Any]:
     """
     opened, file = _open(folder, config), SafetensorsFile(folder / WEIGHTS)
     modules = {}
-    for adapters in opened.adapters:
+    for adapters in opened.all_adapters:
         if len(adapters.tensor.parts) == 1 or set(adapters.ranks.values()) == {opened.settings["r"]}:
             modules |= {module_path(part): _Module.of(adapters, opened.num_layers) for part in adapters.tensor.parts}
         else:  # which ranks belong to which part
@@ -378,17 +394,22 @@ class _Module:
     layers: Sequence[int | None]
 
     @staticmethod
-    def of(adapters: _Adapters, num_layers: int, rank: int | None = None) -> "_Module":
+    def of(adapters: _Adapters | ExpertAdapters, num_layers: int, rank: int | None = None) -> "_Module":
         """Those of a whole matrix, or with another rank."""
         ranks = adapters.ranks if rank is None else dict.fromkeys(adapters.ranks, rank)
         return _Module(adapters.kind, ranks, adapters.scales, layers_of(adapters.tensor, num_layers))
 
 
 def _by_module(
-    opened: _Folder, adapters: _Adapters, file: SafetensorsFile, sizes: AxisSizes, unread: set[str]
+    opened: _Folder, adapters: _Adapters | ExpertAdapters, file: SafetensorsFile, sizes: AxisSizes, unread: set[str]
 ) -> Iterable[tuple[str, _Module, Arrays]]:
     """(path, sizes, arrays) of the adapter of each parameter in a matrix."""
-    whole, tensor = adapters.stacked(file, opened.num_layers, unread, dora=opened.dora), adapters.tensor
+    tensor = adapters.tensor
+    if isinstance(adapters, ExpertAdapters):
+        outputs_first = has_outputs_first(opened.experts, file, sizes, opened.settings, opened.path)
+        whole = adapters.stacked(file, opened.num_layers, unread, outputs_first=outputs_first)
+    else:
+        whole = adapters.stacked(file, opened.num_layers, unread, dora=opened.dora)
     if len(tensor.parts) == 1:
         parts = [(module_path(tensor.parts[0]), None, whole)]
     else:
@@ -404,7 +425,8 @@ def _lora_keys(opened: _Folder, modules: Mapping[str, _Module]) -> dict[str, Any
     power = 0.5 if settings.get("use_rslora") else 1.0
     used = {layer for module in modules.values() for layer in module.ranks if layer is not None}
     layers = sorted(used) if 0 < len(used) < num_layers else None
-    linear = [path for path, module in modules.items() if module.kind == LINEAR]
+    experts = [module_path(part) for adapters in opened.experts for part in adapters.tensor.parts]
+    linear = [path for path, module in modules.items() if module.kind == LINEAR and path not in experts]
     tied = [HEAD] if opened.tied and HEAD in modules else []
     tables = [path for path, module in modules.items() if module.kind == EMBEDDING] + tied
     linear = [path for path in linear if path not in tied]
@@ -425,13 +447,14 @@ def _lora_keys(opened: _Folder, modules: Mapping[str, _Module]) -> dict[str, Any
         "target": _any_of(linear),
         "rank": rank,
         "alpha": alpha,
-        "dropout": float(settings.get("lora_dropout") or 0.0),
+        "dropout": 0.0 if experts else float(settings.get("lora_dropout") or 0.0),
         "rslora": bool(settings.get("use_rslora")),
         "use_dora": opened.dora,
         "rank_pattern": ranks,
         "alpha_pattern": alphas,
         "layers_to_transform": layers,
         "embeddings": _any_of(tables),
+        "experts": _any_of(experts),
         "ensure_weight_tying": bool(settings.get("ensure_weight_tying")) and _TOKENS in tables,
         "modules_to_save": [
             _saved_pattern(part, [*modules, *([_TOKENS] if tied else [])])
@@ -462,7 +485,7 @@ def _patterns(path: str, values: Mapping[int | None, Any], num_all: int) -> dict
     return patterns
 
 
-def _rows_of_tokens(adapters: _Adapters, arrays: Arrays, sizes: AxisSizes, folder: Path) -> Arrays:
+def _rows_of_tokens(adapters: _Adapters | ExpertAdapters, arrays: Arrays, sizes: AxisSizes, folder: Path) -> Arrays:
     """The arrays of an adapter without rows that no token has, as weights are read.
 
     Raises:

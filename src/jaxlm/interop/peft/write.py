@@ -2,7 +2,8 @@
 
 Source: PEFT's checkpoint format (github.com/huggingface/peft, docs/source/developer_guides/checkpoint.md):
 `adapter_config.json`, and in `adapter_model.safetensors` for every layer `lora_A` {rank, in} and `lora_B` {out, rank}, of
-embeddings `lora_embedding_A` and `lora_embedding_B`, and with DoRA `lora_magnitude_vector` {out}.
+embeddings `lora_embedding_A` and `lora_embedding_B`, and with DoRA `lora_magnitude_vector` {out}. Those of experts are in
+`jaxlm.interop.peft.experts`.
 """
 
 import json
@@ -16,7 +17,7 @@ import jax
 import numpy as np
 from haliax import NamedArray
 
-from jaxlm.core.axes import LAYERS, LORA, axes_of
+from jaxlm.core.axes import EXPERTS, LAYERS, LORA, axes_of
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.publish import Location, check_unused, publish_folder
 from jaxlm.core.runtime import is_main_process, main_only
@@ -25,6 +26,7 @@ from jaxlm.interop.hf.family import family_of_config
 from jaxlm.interop.hf.safetensors_file import TensorInfo, write_safetensors
 from jaxlm.interop.hf.text_part import TEXT_ALONE, Modules
 from jaxlm.interop.hf.weights import Sizes, Tensor
+from jaxlm.interop.peft.experts import VERSION, expert_tensors, is_of_experts, module_of, of_one_expert, packed
 from jaxlm.interop.peft.names import (
     EMBEDDING,
     LINEAR,
@@ -51,8 +53,8 @@ class Adapter:
     Attributes:
         path: path of the module, in a model with one stack of layers; `head` also if the head is tied to a table.
         layers: numbers of the layers in `a` and `b`; 0 alone if the module is not in a layer.
-        a: {layers, lora_rank, *In}.
-        b: {layers, *Out, lora_rank}.
+        a: {layers, experts, lora_rank, *In}; only those of experts have that axis.
+        b: {layers, experts, *Out, lora_rank}, likewise.
         magnitude: DoRA's, {layers, *Out}; None without.
         In, Out: input and output axes of the layer.
         sizes: (rank, scale) of each layer, or one for all. Ranks beyond it are left out, and layers of rank 0.
@@ -97,20 +99,23 @@ class _Module:
 
     Attributes:
         tensor, layer: its weight in the table of weights.
+        rank, scale: of the adapter, or of that of each expert.
     """
 
     tensor: Tensor
     layer: int | None
     arrays: Arrays
+    rank: int
     scale: float
 
     @property
-    def name(self) -> str:
-        return module_name(self.tensor, self.layer)
+    def of_experts(self) -> bool:
+        return is_of_experts(self.tensor)
 
     @property
-    def rank(self) -> int:
-        return len(self.arrays.a)
+    def name(self) -> str:
+        """The name by which PEFT finds it: of the module, or of the parameter of experts."""
+        return (weight_name if self.of_experts else module_name)(self.tensor, self.layer)
 
 
 def save_adapters(
@@ -137,9 +142,10 @@ def save_adapters(
         ConfigError: PEFT has no such adapters, or the base cannot be read. On all processes.
     """
     check_unused(folder, "adapter_config.json")
-    table = base_modules.names.of_table(peft_tensors(config))
-    modules = _modules(model, table, layout, dtype)
-    adapted = {module.name for module in modules}
+    table, of_experts = map(base_modules.names.of_table, (peft_tensors(config), expert_tensors(config)))
+    modules = _modules(model, [*table, *of_experts], layout, dtype)
+    linear = [module for module in modules if not module.of_experts]
+    adapted = {module.name for module in linear}
     others = _saved_tensors(model, table, layout, dtype)
     is_shared = model.shared
     if is_tied(config):
@@ -157,11 +163,12 @@ def save_adapters(
         "fan_in_fan_out": family_of_config(config).model_types[0] == "gpt2",  # `Conv1D`, with weights {in, out}
         **_settings(modules, model.adapters),
         **_targets(
-            modules,
+            linear,
             [tensor for tensor in table if len(tensor.parts[0].dims) >= 2],
             model.num_layers,
             base_modules.others,
         ),
+        **_target_parameters([module for module in modules if module.of_experts], of_experts, model.num_layers),
         "bias": _bias(others, adapted),
         **_modules_to_save(others, adapted, table, model.num_layers, base_modules.others),
         **({"ensure_weight_tying": True} if is_shared else {}),
@@ -178,11 +185,12 @@ def save_adapters(
 
 def _adapter_tensors(modules: Sequence[_Module], tables: Collection[str]) -> dict[str, np.ndarray]:
     """Name in the file -> array."""
-    tensors = {}
+    tensors, names = {}, {module.name for module in modules}
     for module in modules:
+        where = module_of(module.name, names) if module.of_experts else module.name
         kind = EMBEDDING if module.tensor.parts[0].path.removesuffix(".weight") in tables else LINEAR
         named = {kind[0]: module.arrays.a, kind[1]: module.arrays.b, MAGNITUDE: module.arrays.magnitude}
-        tensors |= {f"{PREFIX}{module.name}.{side}": array for side, array in named.items() if array is not None}
+        tensors |= {f"{PREFIX}{where}.{side}": array for side, array in named.items() if array is not None}
     return tensors
 
 
@@ -201,44 +209,59 @@ def _modules(model: Adapted, table: Sequence[Tensor], layout: Layout, dtype: Any
             groups.setdefault((owner, layer), {})[adapter.path] = (arrays, scale)
     modules = []
     for (tensor, layer), group in groups.items():
-        arrays, scale = _joined(tensor, group, model.sizes.of(tensor))
+        arrays, rank, scale = _joined(tensor, group, model.sizes.of(tensor))
         cast = (None if array is None else np.ascontiguousarray(array.astype(dtype)) for array in arrays)
-        modules.append(_Module(tensor, layer, Arrays(*cast), scale))  # pyright: ignore[reportArgumentType]
+        modules.append(_Module(tensor, layer, Arrays(*cast), rank, scale))  # pyright: ignore[reportArgumentType]
     return modules
 
 
-def _joined(tensor: Tensor, group: Mapping[str, tuple[Arrays, float]], sizes: Sizes) -> tuple[Arrays, float]:
-    """The adapter of a matrix and its scale, from those of its parameters."""
+def _joined(tensor: Tensor, group: Mapping[str, tuple[Arrays, float]], sizes: Sizes) -> tuple[Arrays, int, float]:
+    """The adapter of a matrix, its rank and its scale, from those of its parameters."""
+    if is_of_experts(tensor):
+        joined = []
+        for n in range(sizes[EXPERTS]):
+            own = {path: (Arrays(arrays.a[n], arrays.b[n]), scale) for path, (arrays, scale) in group.items()}
+            joined.append(_joined(of_one_expert(tensor), own, sizes))
+        return packed([arrays for arrays, _, _ in joined]), *joined[0][1:]
     scale = next(iter(group.values()))[1]
     if len(tensor.parts) == 1:
-        return next(iter(group.values()))[0], scale
-    # One scale for all. If the scales are equal, this multiplies by 1.
-    pairs = {
-        path: arrays._replace(b=arrays.b * arrays.b.dtype.type(part_scale / scale)) if part_scale != scale else arrays
-        for path, (arrays, part_scale) in group.items()
-    }
-    return FusedMatrix(tensor, sizes).fuse(pairs), scale
+        arrays = next(iter(group.values()))[0]
+    else:
+        # One scale for all. If the scales are equal, this multiplies by 1.
+        pairs = {
+            path: arrays._replace(b=arrays.b * arrays.b.dtype.type(part_scale / scale))
+            if part_scale != scale
+            else arrays
+            for path, (arrays, part_scale) in group.items()
+        }
+        arrays = FusedMatrix(tensor, sizes).fuse(pairs)
+    return arrays, len(arrays.a), scale
 
 
 def _by_layer(adapter: Adapter, owner: Tensor, layout: Layout) -> list[tuple[int | None, Arrays, float]]:
     """(number, arrays, scale) of each layer that has an adapter, on the host."""
     whole = jax.jit(lambda x: x, out_shardings=layout.replicated())
     inputs, outputs = (tuple(axis.name for axis in axes_of(spec)) for spec in (adapter.In, adapter.Out))
-    layers = (LAYERS,) if owner.is_stacked else ()
-    orders = ((adapter.a, (LORA, *inputs)), (adapter.b, (*outputs, LORA)), (adapter.magnitude, outputs))
+    layers, experts = (LAYERS,) if owner.is_stacked else (), (EXPERTS,) if is_of_experts(owner) else ()
+    orders = (
+        (adapter.a, (*experts, LORA, *inputs)),
+        (adapter.b, (*experts, *outputs, LORA)),
+        (adapter.magnitude, outputs),
+    )
     a, b, magnitude = (
         None if x is None else np.asarray(whole(x.rearrange((*layers, *order)).array)) for x, order in orders
     )
     assert a is not None
     assert b is not None
     num_layers, rank = adapter.a.axis_size(LAYERS) if layers else 1, adapter.a.axis_size(LORA)
-    a, b = a.reshape(num_layers, rank, -1), b.reshape(num_layers, -1, rank)
+    each = [adapter.a.axis_size(axis) for axis in experts]
+    a, b = a.reshape(num_layers, *each, rank, -1), b.reshape(num_layers, *each, -1, rank)
     magnitude = None if magnitude is None else magnitude.reshape(num_layers, -1)
     sizes = adapter.sizes if len(adapter.sizes) == num_layers else list(adapter.sizes) * num_layers
     return [
         (
             adapter.layers[n] if layers else None,
-            Arrays(a[n, :layer_rank], b[n, :, :layer_rank], None if magnitude is None else magnitude[n]),
+            Arrays(a[n, ..., :layer_rank, :], b[n, ..., :layer_rank], None if magnitude is None else magnitude[n]),
             scale,
         )
         for n, (layer_rank, scale) in enumerate(sizes)
@@ -262,7 +285,9 @@ def _settings(modules: Sequence[_Module], adapters: Sequence[Adapter]) -> dict[s
     other = {name: value for name, value in alphas.items() if not math.isclose(value, alpha, rel_tol=1e-9)}
     alpha_patterns = _patterns(modules, {name: other.get(name, alpha) for name in alphas}, alpha)
     use_dora = any(module.arrays.magnitude is not None for module in modules)
-    settings = {"r": rank, "lora_alpha": alpha, "lora_dropout": max(dropouts, default=0.0), "use_dora": use_dora}
+    # PEFT opens no adapters of experts with dropout.
+    dropout = 0.0 if any(module.of_experts for module in modules) else max(dropouts, default=0.0)
+    settings = {"r": rank, "lora_alpha": alpha, "lora_dropout": dropout, "use_dora": use_dora}
     return {
         **settings,
         **({"rank_pattern": ranks} if ranks else {}),
@@ -320,6 +345,16 @@ def _targets(
         "target_modules": sorted(targets),
         **({} if common == everywhere else {"layers_to_transform": common}),
     }
+
+
+def _target_parameters(modules: Sequence[_Module], table: Sequence[Tensor], num_layers: int) -> dict[str, Any]:
+    """The keys of adapter_config.json for which parameters of experts have adapters: the ends of their names."""
+    if not modules:
+        return {}
+    mine = {module.name for module in modules}
+    others = {t.name for t in table if not mine.issuperset(weight_name(t, n) for n in layers_of(t, num_layers))}
+    ends = {one.name if one.tensor.name in others else one.tensor.name.partition("{layer}.")[2] for one in modules}
+    return {"target_parameters": sorted(ends), "peft_version": VERSION}
 
 
 def _layers_by_name(table: Sequence[Tensor], num_layers: int) -> dict[str, list[int]]:

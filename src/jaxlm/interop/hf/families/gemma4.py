@@ -154,6 +154,7 @@ FAMILY = Family(
     ),
     tensors=lambda config: tuple(_tensors(config)),
     respelled=RESPELLED_WINDOWS,
+    experts="experts",
     vocab_keys=("vocab_size", "vocab_size_per_layer_input"),
     text=(
         TextPart(

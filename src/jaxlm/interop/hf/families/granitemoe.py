@@ -51,4 +51,5 @@ FAMILY = Family(
             "block_sparse_moe", ("router.layer.weight", "input_linear.weight", "output_linear.weight")
         ),
     ),
+    experts="block_sparse_moe.experts",
 )
