@@ -685,7 +685,7 @@ TABLE: Table = {
     },
     "glm4_moe_lite": LATENT,
     "mistral4": {
-        **{key: entry for key, entry in LATENT.items() if key != "model.router_bias_step"},
+        **{key: entry for key, entry in LATENT.items() if key not in ("model.router_bias_step", "model.mtp")},
         "model.query_scaling": Change(0.3, Constant(0.3)),
         "model.num_expert_groups": Change(3, Program(gains=r"tensor<\S*x3x2xf32>")),
         "model.mlp_only_layers": Change([1], Shapes({r"^model\.body\.0\..*router\.weight": (1, 6, 32)})),

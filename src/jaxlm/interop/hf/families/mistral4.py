@@ -6,7 +6,7 @@ Source: Mistral AI 2026, "Mistral Small 4", and its code in transformers; attent
 
 from collections.abc import Mapping, Sequence
 from dataclasses import field
-from typing import Any
+from typing import Any, ClassVar
 
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.field_types import NonNegativeFloat, NonNegativeInt, NumLayers, PositiveInt
@@ -50,6 +50,7 @@ class Mistral4Config(LatentConfig, GroupedMoeConfig):
     num_experts: PositiveInt = 128
     num_experts_per_token: PositiveInt = 4
     mlp_only_layers: list[NonNegativeInt] = field(default_factory=list)
+    mtp: ClassVar[bool] = False
 
     @property
     def kinds(self) -> tuple[LayerKind, ...]:
