@@ -34,7 +34,7 @@ MODELS = {
     "olmoe": {},
     "qwen2_moe": {"shared_expert_intermediate_dim": 20},
     "granitemoe": {"embedding_multiplier": 1.0, "logits_scaling": 1.0, "residual_multiplier": 1.0},
-    "glm4_moe": {"head_dim": 8, "dense_intermediate_dim": 40},
+    "glm4_moe": {"head_dim": 8, "dense_intermediate_dim": 40, "shared_expert_intermediate_dim": 24},
     "minimax_m2": {"head_dim": 8, "initializer_range": 0.1},
     "gpt_oss": {"head_dim": 8},
     "gemma4": {"head_dim": 8, "global_head_dim": 8, "expert_dim": 24, "num_layers": 6},
