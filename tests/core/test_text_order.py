@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxlm.core.values.permutation import in_row_order, in_text_order, previous, text_index
+from jaxlm.core.values.permutation import following, in_row_order, in_text_order, previous, text_index
 
 LENGTH, SHAPE = 7, (2, 3, 7)
 AXES = (hax.Axis("batch", 2), hax.Axis("pair", 3), hax.Axis("position", LENGTH))
@@ -46,5 +46,13 @@ def test_the_token_before(first):
     expected = np.concatenate([head, TEXT[:, :, :-1]], axis=2)
     np.testing.assert_array_equal(previous(named(TEXT, FEATURES), None, given).array, expected)
     found = previous(named(ROW, FEATURES), named(ORDER), given)
+    np.testing.assert_array_equal(in_text_order(found, named(ORDER)).array, expected)
+    assert found.axes == (*AXES, FEATURES)
+
+
+def test_the_token_after():
+    expected = np.concatenate([TEXT[:, :, 1:], np.zeros((2, 3, 1, 4), np.float32)], axis=2)
+    np.testing.assert_array_equal(following(named(TEXT, FEATURES), None).array, expected)
+    found = following(named(ROW, FEATURES), named(ORDER))
     np.testing.assert_array_equal(in_text_order(found, named(ORDER)).array, expected)
     assert found.axes == (*AXES, FEATURES)

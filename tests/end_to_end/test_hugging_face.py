@@ -236,12 +236,10 @@ FURTHER = {
 }
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", one_of(FURTHER))
-def test_layers_that_predict_further_tokens_survive_training(imported, kind, workplace):
+def write_further(folder, imported, kind):
+    """A folder with layers that predict further tokens. Returns all of its tensors, and those of these layers."""
     key, make, keys = FURTHER[kind]
-    place = workplace()
-    folder, vocab = place.folder / "hf", open_folder(imported).vocab_size - 20
+    vocab = open_folder(imported).vocab_size - 20
     config = decode(ModelConfig, ConfigSource(MODELS[kind] | keys | {"seq_len": 32}))
     model = jax.jit(lambda: config.build(vocab_axis(vocab), key=jax.random.key(7)))()
     files = {path.name: path.read_bytes() for path in imported.glob("tokenizer*.json")}
@@ -252,18 +250,44 @@ def test_layers_that_predict_further_tokens_survive_training(imported, kind, wor
     arrays = {name: np.array(file.view(name)) for name in file.tensors} | further
     infos = {name: TensorInfo(array.shape, array.dtype) for name, array in arrays.items()}
     write_safetensors(folder / "model.safetensors", infos, arrays.values())
+    return arrays, further
 
+
+def exported_after_three_steps(place, folder, *words):
     write_start_of(place, folder)
-    place.finish("--config_path", "run.yaml", "--trainer.num_train_steps", "3", "--hf_save_path", "exports")
+    place.finish("--config_path", "run.yaml", "--trainer.num_train_steps", "3", "--hf_save_path", "exports", *words)
     out = place.folder / "exports" / "step-3"
-    after = SafetensorsFile(out / "model.safetensors")
+    return SafetensorsFile(out / "model.safetensors"), json.loads((out / "config.json").read_text())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", one_of(FURTHER))
+def test_layers_that_predict_further_tokens_survive_training(imported, kind, workplace):
+    place = workplace()
+    arrays, further = write_further(folder := place.folder / "hf", imported, kind)
+    after, config = exported_after_three_steps(place, folder)
     assert after.tensors.keys() == arrays.keys()
     for name, array in further.items():
-        assert after.tensors[name] == infos[name], name
+        assert after.tensors[name] == TensorInfo(array.shape, array.dtype), name
         assert after.view(name).tobytes() == array.tobytes(), name
-    moved = {name for name in file.tensors if (np.asarray(after.view(name)) != arrays[name]).any()}
+    moved = {name for name in arrays if (np.asarray(after.view(name)) != arrays[name]).any()}
     assert {"model.embed_tokens.weight", "model.norm.weight"} <= moved
-    assert json.loads((out / "config.json").read_text())[key] == 1
+    assert config[FURTHER[kind][0]] == 1
+
+
+@pytest.mark.slow
+def test_a_layer_that_predicts_further_tokens_trains_with_the_model(imported, workplace):
+    place = workplace()
+    arrays, _ = write_further(folder := place.folder / "hf", imported, "qwen3_5")
+    after, config = exported_after_three_steps(place, folder, "--model.mtp", "true", "--objective.mtp_weight", "0.3")
+    assert after.tensors.keys() == arrays.keys()
+    moved = {name for name in arrays if (np.asarray(after.view(name)) != arrays[name]).any()}
+    assert {name for name in arrays if name.startswith("mtp.")} <= moved
+    assert config["mtp_num_hidden_layers"] == 1
+    metrics = [json.loads(line) for line in (place.folder / "logs/run/metrics.jsonl").read_text().splitlines()]
+    steps = [line for line in metrics if "train/loss" in line]
+    assert all(line["train/mtp_loss"] > 0 and "train/mtp_accuracy" in line for line in steps)
+    assert len(steps) == 3
 
 
 def write_start_of(place, folder):

@@ -51,9 +51,12 @@ HYBRID = {
     **{"attention_interval": 2, "num_experts": 4, "num_experts_per_token": 2, "shared_expert_intermediate_dim": 24},
 }
 OTHERS = {
-    "hybrid with experts, one device": (
+    "hybrid with experts and a layer that predicts further tokens, one device": (
         1,
-        tuple(part for key, value in HYBRID.items() for part in (f"--model.{key}", str(value))),
+        (
+            *(part for key, value in {**HYBRID, "mtp": True}.items() for part in (f"--model.{key}", str(value))),
+            *("--objective.mtp_weight", "0.3"),
+        ),
     ),
     "kron, float32 router, one device": (1, (*KRON, *FLOAT32_ROUTER)),
     "kron, float32 router, tp 2 x fsdp 2": (4, (*KRON, *FLOAT32_ROUTER, *TENSOR_PARALLEL)),

@@ -4,6 +4,7 @@ import math
 
 from tests.fields.proofs import (
     RANDOM_BITS,
+    Allowed,
     Change,
     Constant,
     Entry,
@@ -14,6 +15,7 @@ from tests.fields.proofs import (
     Shapes,
     ShownIn,
     Table,
+    Value,
 )
 from tests.fields.trees import NODES
 
@@ -77,9 +79,20 @@ BALANCED: dict[str, Entry] = {
     ),
     "model.router_bias_step": Change(0.3, Constant(-0.3)),
 }
+FURTHER: dict[str, Entry] = {
+    "model.mtp": Change(
+        True,
+        Allowed(
+            "but the model has no layer that predicts the token after the next one",
+            Value(lambda plan: plan.state_builder.abstract_initial_model.mtp.proj.weight.array.shape, (32, 64)),
+        ),
+        also={"objective": {"mtp_weight": 0.3}},
+    ),
+}
 LATENT: dict[str, Entry] = {
     "model.rope": Change({"type": "linear", "theta": 77.0, "factor": 2.0}, frequencies(77.0, 2.0, 4)),
     **BALANCED,
+    **FURTHER,
     "model.q_lora_rank": Change(None, Shapes({r"^model.*q_a_proj": None})),
     "model.kv_lora_rank": Change(16, Shapes({r"^model\.body\.1\..*kv_b_proj\.weight": (1, 4, 10, 16)})),
     "model.qk_nope_head_dim": Change(6, Shapes({r"^model\.body\.1\..*kv_b_proj\.weight": (1, 4, 12, 8)})),
@@ -88,6 +101,7 @@ LATENT: dict[str, Entry] = {
     "model.rope_interleave": Change(False, Program(loses=r"tensor<\S*2x2xf32>")),
     "model.attention_bias": Change(True, Shapes({r"^model\.body\.1\..*with_mqa\.bias": (1, 12)})),
 }
+
 STATES: dict[str, Entry] = {
     "model.rope": SCALED_ROPE,
     "model.attention_interval": Change(1, Shapes({r"^model.*A_log": None})),
@@ -611,9 +625,13 @@ TABLE: Table = {
         "model.time_embedding": TIMED,
         "model.attention_bias": LLAMA["model.attention_bias"],
     },
-    "qwen3_5": STATES,
-    "qwen3_5_moe": HYBRID_EXPERTS,
-    "qwen3_next": {**HYBRID_EXPERTS, "model.norm_topk_prob": Change(False, Program(loses=r"stablehlo.divide"))},
+    "qwen3_5": {**STATES, **FURTHER},
+    "qwen3_5_moe": {**HYBRID_EXPERTS, **FURTHER},
+    "qwen3_next": {
+        **HYBRID_EXPERTS,
+        **FURTHER,
+        "model.norm_topk_prob": Change(False, Program(loses=r"stablehlo.divide")),
+    },
     "olmo_hybrid": {
         **STATES,
         "model.negative_eigenvalues": Change(False, Program(loses=r"stablehlo.constant dense<2.000000e\+00>")),
@@ -661,6 +679,7 @@ TABLE: Table = {
         "model.sliding_window": WINDOW,
         "model.rope": SCALED_ROPE,
         **BALANCED,
+        **FURTHER,
         "model.use_qk_norm": Change(True, Shapes({r"^model.*body\.1\..*q_norm\.weight": (1, 8)})),
         "model.attention_bias": NO_BIAS,
     },

@@ -260,6 +260,9 @@ OPTIMIZER: dict[str, Entry] = {
         "tests/objectives/test_neftune.py::test_the_noise_is_uniform_with_the_bound_of_the_paper_for_each_document"
     ),
     "objective.log_entropy": Change(True, Program(gains=r"metrics\['train/entropy'\]", alone=False)),
+    "objective.mtp_weight": Change(
+        0.3, Refused("but the model has no layer that predicts the token after the next one")
+    ),
 }
 LORA: dict[str, Entry] = {
     "surgery.target": Change("mlp", Shapes({r"attn\.q_proj\.a$": None})),

@@ -63,10 +63,10 @@ def test_a_published_folder_by_shapes(name, tmp_path):
     if folder.has_head:  # as `open_folder` does if the files have one that differs
         config = dataclasses.replace(config, tie_word_embeddings=False)
     source = Shapes(shapes | dict.fromkeys(folder.further, (1,)))
-    kept = {name for name in source.tensors if form.kept(source)(name)}
+    kept = {name for name in source.tensors if form.kept(source, config)(name)}
     assert (len(shapes) - len(kept & shapes.keys()), len(kept & shapes.keys())) == folder.num_tensors
     assert kept >= {*folder.further}
-    ours, leaves = form.tensors(source), dict(tree.leaves(abstract_of(config, opened.vocab_size)))
+    ours, leaves = form.tensors(source, config), dict(tree.leaves(abstract_of(config, opened.vocab_size)))
     assert tree.num_parameters(abstract_of(config, opened.vocab_size)) == sum(
         math.prod(info.shape) for info in ours.tensors.values()
     )

@@ -13,6 +13,7 @@ from haliax import Axis
 from jaxlm.core import tree
 from jaxlm.core.mesh import AxisMappings, make_layout, mesh_shape
 from jaxlm.core.precision import PrecisionConfig, PrecisionRuleConfig, parse_precision
+from jaxlm.interop.hf.families.gpt_oss import GptOssConfig
 from jaxlm.interop.hf.folder import load_model, open_folder
 from jaxlm.models.base import vocab_axis
 from jaxlm.models.families.mixtral import MixtralConfig
@@ -176,6 +177,20 @@ def test_flops_count_the_shared_expert():
     embedding, norms, biases = 151936 * 2048, 49 * 2048, 24 * 3 * 2048
     matrices = num_active(model) - embedding - norms - biases
     assert config.flops_per_token(151936).palm == 6 * matrices + 12 * 24 * 2048 * 8192
+
+
+@pytest.mark.parametrize(("layers", "experts", "total", "active"), [(24, 32, 20.91, 3.61), (36, 128, 116.83, 5.13)])
+def test_flops_count_windows_and_no_biases(layers, experts, total, active):
+    """gpt-oss: the parameters in table 1 of its model card (arXiv:2508.10925), where the embedding is not active."""
+    config = GptOssConfig(seq_len=4096, num_layers=layers, num_experts=experts)
+    model = jax.eval_shape(lambda: config.build(vocab_axis(201088), key=jax.random.key(0)))
+    assert tree.num_parameters(model) / 1e9 == pytest.approx(total, abs=0.005)
+    others = num_active(model) - 201088 * 2880
+    assert others / 1e9 == pytest.approx(active, abs=0.005)
+    norms, sinks = (2 * layers + 1) * 2880, layers * 64
+    biases = layers * ((64 + 2 * 8) * 64 + 2880 + experts + 4 * 3 * 2880)
+    keys = layers / 2 * (2048 + 128 - 128**2 / 8192)
+    assert config.flops_per_token(201088).causal == 6 * (others - norms - sinks - biases) + 12 * 4096 * keys
 
 
 def test_flops_of_a_model_with_dense_layers():

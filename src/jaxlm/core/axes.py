@@ -25,6 +25,7 @@ CACHE_ROW = "cache_row"  # (batch row, KV head) pairs, for KV caches that flatte
 # Logical axes of parameters.
 LAYERS = "layers"
 EMBED = "embed"
+MTP_INPUT = "mtp_input"  # a token embedding and a hidden state, side by side
 MLP = "mlp"
 SHARED_MLP = "shared_mlp"  # features of the expert that all tokens share, in a model with others
 EXPERTS = "experts"

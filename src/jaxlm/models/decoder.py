@@ -40,13 +40,15 @@ from jaxlm.models.base import (
     with_context,
     with_traits,
 )
+from jaxlm.models.decoders.block import DecoderBlock, apply_norm
+from jaxlm.models.decoders.mtp import MtpLayer, initial_mtp, inputs_of_following, with_mtp
 from jaxlm.models.diffusion import Denoiser, TimeEmbedding, TimeEmbeddingConfig, needed, routed, runs_whole
 from jaxlm.models.flops import FlopsPerToken
-from jaxlm.models.growth import StartsAsIdentity, grown_body, without_output
+from jaxlm.models.growth import grown_body
 from jaxlm.models.inference.cache import DecodingCache, empty_cache
 from jaxlm.models.layers import Embedding, GatedMlp, Mlp, check_tiles, dropout, token_embeddings
 from jaxlm.models.linear import Linear
-from jaxlm.models.mixers.base import ForCache, LayerCache, LayerContext, Mixer
+from jaxlm.models.mixers.base import Mixer
 from jaxlm.models.moe import num_multiplied
 from jaxlm.models.norms import Norm, RMSNorm, UnweightedRMSNorm
 from jaxlm.models.remat import parse_remat
@@ -54,55 +56,7 @@ from jaxlm.models.rope import RotaryConfig
 from jaxlm.models.scan import shortest_period
 from jaxlm.models.stacks import Block, Body, LayerKind, Stack, Stacks, numbers_by_stack, stacked, switch_lengths
 
-_TIME = 3  # folded into a model's key, which is split for everything else
-
-
-class DecoderBlock(StartsAsIdentity):
-    """x + attention(x), then x + mlp(x), with optional norms before and after each of the two. `attn` may be another mixer.
-
-    Attributes:
-        attn_norm, mlp_norm: applied to the input. None applies no norm.
-        attn_post_norm, mlp_post_norm: applied to the output before it is added to x. None applies no norm.
-        parallel: attention and MLP read the same x, and both outputs are added to it.
-        residual_scale: factor of both outputs.
-        dropout: dropout probability of both outputs.
-    """
-
-    attn_norm: Norm | None
-    attn: Mixer
-    mlp_norm: Norm | None
-    mlp: Mlp | GatedMlp
-    attn_post_norm: Norm | None = None
-    mlp_post_norm: Norm | None = None
-    parallel: bool = eqx.field(static=True, default=False)
-    residual_scale: float = eqx.field(static=True, default=1.0)
-    dropout: float = eqx.field(static=True, default=0.0)
-
-    def __call__(
-        self, x: NamedArray, context: LayerContext, layer_cache: LayerCache | None, *, key: jax.Array | None, **_: Any
-    ) -> tuple[NamedArray, ForCache, None]:
-        keys = (key, None, None) if key is None or not self.dropout else jax.random.split(key, 3)
-        attended, new = self.attn(_apply_norm(self.attn_norm, x), context, layer_cache, key=keys[0])
-        attended = self._scaled(_apply_norm(self.attn_post_norm, attended), keys[1])
-        if self.parallel:
-            return x + attended + self._feed_forward(x, keys[2]), new, None
-        x = x + attended
-        return x + self._feed_forward(x, keys[2]), new, None
-
-    def as_identity(self) -> "DecoderBlock":
-        attn, attn_post_norm = without_output(self.attn, "o_proj", self.attn_post_norm)
-        mlp, mlp_post_norm = without_output(self.mlp, "down_proj", self.mlp_post_norm)
-        return dataclasses.replace(self, attn=attn, mlp=mlp, attn_post_norm=attn_post_norm, mlp_post_norm=mlp_post_norm)
-
-    def _feed_forward(self, x: NamedArray, key: jax.Array | None) -> NamedArray:
-        return self._scaled(_apply_norm(self.mlp_post_norm, self.mlp(_apply_norm(self.mlp_norm, x))), key)
-
-    def _scaled(self, out: NamedArray, key: jax.Array | None) -> NamedArray:
-        return dropout(out if self.residual_scale == 1.0 else out * self.residual_scale, self.dropout, key)
-
-
-def _apply_norm(norm: Norm | None, x: NamedArray) -> NamedArray:
-    return x if norm is None else norm(x)
+_TIME, _MTP = 3, 4  # folded into a model's key, which is split for everything else
 
 
 class SizedConfig(ModelConfig):
@@ -139,8 +93,10 @@ class TransformerConfig(SizedConfig):
         embedding_dropout: dropout probability of the token embeddings.
         logit_scale: logits are multiplied by this number.
         logits_scaling: logits are divided by this number.
+        mtp: one more layer predicts the token after the next one (`jaxlm.models.decoders.mtp`).
     """
 
+    mtp: bool = False
     head_dim: PositiveInt | None = None
     local_layers: Sequence[NonNegativeInt] | None = None
     hybrid_norm: bool = False
@@ -229,7 +185,8 @@ class TransformerConfig(SizedConfig):
         return initial_body(self, self.layer_block, self.rotated_kinds, final_norm, key=key)
 
     def flops_per_token(self, vocab_size: int) -> FlopsPerToken:
-        return decoder_flops(self, self.layer_block, vocab_size, causal=self.is_causal)
+        flops = decoder_flops(self, self.layer_block, vocab_size, causal=self.is_causal)
+        return with_mtp(flops, self, vocab_size) if self.mtp else flops
 
 
 def initial_body(
@@ -332,6 +289,7 @@ class TransformerModel(LanguageModel):
 
     Attributes:
         final_scale: factor that the output of the final norm is multiplied by before the head.
+        mtp: the layer that predicts the token after the next one; None if there is none.
     """
 
     tokens: eqx.AbstractVar[Embedding]
@@ -348,6 +306,7 @@ class TransformerModel(LanguageModel):
         return self.config.Pos
 
     final_scale: float | None = eqx.field(static=True, default=None, kw_only=True)
+    mtp: MtpLayer | None = eqx.field(default=None, kw_only=True)
 
     @abc.abstractmethod
     def embedded(
@@ -406,6 +365,13 @@ class TransformerModel(LanguageModel):
         """
         x, key = self.embedded(inputs, stream, key)
         return self._scaled(self.body(x, inputs, None, key, taps, first, stop))
+
+    def hidden_of_mtp(self, inputs: Inputs, final: NamedArray, *, key: jax.Array | None = None) -> Hidden:
+        """The input of the head for the token after the next one. Args: inputs, final: of `hidden`, and its output."""
+        assert self.mtp is not None, "the objective has checked this"
+        after = inputs_of_following(inputs)
+        x, key = self.embedded(after, None, key)
+        return self._scaled(self.mtp(x, final, after, self.config, key))
 
     def init_cache(self, Batch: Axis, capacity: int, dtype) -> DecodingCache:
         stacks = [stack.layers for stack in self.body.stacks]
@@ -502,7 +468,8 @@ class Decoder(TransformerModel, RotaryModel):
         if config.time_embedding is not None:
             time = TimeEmbedding.init(config.time_embedding, config.Embed, key=jax.random.fold_in(key, _TIME))
         traits = dataclasses.replace(transformer_traits(config), logit_soft_cap=logit_soft_cap, reads_beyond=True)
-        options = {"final_scale": final_scale, "is_causal": config.is_causal, "traits": traits}
+        mtp = initial_mtp(config, key=jax.random.fold_in(key, _MTP)) if config.mtp else None
+        options = {"final_scale": final_scale, "is_causal": config.is_causal, "traits": traits, "mtp": mtp}
         return Decoder(tokens, body, head, config, embed_scale, norm, embed_dropout, time, **options)
 
     def embedded(
@@ -515,7 +482,7 @@ class Decoder(TransformerModel, RotaryModel):
             x = x * jax.numpy.asarray(self.embed_scale, x.dtype)
         if self.time is not None and inputs.mask_fractions is not None:
             x = (x + for_compute(self.time)(inputs.mask_fractions)).rearrange(x.axes).astype(x.dtype)
-        x = _apply_norm(for_compute(self.embed_norm), x)
+        x = apply_norm(for_compute(self.embed_norm), x)
         if key is None or not self.embed_dropout:
             return x, key
         k_embed, key = jax.random.split(key)

@@ -69,6 +69,7 @@ class ObjectiveFacts:
         annotation_key: the facts that annotations on disk depend on, besides references and tokens. With a key, each sequence
             that the phase's steps read is annotated once, before the first step. None if each step asks.
         pacing: sets the pace of layers, and ends the phase early; None if the optimizer alone does that.
+        trains_mtp: whether the loss trains the layer that predicts the token after the next one (`model.mtp`).
         flops: (the model that trains, the references that the step queries) -> FLOPs per training token.
     """
 
@@ -88,6 +89,7 @@ class ObjectiveFacts:
     asks_itself: bool = False
     annotation_key: Mapping[str, Any] | None = None
     pacing: Pacing | None = None
+    trains_mtp: bool = False
     flops: Callable[[ModelInStep, Sequence[ModelInStep]], FlopsPerToken] = trained_and_read
 
 

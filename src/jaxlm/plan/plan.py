@@ -35,6 +35,7 @@ from jaxlm.interop.pretrained import hf_name
 from jaxlm.models.base import LanguageModel, ModelConfig, vocab_axis
 from jaxlm.models.diffusion import check_is_whole
 from jaxlm.objectives.base import ObjectiveConfig, check_data, check_model
+from jaxlm.objectives.next_token import check_mtp
 from jaxlm.optim.base import OptimizerConfig
 from jaxlm.optim.groups import group_schedules
 from jaxlm.plan.batches import BatchPlan, check_microbatches, plan_batches, small_batches, unreached_stages
@@ -207,7 +208,9 @@ def make_plan(config: RunConfig, run_id: str, vocab_size: int, devices: Sequence
     precision.check([state_builder.abstract_initial_model, *(state.model for state in states)])
     for phase, state in zip(phases, states, strict=True):
         spec = data[phase.index].batch_spec(phase.model.seq_len)
-        phase.objective.check(spec.make(**spec.columns), state.model, phase.split(state.model)[0])
+        trainable = phase.split(state.model)[0]
+        phase.objective.check(spec.make(**spec.columns), state.model, trainable)
+        check_mtp(phase.objective, trainable)
         if config.hf_save_path is not None:
             check_is_whole(state.model.traits.denoisers)
             if is_reward_model(state.model):

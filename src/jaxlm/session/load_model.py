@@ -21,6 +21,7 @@ from jaxlm.engine.checkpoint.policy import CheckpointerConfig
 from jaxlm.engine.checkpoint.restore import VerifiedCheckpoint, resolve_checkpoints, restore
 from jaxlm.engine.phases import Phase
 from jaxlm.evals.samples import prompt_ids
+from jaxlm.interop.hf.family import with_mtp_of
 from jaxlm.interop.hf.folder import ReadOptions, load_model, open_folder, parameter_dtype
 from jaxlm.interop.hf.hub import local_folder, may_be_repository
 from jaxlm.interop.hf.source_folder import SourceFolder, location_of_source
@@ -407,7 +408,9 @@ def _open_hf_model(
         eval_batch=plan.batches.eval,
         is_hugging_face=True,
         merged=merged,
-        source=lambda: SourceFolder.read(folder, location_of_source(name, folder), content, opened.config),
+        source=lambda: SourceFolder.read(
+            folder, location_of_source(name, folder), content, with_mtp_of(plan.model, opened.config)
+        ),
     )
 
 

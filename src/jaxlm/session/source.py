@@ -13,7 +13,7 @@ from jaxlm.core.errors import ConfigError
 from jaxlm.core.runtime import from_main
 from jaxlm.core.safe_io import read_json_object
 from jaxlm.engine.checkpoint.store import Checkpoint
-from jaxlm.interop.hf.family import family_of_config
+from jaxlm.interop.hf.family import family_of_config, with_mtp_of
 from jaxlm.interop.hf.folder import ReadOptions, open_folder
 from jaxlm.interop.hf.form import edited_json
 from jaxlm.interop.hf.hub import local_folder
@@ -22,7 +22,6 @@ from jaxlm.interop.hf.text_part import replaced_keys
 from jaxlm.interop.pretrained import hf_name
 from jaxlm.plan.load_config import read_saved
 from jaxlm.plan.plan import Plan, plan_phases
-from jaxlm.plan.run_config import RunConfig
 from jaxlm.session.init_from import InitFrom
 
 SOURCE = "source.json"
@@ -40,7 +39,7 @@ def source_of_run(plan: Plan, init_from: InitFrom) -> SourceFolder:
         if (other := init_from.weights or init_from.state) is not None:
             return _as_exported(other.checkpoint)
         name = hf_name(plan.config.initialize_from_hf, plan.data[0].tokenizer)
-        return NO_SOURCE if name is None else _in_folder(name, plan.config)
+        return NO_SOURCE if name is None else _in_folder(name, plan)
 
     def described() -> list[Any]:
         return [(source := read()).config, source.to_json()]
@@ -80,12 +79,13 @@ def _as_exported(checkpoint: Checkpoint) -> SourceFolder:
             try:
                 source.check_fits(model, source.vocab_size or 1)
             except ConfigError:
-                source = source.text_alone()
+                source = source.text_alone(model)
         return source.with_config(edited_json(family_of_config(model), model, source.config, untied=source.untied))
     return NO_SOURCE
 
 
-def _in_folder(name: str, config: RunConfig) -> SourceFolder:
+def _in_folder(name: str, plan: Plan) -> SourceFolder:
+    config = plan.config
     content = _config_json(folder := local_folder(name, "initialize_from_hf", weights=False))
     content = replaced_keys(content, {}, config.hf_skip_keys)
     if not content or config.hf_weight_names:
@@ -95,7 +95,7 @@ def _in_folder(name: str, config: RunConfig) -> SourceFolder:
     except ConfigError:  # the weights are in another form, or what is wrong is said when they are read
         return SourceFolder(content)
     folder = local_folder(name, "initialize_from_hf", weights=True)
-    return SourceFolder.read(folder, location_of_source(name, folder), content, opened.config)
+    return SourceFolder.read(folder, location_of_source(name, folder), content, with_mtp_of(plan.model, opened.config))
 
 
 def _config_json(folder: Path) -> dict[str, Any]:

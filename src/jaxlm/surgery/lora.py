@@ -36,6 +36,7 @@ from jaxlm.interop.peft.names import AxisSizes, BaseRows
 from jaxlm.interop.peft.read import ReadAdapters, lora_keys, peft_folder, read_adapters
 from jaxlm.interop.peft.write import Adapted, Adapter, save_adapters
 from jaxlm.models.base import Inputs, LanguageModel, ModelConfig
+from jaxlm.models.decoders.mtp import MTP
 from jaxlm.models.layers import Embedding
 from jaxlm.models.linear import ExpertLinear, Linear
 from jaxlm.models.stack_paths import NumberedPaths, path_before_splits
@@ -72,7 +73,7 @@ class LoraConfig(SurgeryConfig):
 
     Attributes:
         target: regular expression searched for in the paths of linear layers; matching layers get an adapter. Null adapts no
-            linear layers.
+            linear layers. The layer `mtp`, which transformers does not have, gets none.
         rank: rank of the adapters.
         alpha: adapter outputs are scaled by alpha / rank.
         dropout: dropout probability of the inputs of linear layers' adapters in training.
@@ -284,7 +285,8 @@ class LoraConfig(SurgeryConfig):
         """The sizes of the adapters at these numbered paths. Args: largest: rank; None does not limit it."""
         sizes = []
         for path, number in numbered:
-            rank = 0 if self._leaves_out(number) else _first_match(self.rank_pattern, path, self.rank)
+            is_left_out = self._leaves_out(number) or path.startswith(f"{MTP}.")
+            rank = 0 if is_left_out else _first_match(self.rank_pattern, path, self.rank)
             rank = rank if largest is None else min(rank, largest)
             alpha = _first_match(self.alpha_pattern, path, self.alpha)
             sizes.append(AdapterSize(rank, alpha / rank ** (0.5 if self.rslora else 1) if rank else 0.0))

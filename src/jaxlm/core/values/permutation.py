@@ -45,6 +45,20 @@ def previous(x: NamedArray, order: NamedArray | None, first: NamedArray | float 
     return hax.where(is_first, first[POSITION, 0], before).rearrange(x.axes)
 
 
+def following(x: NamedArray, order: NamedArray | None) -> NamedArray:
+    """Returns what the token after each one in the text has. The last of a row gets 0."""
+    at = [axis.name for axis in x.axes].index(POSITION)
+    size = x.axes[at].size
+    if order is None:
+        later = jax.lax.slice_in_dim(x.array, 1, size, axis=at)
+        return NamedArray(jnp.pad(later, [(0, int(dim == at)) for dim in range(x.ndim)]), x.axes)
+    after = _taken(
+        x, order, lambda order: jnp.take_along_axis(_inverse(order), jnp.minimum(order + 1, size - 1), axis=-1)
+    )
+    is_last = NamedArray(order.array == size - 1, order.axes)
+    return hax.where(is_last, 0, after).rearrange(x.axes)
+
+
 def _inverse(order: jax.Array) -> jax.Array:
     return jnp.argsort(order, axis=-1)
 

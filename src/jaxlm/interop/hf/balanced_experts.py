@@ -13,9 +13,9 @@ def correction_bias() -> KeyGroup:
 
 
 def further_layers() -> KeyGroup:
-    """The number of layers that predict more tokens. A new model has none; those of a source stay in its exports, and so does
-    this key."""
-    return KeyGroup(("num_mtp_layers",), lambda theirs: {}, lambda config: {"num_mtp_layers": 0})
+    """The number of layers that predict more tokens. Those of a source that the model does not have stay in its exports, and
+    so does this key."""
+    return KeyGroup(("num_mtp_layers",), lambda theirs: {}, lambda config: {"num_mtp_layers": int(config.mtp)})
 
 
 def balanced_experts(

@@ -218,10 +218,11 @@ class Family:
         respelled: fields of the model config that describe the same model in several ways, of which an imported config
             has only one.
         text: the multimodal folders whose text part is such a model.
-        kept: regular expressions for the beginnings of names of tensors that this model does not have, and exports copy, such
-            as those of further layers that predict more tokens (MTP).
+        kept: regular expressions for the beginnings of names of tensors of layers that predict more tokens (MTP). A model
+            without `mtp` does not have them, and its exports copy them.
         vocab_keys: keys of config.json with the number of rows of a table for the vocabulary.
-        further: the tensor that a layer of the files has only if it predicts more tokens. Exports copy such layers.
+        further: the tensor that a layer of the files has only if it predicts more tokens, as of `kept`.
+        copies: name of a tensor in such a layer, with `{layer}` for its number -> the name of the one that it is a copy of.
         experts: the module of a layer in transformers that has the weights of all experts.
     """
 
@@ -239,6 +240,7 @@ class Family:
     text: tuple[TextPart, ...] = ()
     kept: tuple[str, ...] = ()
     further: str = ""
+    copies: Mapping[str, str] = field(default_factory=dict)
     vocab_keys: tuple[str, ...] = ("vocab_size",)
     experts: str = "mlp.experts"
 
@@ -396,4 +398,15 @@ _NOT_COMPARED = (
     "seq_len",  # dynamic rotary embeddings need the length from which on they change
     "router_z_loss_coef",  # transformers has no such loss; it does not affect the model's outputs
     "router_bias_step",  # nor such an update
+    "mtp",  # config.json says whether there is such a layer, and not whether it is computed
 )
+
+
+def has_mtp(config: Any) -> bool:
+    """Whether a model has a layer that predicts the token after the next one (`jaxlm.models.decoders.mtp`)."""
+    return getattr(config, "mtp", False)
+
+
+def with_mtp_of(config: Any, read: ModelConfig) -> ModelConfig:
+    """A config of the same family that was read from a config.json, with this layer if `config` has it."""
+    return dataclasses.replace(read, **{"mtp": True}) if has_mtp(config) else read

@@ -21,7 +21,7 @@ from jaxlm.core.sharding import Layout
 from jaxlm.interop.hf.classifier import SCORE, classifier_keys, classifier_tensors, is_classifier, is_reward_model
 from jaxlm.interop.hf.family import Family, Json, config_from_json, family_of_config
 from jaxlm.interop.hf.form import Form, edited_json, form_of_json, form_of_source
-from jaxlm.interop.hf.load import Change, differing_head, load_weights, with_tied_names
+from jaxlm.interop.hf.load import Change, differing_head, load_weights, with_copies, with_tied_names
 from jaxlm.interop.hf.source_folder import NO_SOURCE, SourceFolder
 from jaxlm.interop.hf.stored_formats import QUANTIZATION, open_weights, unreadable
 from jaxlm.interop.hf.tensor_files import most_common_dtype, open_tensors, renamed, unread_indices
@@ -129,7 +129,7 @@ def load_model(
         unused = (re.escape(SCORE),) if is_classifier(read_json_object(path / "config.json")) else ()
         for note in opened.notes:
             options.log(f"note: {note}")
-        source = form.tensors(open_weights(path, np.float32))
+        source = form.tensors(open_weights(path, np.float32), config)
     return load_weights(
         abstract,
         form.table(config, form.layout(source, config, dict(tree.leaves(abstract)))),
@@ -202,7 +202,7 @@ def _untied_if_different(path: Path, form: Form, config: Any) -> tuple[ModelConf
         source = open_weights(path)
     except ConfigError:  # not downloaded yet; loading the weights reports what is wrong with them
         return config, ()
-    head = differing_head(form.table(config), form.tensors(source), form.family.prefix)
+    head = differing_head(form.table(config), form.tensors(source, config), form.family.prefix)
     if head is None:
         return config, ()
     note = f"{path}: tie_word_embeddings is true, but {head} differs from the token embedding, so they are not tied"
@@ -265,7 +265,7 @@ def save_folder(
     check_unused(folder, "config.json")
     family, is_reward = family_of_config(config), is_reward_model(model)
     if is_reward or parts == "text":
-        source = source.text_alone()
+        source = source.text_alone(config)
     source.check_fits(config, model.Vocab.size)
     if stored_format == "keep":
         source.check_keeps(config)
@@ -279,7 +279,7 @@ def save_folder(
         described |= classifier_keys(family.architecture, special_ids)
         table, left_out = classifier_tensors(table)
     elif form:
-        table = with_tied_names(table, source.embedding)
+        table = with_copies(with_tied_names(table, source.embedding), source.copies, config)
     names = Names() if form is None else source.names
     writer = TensorWriter(model, names.of_table(table), layout, source.dtype_of(dtype), left_out)
     if not is_main_process():

@@ -20,8 +20,10 @@ from jaxlm.interop.hf.family import (
     all_families,
     config_from_json,
     config_to_json,
+    has_mtp,
     key_problems,
     sort_unread,
+    with_mtp_of,
 )
 from jaxlm.interop.hf.load import misfits
 from jaxlm.interop.hf.tensor_files import TensorSource
@@ -61,17 +63,37 @@ class Form:
         """How the names in a folder begin. A multimodal model's names may be in a folder that claims to have text alone."""
         return Names.of(source.tensors, self.family.prefix) if self.family.text else Names()
 
-    def kept(self, source: TensorSource) -> Callable[[str], bool]:
-        """Tells which tensors exports copy. Those of other parts are also copied if a folder claims to have text alone."""
+    def kept(self, source: TensorSource, config: Any) -> Callable[[str], bool]:
+        """Tells which tensors exports copy. Those of other parts are also copied if a folder claims to have text alone, and
+        those of MTP layers unless the model has one."""
         parts = [self.part] if self.part else self.family.text
-        patterns = [*self.family.kept, *(pattern for part in parts for pattern in part.kept)]
-        if further := self.family.further:
-            patterns += [re.escape(n.removesuffix(further)) for n in source.tensors if n.endswith(f".{further}")]
+        patterns = [pattern for part in parts for pattern in part.kept]
+        if not has_mtp(config):
+            patterns += self.family.kept
+            further = self.family.further
+            patterns += [
+                re.escape(n.removesuffix(further)) for n in source.tensors if further and n.endswith(f".{further}")
+            ]
         return lambda name: any(re.match(pattern, name) for pattern in patterns)
 
-    def tensors(self, source: TensorSource) -> TensorSource:
-        """The tensors of a folder that may be the model's, by the names of the table."""
-        return text_tensors(source, self.names(source), self.kept(source), self.family.prefix)
+    def copies(self, source: TensorSource, config: Any) -> dict[str, str]:
+        """Those of `Family.copies` that a folder has, if the model has the layer: name -> a name of the table."""
+        if not has_mtp(config):
+            return {}
+        table = {tensor.name: tensor for tensor in self.table(config)}
+        embedding = next(tensor.name for tensor in table.values() if tensor.parts[0].path == "tokens.weight")
+        return {
+            name: of if of in table else embedding
+            for name, of in self.family.copies.items()
+            if name.format(layer=config.num_layers) in source.tensors
+        }
+
+    def tensors(self, source: TensorSource, config: Any) -> TensorSource:
+        """The tensors of a folder that may be those of a model of this config, by the names of the table."""
+        kept = self.kept(source, config)
+        copies = {name.format(layer=config.num_layers) for name in self.copies(source, config)}
+        is_other = lambda name: name in copies or kept(name)  # noqa: E731
+        return text_tensors(source, self.names(source), is_other, self.family.prefix)
 
 
 def form_of_json(content: Mapping[str, Any], where: str) -> Form:
@@ -199,6 +221,7 @@ def edited_json(family: Family, config: ModelConfig, source: Mapping[str, Any], 
         original, _ = config_from_json(family, level, where)
     except ConfigError:  # of an earlier version of the source's folder
         return config_to_json(family, config)
+    original = with_mtp_of(config, original)
     if untied:
         original = dataclasses.replace(original, **{_TIED: False})
     is_learned = any((POSITION,) in part.dims for tensor in form.table(config) for part in tensor.parts)
@@ -218,7 +241,7 @@ def edited_json(family: Family, config: ModelConfig, source: Mapping[str, Any], 
         content = replaced_keys(source, with_sections(level, changed) | own, [*dropped, *(whole - set(own))])
         with contextlib.suppress(ConfigError):
             told = form.level(content) | ({_TIED: False} if untied else {})
-            read = config_from_json(family, told, where)[0]
+            read = with_mtp_of(config, config_from_json(family, told, where)[0])
             return content if config_to_json(family, read) == after else None
         return None
 

@@ -5,6 +5,7 @@ from typing import Any
 
 from jaxlm.core.errors import ConfigError
 from jaxlm.interop.hf.family import FixedKey, Json, JsonKey, KeyGroup
+from jaxlm.interop.hf.mtp import qwen_mtp
 from jaxlm.interop.hf.shared_keys import rope, router, usual_keys
 from jaxlm.interop.hf.weights import (
     BLOCK,
@@ -101,8 +102,12 @@ def qwen3_5_keys() -> tuple[FixedKey | KeyGroup, ...]:
         # Of the norm's gate in recurrent layers, in 3.6 and 3.8. That of attention is a sigmoid all the same.
         FixedKey("output_gate_type", "swish", others=("silu",)),
         FixedKey("mamba_ssm_dtype", "float32"),
-        # Its layers are kept, but not computed.
-        KeyGroup(("mtp_num_hidden_layers", "mtp_use_dedicated_embeddings"), lambda _: {}, lambda _: {}),
+        # Layers of a source that the model does not have stay in its exports, and so do these keys.
+        KeyGroup(
+            ("mtp_num_hidden_layers", "mtp_use_dedicated_embeddings"),
+            lambda _: {},
+            lambda config: {"mtp_num_hidden_layers": 1} if config.mtp else {},
+        ),
     )
 
 
@@ -118,15 +123,20 @@ def qwen_hybrid_moe_keys(*, num_experts: int, chosen: int) -> tuple[JsonKey | Fi
 
 
 def qwen_hybrid_tensors(
-    config: Any, mlp: Iterable[Tensor], projections: Callable[[], Iterable[Tensor]] = separate_projections
+    config: Any,
+    mlp: Iterable[Tensor],
+    projections: Callable[[], Iterable[Tensor]] = separate_projections,
+    mlp_of_mtp: Iterable[Tensor] | None = None,
 ) -> tuple[Tensor, ...]:
     """The table of Qwen's hybrid families.
 
     Args:
         mlp: rows of what follows each mixer.
         projections: rows of those of recurrent layers.
+        mlp_of_mtp: rows of what follows the mixer of the MTP layer; None for `mlp`.
     """
     others = (*pre_norms(), *mlp)
+    last = others if mlp_of_mtp is None else (*pre_norms(), *mlp_of_mtp)
 
     def recurrent() -> Iterator[Tensor]:
         yield from projections()
@@ -137,4 +147,5 @@ def qwen_hybrid_tensors(
     def rows(layer: int) -> tuple[Tensor, ...]:
         return (*others, *(attention_tensors() if layer in config.with_attention else recurrent()))
 
-    return tuple(in_stacks(config, embeddings_and_head(config), rows))
+    stacks = in_stacks(config, embeddings_and_head(config), rows)
+    return (*stacks, *qwen_mtp(config, (*last, *attention_tensors())))

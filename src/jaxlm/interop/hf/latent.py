@@ -5,6 +5,7 @@ from typing import Any
 
 from jaxlm.core.errors import ConfigError
 from jaxlm.interop.hf.family import FixedKey, Json, JsonKey, KeyGroup
+from jaxlm.interop.hf.mtp import mtp_behind_layers
 from jaxlm.interop.hf.shared_keys import activation, rope, size_keys
 from jaxlm.interop.hf.weights import (
     BLOCK,
@@ -101,11 +102,12 @@ def latent_moe_tensors(config: Any) -> tuple[Tensor, ...]:
     """The table of a family with experts by the names of DeepSeek-V3."""
     attention = (*pre_norms(), *latent_rows(config))
     experts = (*expert_rows(), correction_bias("mlp.gate"), *shared_expert_rows("shared_experts", gate=False))
-    return tuple(
-        rows_by_stack(
+    return (
+        *rows_by_stack(
             config,
             embeddings_and_head(config),
             experts=(*attention, *experts),
             dense=(*attention, *gated_mlp()),
-        )
+        ),
+        *mtp_behind_layers(config, (*attention, *experts)),
     )

@@ -135,6 +135,12 @@ def with_tied_names(tensors: Sequence[Tensor], names: Sequence[str]) -> list[Ten
     return [replace(tensor, name=name) for tensor in tensors for name in written.get(tensor.name, (tensor.name,))]
 
 
+def with_copies(tensors: Sequence[Tensor], copies: Mapping[str, str], config: Any) -> list[Tensor]:
+    """A table of weights that writes tensors by further names too. Args: copies: of a `SourceFolder`."""
+    rows = {tensor.name: tensor for tensor in tensors}
+    return [*tensors, *(replace(rows[of], name=name.format(layer=config.num_layers)) for name, of in copies.items())]
+
+
 def _head_as_embedding(tensors: Sequence[Tensor], source: TensorSource, prefix: str) -> TensorSource:
     """The source with its head as token embedding, if the model ties the two and the source has only the head."""
     embedding = _embedding(tensors).removeprefix(_omitted(prefix, source))

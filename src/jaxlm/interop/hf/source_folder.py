@@ -18,7 +18,7 @@ from jaxlm.core import tree
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.publish import PublishError
 from jaxlm.core.safe_io import read_bytes, sha256
-from jaxlm.interop.hf.family import config_from_json
+from jaxlm.interop.hf.family import config_from_json, has_mtp, with_mtp_of
 from jaxlm.interop.hf.form import Form, form_of_json
 from jaxlm.interop.hf.hub import local_folder, repository_of
 from jaxlm.interop.hf.load import differing_head, embedding_names
@@ -66,6 +66,7 @@ class SourceFolder:
         dtype: of most of its tensors.
         dtypes: names of the text model's tensors with another dtype -> the dtype.
         kept: name -> a tensor that exports copy.
+        copies: those of `Family.copies` that it has, if the model has such a layer.
         files: name -> SHA-256 of a file that exports copy.
         stored: the table's names of the tensors that it has in a stored form.
     """
@@ -79,6 +80,7 @@ class SourceFolder:
     dtype: str = ""
     dtypes: Mapping[str, str] = field(default_factory=dict)
     kept: Mapping[str, KeptTensor] = field(default_factory=dict)
+    copies: Mapping[str, str] = field(default_factory=dict)
     files: Mapping[str, str] = field(default_factory=dict)
     stored: tuple[str, ...] = ()
 
@@ -91,14 +93,21 @@ class SourceFolder:
             text: the config of its text model.
         """
         form, source = form_of_json(config, str(folder / "config.json")), open_weights(folder)
-        names, kept = form.names(source), form.kept(source)
-        ours = form.tensors(source)
+        names, kept, copies = form.names(source), form.kept(source, text), form.copies(source, text)
+        ours = form.tensors(source, text)
         tied = form.table(replace(text, tie_word_embeddings=True)) if hasattr(text, "tie_word_embeddings") else ()
         untied = bool(tied) and differing_head(tied, ours, form.family.prefix) is not None
         common, vocab = most_common_dtype(ours), form.level(config)["vocab_size"]
         tensors = {name: info for name, info in source.tensors.items() if kept(name)}
         others = [name for name in source.tensors if name not in tensors]
         leaves = dict(tree.leaves(_abstract(text, vocab)))
+        for name, of in copies.items():
+            name = name.format(layer=text.num_layers)
+            if _digest(source.view(name)) != _digest(source.view(names.in_folder(of))):
+                raise ConfigError(
+                    f"{folder}: {name} differs from {names.in_folder(of)}, but with model.mtp: true, the two are one."
+                    " Remove model.mtp"
+                )
         layout, stored = form.layout(ours, text, leaves), ()
         if isinstance(source, StoredView):
             rows = expanded(form.table(text, layout), lambda tensor: tensor.sizes(leaves))
@@ -116,6 +125,7 @@ class SourceFolder:
                 name: KeptTensor(info.dtype.name, info.shape, _digest(source.view(name)))
                 for name, info in tensors.items()
             },
+            copies,
             {path.name: sha256(path) for path in _processor_files(folder)} if form.part else {},
             stored,
         )
@@ -184,7 +194,7 @@ class SourceFolder:
         if not isinstance(config := as_family(config), form.family.config):
             raise self._misfit(f"it was a {form.family.model_types[0]} model")
         level = form.level(self.config)
-        original, _ = config_from_json(form.family, level, "config.json")
+        original = with_mtp_of(config, config_from_json(form.family, level, "config.json")[0])
         if self.untied:
             original = replace(original, tie_word_embeddings=False)
         vocab = level["vocab_size"]
@@ -263,8 +273,8 @@ class SourceFolder:
         """The same folder with another config.json."""
         return replace(self, config=config)
 
-    def text_alone(self) -> "SourceFolder":
-        """The source as if it had its text model alone."""
+    def text_alone(self, model: ModelConfig) -> "SourceFolder":
+        """The source as if it had the text model alone. Args: model: the config of that."""
         if not self.config or (form := self.form) is None:
             return self
         dtypes = {self.names.in_table(name): dtype for name, dtype in self.dtypes.items()}
@@ -272,8 +282,9 @@ class SourceFolder:
         if form.part:
             kind = {"model_type": form.family.model_types[0], "architectures": [form.family.architecture]}
             config, layout = {**without_sections(config), **kind}, 0
-        config |= {key: 0 for key in _MTP if config.get(key)}
-        return SourceFolder(config, self.location, Names(), layout, self.untied, self.embedding, self.dtype, dtypes)
+        config |= {key: 0 for key in _MTP if config.get(key) and not has_mtp(model)}
+        own = {"dtypes": dtypes, "copies": self.copies}
+        return SourceFolder(config, self.location, Names(), layout, self.untied, self.embedding, self.dtype, **own)
 
     def dtype_of(self, dtype: Any) -> Callable[[str, bool], np.dtype]:
         """(Name of a tensor, whether its parameters are float32 in each precision) -> its dtype in an export.

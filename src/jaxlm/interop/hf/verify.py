@@ -68,7 +68,7 @@ def _others(
     """Path of a parameter -> the indices of its tensors in the folder that have another dtype, with that dtype."""
     leaves, form = dict(tree.leaves(model)), open_folder(folder).form
     assert form is not None, "the folder has a config.json"
-    source, found = form.tensors(open_weights(folder)), dict[str, list[tuple[Any, np.dtype]]]()
+    source, found = form.tensors(open_weights(folder), config), dict[str, list[tuple[Any, np.dtype]]]()
     table = form.table(config, form.layout(source, config, leaves))
     for name, tensor, numbers in expanded(table, lambda tensor: tensor.sizes(leaves)):
         info, number = source.tensors.get(name), dict(zip(tensor.stacked, numbers, strict=True))

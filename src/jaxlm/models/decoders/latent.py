@@ -33,6 +33,8 @@ class LatentConfig(DecoderConfig):
         v_head_dim: features of values, per head.
         rope_interleave: rotate neighboring features, instead of pairs from the two halves.
         attention_bias: add biases to the projections to latents and to the output projection.
+        mtp: one more layer predicts the token after the next one, as `objective.mtp_weight` trains it. False leaves such a
+            layer of a folder as it is.
     """
 
     q_lora_rank: PositiveInt | None = 768
@@ -42,6 +44,7 @@ class LatentConfig(DecoderConfig):
     v_head_dim: PositiveInt = 256
     rope_interleave: bool = True
     attention_bias: bool = False
+    mtp: bool = False
     rope: RotaryConfig = field(default_factory=DefaultRotary)
     num_kv_heads: ClassVar[None] = None
     sliding_window: ClassVar[None] = None

@@ -74,12 +74,14 @@ class LlamaAttention(DecoderConfig):
         elif self.use_qk_norm:
             norms = [RMSNorm.init((axis, Size) if self.norms_all_heads else Size, eps) for axis in heads]
         out_bias = self.attention_bias if self.attention_out_bias is None else self.attention_out_bias
-        sinks = hax.random.normal(jax.random.fold_in(keys[0], 1), self.Heads) * self.initializer_range
+        sinks = None
+        if self.attention_sinks:
+            sinks = hax.random.normal(jax.random.fold_in(keys[0], 1), self.Heads) * self.initializer_range
         return SelfAttention(
             **projections(self, keys, qkv_bias=self.attention_bias, out_bias=out_bias),
             q_norm=norms[0],
             k_norm=norms[1],
-            sinks=sinks if self.attention_sinks else None,
+            sinks=sinks,
             norms_follow_rotation=self.norms_follow_rotation,
             clip_qkv=self.clip_qkv,
             scale=self.attention_multiplier,

@@ -48,7 +48,12 @@ class QwenHybridConfig(HybridConfig):
 
 @dataclass(frozen=True)
 class QwenHybridMoeConfig(RoutedConfig, QwenHybridConfig):
-    """Qwen's hybrid families with experts. The defaults are Qwen3.5 35B-A3B."""
+    """Qwen's hybrid families with experts. The defaults are Qwen3.5 35B-A3B.
+
+    Attributes:
+        mtp: one more layer predicts the token after the next one, as `objective.mtp_weight` trains it. False leaves such a
+            layer of a folder as it is.
+    """
 
     seq_len: PositiveInt = 32768
     hidden_dim: PositiveInt = 2048
@@ -63,6 +68,7 @@ class QwenHybridMoeConfig(RoutedConfig, QwenHybridConfig):
     num_experts: PositiveInt = 256
     num_experts_per_token: PositiveInt = 8
     shared_expert_intermediate_dim: PositiveInt = 512
+    mtp: bool = False
 
     def layer(self, mixer: Mixer, *, key: jax.Array) -> MoeBlock:
         keys = jax.random.split(key, 5)

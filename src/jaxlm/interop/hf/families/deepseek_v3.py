@@ -10,6 +10,7 @@ from jaxlm.core.field_types import NonNegativeInt, NumLayers, PositiveFloat, Pos
 from jaxlm.interop.hf.balanced_experts import balanced_experts, further_layers
 from jaxlm.interop.hf.family import Family, FixedKey
 from jaxlm.interop.hf.latent import latent_keys, latent_moe_tensors
+from jaxlm.interop.hf.mtp import COPIES_BEHIND_LAYERS
 from jaxlm.models.base import ModelConfig
 from jaxlm.models.decoders.latent import LatentConfig
 from jaxlm.models.decoders.moe_decoder import BalancedMoeConfig
@@ -54,4 +55,5 @@ FAMILY = Family(
     ),
     tensors=latent_moe_tensors,
     further="eh_proj.weight",
+    copies=COPIES_BEHIND_LAYERS,
 )

@@ -9,6 +9,7 @@ from dataclasses import field
 from jaxlm.core.field_types import NumLayers, PositiveInt
 from jaxlm.interop.hf.balanced_experts import balanced_experts, further_layers
 from jaxlm.interop.hf.family import Family, FixedKey, JsonKey
+from jaxlm.interop.hf.mtp import COPIES_BEHIND_LAYERS, mtp_behind_layers
 from jaxlm.interop.hf.shared_keys import rope, usual_keys
 from jaxlm.interop.hf.weights import (
     Tensor,
@@ -36,6 +37,8 @@ class Glm4MoeConfig(LlamaAttention, BalancedMoeConfig):
     Attributes:
         attention_bias: add biases to the query, key and value projections.
         use_qk_norm: norms on each head's queries and keys.
+        mtp: one more layer predicts the token after the next one, as `objective.mtp_weight` trains it. False leaves such a
+            layer of a folder as it is.
     """
 
     seq_len: PositiveInt = 4096
@@ -50,6 +53,7 @@ class Glm4MoeConfig(LlamaAttention, BalancedMoeConfig):
     num_experts_per_token: PositiveInt = 8
     attention_bias: bool = True
     use_qk_norm: bool = False
+    mtp: bool = False
     attention_out_bias = False
 
 
@@ -79,13 +83,15 @@ FAMILY = Family(
         FixedKey("attention_dropout", 0.0),
         further_layers(),
     ),
-    tensors=lambda config: tuple(
-        rows_by_stack(
+    tensors=lambda config: (
+        *rows_by_stack(
             config,
             embeddings_and_head(config),
             experts=(*_attention(config), *_experts()),
             dense=(*_attention(config), *gated_mlp()),
-        )
+        ),
+        *mtp_behind_layers(config, (*_attention(config), *_experts())),
     ),
     further="eh_proj.weight",
+    copies=COPIES_BEHIND_LAYERS,
 )

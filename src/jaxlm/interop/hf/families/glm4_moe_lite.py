@@ -7,13 +7,16 @@ from dataclasses import field
 
 from jaxlm.core.field_types import NumLayers, PositiveFloat, PositiveInt
 from jaxlm.interop.hf.balanced_experts import balanced_experts
-from jaxlm.interop.hf.family import Family
+from jaxlm.interop.hf.family import Family, KeyGroup
 from jaxlm.interop.hf.latent import latent_keys, latent_moe_tensors
+from jaxlm.interop.hf.mtp import COPIES_BEHIND_LAYERS
 from jaxlm.models.base import ModelConfig
 from jaxlm.models.decoders.latent import LatentConfig
 from jaxlm.models.decoders.moe_decoder import BalancedMoeConfig
 from jaxlm.models.rope import DefaultRotary, RotaryConfig
 from jaxlm.reading.choices import choice
+
+_MTP = "num_nextn_predict_layers"
 
 
 @choice(ModelConfig, "glm4_moe_lite")
@@ -43,7 +46,9 @@ FAMILY = Family(
         *balanced_experts(
             width=1536, dense_width=10240, num_experts=64, chosen=4, num_dense=1, scale=1.8, lists_layers=True
         ),
+        KeyGroup((_MTP,), lambda theirs: {}, lambda config: {_MTP: 1} if config.mtp else {}),
     ),
     tensors=latent_moe_tensors,
     further="eh_proj.weight",
+    copies=COPIES_BEHIND_LAYERS,
 )

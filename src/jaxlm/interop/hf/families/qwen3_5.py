@@ -24,7 +24,12 @@ from jaxlm.reading.choices import choice
 
 @choice(ModelConfig, "qwen3_5")
 class Qwen35Config(QwenHybridConfig):
-    """Qwen3.5, dense. The defaults are Qwen3.5 0.8B with a shorter context length."""
+    """Qwen3.5, dense. The defaults are Qwen3.5 0.8B with a shorter context length.
+
+    Attributes:
+        mtp: one more layer predicts the token after the next one, as `objective.mtp_weight` trains it. False leaves such a
+            layer of a folder as it is.
+    """
 
     seq_len: PositiveInt = 32768
     hidden_dim: PositiveInt = 1024
@@ -36,6 +41,7 @@ class Qwen35Config(QwenHybridConfig):
     layer_norm_epsilon: NonNegativeFloat = 1e-6
     tie_word_embeddings: bool = True
     rope: RotaryConfig = field(default_factory=lambda: DefaultRotary(theta=1e7, partial_rotary_factor=0.25))
+    mtp: bool = False
 
     def layer(self, mixer: Mixer, *, key: jax.Array) -> DecoderBlock:
         return DecoderBlock(self.norm(), mixer, self.norm(), initial_mlp(self, jax.random.split(key, 3)))

@@ -23,8 +23,14 @@ FAMILY = Family(
     config=Qwen35MoeConfig,
     keys=(*qwen_hybrid_moe_keys(num_experts=256, chosen=8), *qwen_hybrid_keys(), *qwen3_5_keys()),
     tensors=lambda config: qwen_hybrid_tensors(config, (*stacked_expert_rows(), *shared_expert_rows())),
-    # As transformers and the folders in fp8 have them.
-    layouts=(lambda config: qwen_hybrid_tensors(config, (*expert_rows(), *shared_expert_rows())),),
+    layouts=(
+        # As transformers and the folders in fp8 have them.
+        lambda config: qwen_hybrid_tensors(config, (*expert_rows(), *shared_expert_rows())),
+        # Qwen3.5's MTP layer; that of Qwen3.6 is like the others.
+        lambda config: qwen_hybrid_tensors(
+            config, (*stacked_expert_rows(), *shared_expert_rows()), mlp_of_mtp=(*expert_rows(), *shared_expert_rows())
+        ),
+    ),
     text=(
         TextPart(("qwen3_5_moe",), ("qwen3_5_moe_text", None), (r"(model\.)?visual\.",), {"num_key_value_heads": 2}),
     ),
