@@ -37,7 +37,7 @@ MODELS = {
     "glm4_moe": {"head_dim": 8, "dense_intermediate_dim": 40, "shared_expert_intermediate_dim": 24},
     "minimax_m2": {"head_dim": 8, "initializer_range": 0.1},
     "gpt_oss": {"head_dim": 8},
-    "gemma4": {"head_dim": 8, "global_head_dim": 8, "expert_dim": 24, "num_layers": 6},
+    "gemma4": {"initializer_range": 0.1, "head_dim": 8, "global_head_dim": 8, "expert_dim": 24, "num_layers": 6},
     "qwen3_5_moe": {
         **{"head_dim": 8, "shared_expert_intermediate_dim": 20, "attention_interval": 2, "num_state_heads": 2},
         **{"num_value_heads": 4, "state_key_dim": 8, "state_value_dim": 12},
@@ -79,7 +79,7 @@ def their_logits(model, ids):
         return model(torch.tensor(ids)).logits.numpy()
 
 
-EVERY = {"target": "q_proj|o_proj", "experts": "gate_proj|up_proj|down_proj", "rank": 2, "alpha": 6.0}
+EVERY = {"target": "q_proj|router", "experts": "gate_proj|up_proj|down_proj", "rank": 2, "alpha": 6.0}
 SOME_LAYERS = {"rank_pattern": {"layers.1.*down_proj": 3}, "layers_to_transform": [1]}
 
 
@@ -95,7 +95,7 @@ def tokens():
         [
             EVERY,
             {**EVERY, "target": None, **SOME_LAYERS},
-            {**EVERY, "experts": "up_proj", "alpha_pattern": {"up_proj": 5.0}},
+            {**EVERY, "experts": "up_proj", "alpha_pattern": {"up_proj": 5.0, "router": 3.0}},
             {**EVERY, "experts": "down_proj", "rslora": True},
         ]
     ),

@@ -6,6 +6,8 @@ PEFT (`target_parameters`) has for each of them
     lora_A.weight [experts rank, in]    the ranks of an expert follow one another
     lora_B.weight [out, rank experts]   the experts take turns
 
+Routers are parameters of their own, with adapters like those of linear layers.
+
 If both parameters of a module have adapters, those of gate and up are in its `base_layer`. Older files have a module for
 each matrix of each expert (`experts.0.gate_proj`), with adapters like those of other linear layers.
 
@@ -63,6 +65,14 @@ def expert_tensors(config: ModelConfig, *, single: bool = False) -> list[Tensor]
             row = replace(row, along=1)
         tensors.append(replace(row, name=name, parts=parts))
     return tensors + ([row for row in rows if EXPERTS in row.stacked] if single else [])
+
+
+def router_tensors(config: ModelConfig) -> list[Tensor]:
+    """The weights of routers, as transformers has them: parameters too, unless it has linear layers for them."""
+    family = family_of_config(config)
+    rows = [row for row in family.tensors(as_family(config)) if row.parts[0].path.endswith(".router.weight")]
+    named = ((row, f"{row.name.partition('{layer}')[0]}{{layer}}.{family.router}.weight") for row in rows)
+    return [replace(row, name=name) for row, name in named] if family.router else []
 
 
 def is_of_experts(tensor: Tensor) -> bool:

@@ -155,6 +155,7 @@ FAMILY = Family(
     tensors=lambda config: tuple(_tensors(config)),
     respelled=RESPELLED_WINDOWS,
     experts="experts",
+    router="",
     vocab_keys=("vocab_size", "vocab_size_per_layer_input"),
     text=(
         TextPart(
