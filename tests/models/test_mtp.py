@@ -1,6 +1,7 @@
 """The layer that predicts the token after the next one: documents, devices, adapters, FLOPs."""
 
 import dataclasses
+from typing import Any
 
 import haliax as hax
 import jax
@@ -15,6 +16,7 @@ from jaxlm.core.sharding import ContextSharding, Layout
 from jaxlm.core.values.batch_types import TokenBatch
 from jaxlm.core.values.permutation import in_row_order, in_text_order
 from jaxlm.engine.state import shardings
+from jaxlm.interop.peft.experts import expert_tensors
 from jaxlm.interop.peft.names import peft_tensors
 from jaxlm.models.base import Inputs, ModelConfig, vocab_axis
 from jaxlm.models.decoders.mtp import inputs_of_following, targets_of_following
@@ -34,7 +36,8 @@ ONE_LAYER = {"num_layers": 1, "mlp_only_layers": [], "dense_intermediate_dim": N
 
 
 def config_of(kind, **keys):
-    return decode(ModelConfig, ConfigSource(MODELS[kind] | {"seq_len": LENGTH, "mtp": True} | keys))
+    config: Any = decode(ModelConfig, ConfigSource(MODELS[kind] | {"seq_len": LENGTH, "mtp": True} | keys))
+    return config
 
 
 def model_of(kind, scale=0.3, **keys):
@@ -168,9 +171,10 @@ def test_flops_are_those_of_the_layer_its_projection_and_one_more_head():
 
 def test_adapters_leave_the_layer_out():
     """And PEFT's files have the names of modules that transformers has."""
-    tables = [peft_tensors(config_of("qwen3_5", mtp=mtp)) for mtp in (True, False)]
-    assert tables[0] == tables[1]
-    model = jax.eval_shape(lambda: LoraConfig(rank=2).apply(model_of("qwen3_5"), key=jax.random.key(0)))
+    surgery, kind = LoraConfig(rank=2, experts="mlp"), "glm4_moe"
+    for table in (peft_tensors, expert_tensors):
+        assert table(config_of(kind)) == table(config_of(kind, mtp=False))
+    model = jax.eval_shape(lambda: surgery.apply(model_of(kind), key=jax.random.key(0)))
     adapters = [path for path, _ in tree.leaves(model) if path.endswith(".a")]
-    assert adapters
+    assert any("mlp.up_proj" in path for path in adapters)
     assert not [path for path in adapters if path.startswith("mtp.")]
