@@ -15,6 +15,7 @@ from jaxlm.core.errors import ConfigError
 from jaxlm.core.sharding import ContextSharding, Layout
 from jaxlm.core.values.batch_types import TokenBatch
 from jaxlm.core.values.permutation import in_row_order, in_text_order
+from jaxlm.data.row_order import row_orders
 from jaxlm.engine.state import shardings
 from jaxlm.interop.peft.experts import expert_tensors
 from jaxlm.interop.peft.names import peft_tensors
@@ -137,16 +138,17 @@ def test_eight_devices_compute_what_one_does(kind, shards):
 
 
 @pytest.mark.soak
-@pytest.mark.parametrize("is_in_text_order", [True, False])
+@pytest.mark.parametrize("balance", ["none", "zigzag"])
 @pytest.mark.parametrize("kind", ["qwen3_5", "glm4_moe"])
-def test_devices_that_share_a_row_compute_what_one_does(kind, is_in_text_order):
+def test_devices_that_share_a_row_compute_what_one_does(kind, balance):
     model, batch = model_of(kind, 0.1), batch_of(inputs_of(IDS))
     wanted = jax.jit(gradients)(model, batch)
-    if not is_in_text_order:
-        order = hax.named(np.random.default_rng(0).permutation(LENGTH)[None].astype(np.int32), batch.tokens.axes)
+    context = ContextSharding(gather=("context",), balance=balance)
+    if balance != "none":
+        order = row_orders(balance, np.asarray(batch.segment_ids.array), 8, context.work)
+        order = hax.named(order.astype(np.int32), batch.tokens.axes)
         batch = jax.tree.map(lambda column: in_row_order(column, order), batch, is_leaf=tree.is_named)
         batch = dataclasses.replace(batch, order=order)
-    context = ContextSharding(gather=("context",))
     mesh = Mesh(np.asarray(jax.devices()).reshape(8, 1), ("context", "data"), axis_types=(AxisType.Auto,) * 2)
     with Layout(mesh, mapping := {"position": context.axes}, mapping, context).use():
         assert_near(jax.jit(lambda *given: gradients(*given))(model, batch), wanted)
