@@ -68,6 +68,14 @@ GEMMA4 = {
     "vocab_size_per_layer_input": VOCAB,
 }
 GEMMA4_EXPERTS = {"enable_moe_block": True, "num_experts": 5, "top_k_experts": 2, "moe_intermediate_size": 16}
+GEMMA4_SHARED = GEMMA4 | {
+    "attention_k_eq_v": False,
+    "layer_types": [_LOCAL, _GLOBAL] * 4,
+    "num_hidden_layers": 8,
+    "num_kv_shared_layers": 4,
+    "use_double_wide_mlp": True,
+    "hidden_size_per_layer_input": 6,
+}
 GRANITE = {
     "embedding_multiplier": 3.0,
     "attention_multiplier": 0.3,
@@ -381,6 +389,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma3-deep": ("gemma3_text", {"num_hidden_layers": 8, **GEMMA, "final_logit_softcapping": 3.0}),
     "gemma4": ("gemma4_text", GEMMA4),
     "gemma4-moe": ("gemma4_text", GEMMA4 | GEMMA4_EXPERTS),
+    "gemma4-shared": ("gemma4_text", GEMMA4_SHARED),
     "gemma4-separate": (
         "gemma4_text",
         GEMMA4 | {"attention_k_eq_v": False, "num_hidden_layers": 4, "layer_types": [_GLOBAL, _LOCAL, _LOCAL, _GLOBAL]},
