@@ -115,8 +115,8 @@ models/decoders/mtp.py: tests/models/test_mtp.py tests/interop/test_mtp.py
 models/routing.py: tests/models/test_routing.py
 - jnp.take_along_axis(scores_BSE, ids_BSK, axis=-1)
 + jnp.take_along_axis(chooses_BSE, ids_BSK, axis=-1)
-- by_group, -jnp.inf).reshape
-+ by_group, 0.0).reshape
+- others=-jnp.inf)
++ others=0.0)
 - load_E * load_E.size - jnp.sum(load_E)
 + load_E
 - (segment_ids.array != 0).astype(jnp.float32), segment_ids.axes)
