@@ -533,6 +533,15 @@ TABLE: Table = {
         "model.global_head_dim": Change(24, Shapes({r"^model\.body\.1\..*q_proj\.weight": (1, 4, 24, 32)})),
         "model.num_global_kv_heads": Change(1, Shapes({r"^model\.body\.1\..*k_proj\.weight": (1, 1, 16, 32)})),
         "model.keys_are_values": Change(False, Shapes({r"^model\.body\.1\..*v_proj\.weight": (1, 2, 16, 32)})),
+        "model.num_kv_shared_layers": Change(
+            2, Shapes({r"^model\.body\.0\..*k_proj\.weight": (1, 4, 8, 32)}), also={"model": {"num_layers": 4}}
+        ),
+        "model.double_wide_mlp": Change(
+            True,
+            Shapes({r"^model\.body\.2\..*up_proj\.weight": (1, 96, 32)}),
+            also={"model": {"num_layers": 4, "num_kv_shared_layers": 2}},
+        ),
+        "model.layer_input_dim": Change(6, Shapes({r"^model\.layer_inputs\.table": (64, 12)})),
         "model.num_experts": Change(8, Shapes({r"^model\.body\.1\..*router\.weight": (1, 8, 32)}), also=ROUTED),
         "model.num_experts_per_token": Change(4, Program(gains=r"chlo.top_k\(%\w+, k = 4\)"), also=ROUTED),
         "model.expert_dim": Change(40, Shapes({r"^model\.body\.1\..*experts.*up_proj": (1, 5, 32, 40)}), also=ROUTED),
@@ -684,6 +693,12 @@ TABLE: Table = {
         "model.attention_bias": NO_BIAS,
     },
     "glm4_moe_lite": LATENT,
+    "mistral4": {
+        **{key: entry for key, entry in LATENT.items() if key not in ("model.router_bias_step", "model.mtp")},
+        "model.query_scaling": Change(0.3, Constant(0.3)),
+        "model.num_expert_groups": Change(3, Program(gains=r"tensor<\S*x3x2xf32>")),
+        "model.mlp_only_layers": Change([1], Shapes({r"^model\.body\.0\..*router\.weight": (1, 6, 32)})),
+    },
     "deepseek_v3": {
         **LATENT,
         "model.num_expert_groups": Change(2, Program(gains=r"tensor<\S*x2x3xf32>")),

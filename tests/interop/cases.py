@@ -68,6 +68,14 @@ GEMMA4 = {
     "vocab_size_per_layer_input": VOCAB,
 }
 GEMMA4_EXPERTS = {"enable_moe_block": True, "num_experts": 5, "top_k_experts": 2, "moe_intermediate_size": 16}
+GEMMA4_SHARED = GEMMA4 | {
+    "attention_k_eq_v": False,
+    "layer_types": [_LOCAL, _GLOBAL] * 4,
+    "num_hidden_layers": 8,
+    "num_kv_shared_layers": 4,
+    "use_double_wide_mlp": True,
+    "hidden_size_per_layer_input": 6,
+}
 GRANITE = {
     "embedding_multiplier": 3.0,
     "attention_multiplier": 0.3,
@@ -95,6 +103,11 @@ LATENT = {
     "v_head_dim": 7,
 }
 SCALED_SCORES = {**YARN, "mscale": 0.8, "mscale_all_dim": 0.5}
+MISTRAL4 = {
+    **LATENT,
+    **{"n_routed_experts": 12, "n_group": 4, "topk_group": 2, "routed_scaling_factor": 1.7},
+    **{"first_k_dense_replace": 1, "rope_parameters": {**GROWING_SCORES, "partial_rotary_factor": 6 / 16}},
+}
 MIXED = {**EXPERTS, "intermediate_size": 28, "initializer_range": 0.2}
 HYBRID = {
     **LLAMA,
@@ -315,6 +328,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
             "rope_parameters": {**YARN, "mscale": 1.0, "mscale_all_dim": 1.0},
         },
     ),
+    "mistral4": ("mistral4", MISTRAL4),
     "glm4": ("glm4", {"head_dim": 12}),
     "glm4-all-rotated": (
         "glm4",
@@ -381,6 +395,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma3-deep": ("gemma3_text", {"num_hidden_layers": 8, **GEMMA, "final_logit_softcapping": 3.0}),
     "gemma4": ("gemma4_text", GEMMA4),
     "gemma4-moe": ("gemma4_text", GEMMA4 | GEMMA4_EXPERTS),
+    "gemma4-shared": ("gemma4_text", GEMMA4_SHARED),
     "gemma4-separate": (
         "gemma4_text",
         GEMMA4 | {"attention_k_eq_v": False, "num_hidden_layers": 4, "layer_types": [_GLOBAL, _LOCAL, _LOCAL, _GLOBAL]},
@@ -447,11 +462,20 @@ FIRST = {kind: name for name, (kind, _) in reversed(CASES.items())}
 """The case of each family that the default tests use."""
 
 
+def register_mistral4() -> None:
+    """Lets transformers find the class of Mistral 4, which 5.23 has, by its `model_type`."""
+    from transformers import AutoModelForCausalLM, Mistral4Config, Mistral4ForCausalLM
+
+    AutoModelForCausalLM.register(Mistral4Config, Mistral4ForCausalLM, exist_ok=True)
+
+
 def config_of(name: str) -> Any:
     """The configuration of a case."""
     import transformers
 
     kind, options = copy.deepcopy(CASES[name])  # transformers adds keys to what it is given
+    if kind == "mistral4":
+        register_mistral4()
     base = {"gpt2": GPT2 | NO_DROPOUT, "gpt_neox": NEOX, "mpt": MPT}.get(kind, LLAMA)
     return transformers.AutoConfig.for_model(
         kind, **{**base, "pad_token_id": None, **options}, attn_implementation="eager"

@@ -10,7 +10,7 @@ import numpy as np
 from jaxlm.core.safe_io import read_json_object
 from jaxlm.interop.hf.folder import open_folder
 from jaxlm.interop.hf.source_folder import SourceFolder
-from tests.interop.cases import GEMMA4, GROWING_SCORES, SEQ_LEN
+from tests.interop.cases import GEMMA4_SHARED, GROWING_SCORES, MISTRAL4, SEQ_LEN, register_mistral4
 
 VOCAB = 96  # more than the ids of the images' tokens
 _TEXT = {
@@ -46,6 +46,8 @@ _QWEN_IDS = {"image_token_id": 90, "video_token_id": 91, "vision_start_token_id"
 _SECTIONS = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [1, 1, 2]}
 _INTERLEAVED = {**_SECTIONS, "mrope_section": [2, 1, 1], "mrope_interleaved": True}
 
+_GEMMA4_TEXT = {**_TEXT, **GEMMA4_SHARED, "vocab_size_per_layer_input": VOCAB, "num_hidden_layers": 4}
+_GEMMA4_TEXT |= {"num_kv_shared_layers": 2, "layer_types": GEMMA4_SHARED["layer_types"][:4]}
 _GEMMA4_TOWER = {**_PATCHES, "patch_size": 4, "position_embedding_size": 16}
 _GEMMA4_IDS = {"image_token_id": 90, "video_token_id": 91, "boi_token_id": 92, "eoi_token_id": 93}
 _GEMMA4_IDS |= {"audio_token_id": 94, "boa_token_id": 95, "eoa_token_index": 89}
@@ -67,7 +69,7 @@ CASES: dict[str, dict[str, Any]] = {
         "eoi_token_index": 92,
     },
     "gemma4": {
-        "text_config": {**_TEXT, **GEMMA4, "vocab_size_per_layer_input": VOCAB},
+        "text_config": _GEMMA4_TEXT,
         "vision_config": {**_GEMMA4_TOWER, "num_key_value_heads": 2, "head_dim": 8},
         "audio_config": None,
         **_GEMMA4_IDS,
@@ -128,6 +130,12 @@ CASES: dict[str, dict[str, Any]] = {
         "image_token_index": 90,
         "tie_word_embeddings": False,
     },
+    "mistral3-of-2026": {
+        "text_config": {**_TEXT, **MISTRAL4, "model_type": "mistral4"},
+        "vision_config": {**_PATCHES, "model_type": "pixtral", "head_dim": 8},
+        "image_token_index": 90,
+        "tie_word_embeddings": False,
+    },
     "mistral3-of-2025": {
         "text_config": {**_TEXT, "model_type": "ministral3", "head_dim": 8, "rope_parameters": GROWING_SCORES},
         "vision_config": {**_PATCHES, "model_type": "pixtral", "head_dim": 8},
@@ -143,6 +151,7 @@ def reference(kind: str) -> Any:
     import torch
     import transformers
 
+    register_mistral4()
     options = copy.deepcopy(CASES[kind])
     config = transformers.AutoConfig.for_model(kind.partition("-")[0], **options, attn_implementation="eager")
     name = type(config).__name__.replace("Config", "ForConditionalGeneration")
@@ -157,18 +166,25 @@ def reference(kind: str) -> Any:
 def saved(kind: str, folder: Path) -> Path:
     """The folder of the model, as transformers saves it, with the file of a processor."""
     reference(kind).save_pretrained(folder)
-    if kind == "qwen3_5":
-        _add_mtp(folder / "model.safetensors")
+    if kind in _ADDED:
+        _add(_ADDED[kind], folder / "model.safetensors")
     (folder / "preprocessor_config.json").write_text('{"image_processor_type": "x"}')
     return folder
 
 
-def _add_mtp(file: Path) -> None:
+_GIVEN = "model.language_model.layers.{}.self_attn."  # of layers with the keys and values of earlier ones
+_ADDED: dict[str, dict[str, tuple[int, ...]]] = {
+    "qwen3_5": {"mtp.fc.weight": (32, 64), "mtp.norm.weight": (32,), "mtp.layers.0.mlp.up_proj.weight": (40, 32)},
+    "gemma4": {f"{_GIVEN.format(layer)}k_proj.weight": (32, 32) for layer in (2, 3)}
+    | {f"{_GIVEN.format(3)}v_proj.weight": (32, 32), f"{_GIVEN.format(3)}k_norm.weight": (32,)},
+}
+
+
+def _add(added: dict[str, tuple[int, ...]], file: Path) -> None:
     """Adds tensors that published folders have, and transformers neither reads nor writes."""
     from safetensors.numpy import load_file, save_file
 
     arrays, rng = load_file(file), np.random.default_rng(0)
-    added = {"mtp.fc.weight": (32, 64), "mtp.norm.weight": (32,), "mtp.layers.0.mlp.up_proj.weight": (40, 32)}
     arrays |= {name: rng.standard_normal(shape).astype(np.float16) for name, shape in added.items()}
     save_file(arrays, file, {"format": "pt"})
 

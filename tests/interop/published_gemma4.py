@@ -70,10 +70,25 @@ _26B = gemma4_text(
     top_k_experts=8,
     **_LARGE,
 )
+_SMALL = {"hidden_size_per_layer_input": 256}
+_E2B = gemma4_text(1536, 6144, 35, 8, 1, every=5, num_kv_shared_layers=20, use_double_wide_mlp=True, **_SMALL)
+_E4B = gemma4_text(2560, 10240, 42, 8, 2, num_kv_shared_layers=18, **_SMALL)
 TEXTS: dict[str, tuple[Json, int]] = {
+    "gemma-4-E2B": ({"architectures": ["Gemma4ForCausalLM"], **_E2B}, 4_628_569_379),
+    "gemma-4-E4B": ({"architectures": ["Gemma4ForCausalLM"], **_E4B}, 7_463_013_418),
     "gemma-4-31B": ({"architectures": ["Gemma4ForCausalLM"], **_31B}, 30_697_345_340),
     "gemma-4-26B-A4B": ({"architectures": ["Gemma4ForCausalLM"], **_26B}, 25_233_141_790),
 }
+
+UNUSED = {
+    name: tuple(
+        f"model.language_model.layers.{layer}.self_attn.{module}.weight"
+        for layer in range(content["num_hidden_layers"] - content["num_kv_shared_layers"], content["num_hidden_layers"])
+        for module in ("k_proj", "v_proj", "k_norm")
+    )
+    for name, (content, _) in TEXTS.items()
+}
+"""Tensors of published folders that no layer reads."""
 
 
 def gemma4_folder(text: Json, *, audio: bool) -> Json:

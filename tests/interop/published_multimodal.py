@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from tests.interop.published import OPENED
-from tests.interop.published_gemma4 import gemma4_folder
+from tests.interop.published_gemma4 import UNUSED, gemma4_folder
 
 Json = dict[str, Any]
 _QWEN_IDS = {
@@ -215,7 +215,7 @@ class Folder:
         is_published: whether the number of parameters is that of the published weights. Otherwise, it is transformers' own.
         inputs_first: whether the experts' tensors are [experts, in, out] in the files.
         has_head: whether the files have a head, whatever config.json says. transformers follows them.
-        further: names of tensors of layers that predict further tokens.
+        further: names of tensors that no layer reads, such as those of layers that predict further tokens.
         noted: keys that a note names.
     """
 
@@ -281,6 +281,13 @@ FOLDERS: dict[str, Folder] = {
         *(8_918_026_240, (309, 222), _WRAPPED),
         is_published=False,
     ),
+    **{
+        name: Folder(gemma4_folder(_text(name), audio=True), *counts, is_published=False, further=UNUSED[name])
+        for name, counts in {
+            "gemma-4-E2B": (5_104_298_467, (540, 1411)),
+            "gemma-4-E4B": (7_941_101_802, (665, 1411)),
+        }.items()
+    },
     "gemma-4-31B": Folder(
         gemma4_folder(_text("gemma-4-31B"), audio=False), 31_273_088_876, (832, 356), is_published=False
     ),

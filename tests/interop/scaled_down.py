@@ -26,6 +26,7 @@ def scaled_down(content: Mapping[str, Any]) -> Json:
     if "global_head_dim" in small:
         small |= {"global_head_dim": 2 * HEAD_SIZE, "vocab_size_per_layer_input": VOCAB}
         small["num_global_key_value_heads"] = small["num_global_key_value_heads"] and 1
+        small["num_kv_shared_layers"] = min(1, small["num_kv_shared_layers"])
     for key in ("num_experts", "num_local_experts", "n_routed_experts"):
         if key in small:
             chosen = next((small[name] for name in ("num_experts_per_tok", "top_k_experts") if name in small), None)

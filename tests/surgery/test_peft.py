@@ -614,6 +614,19 @@ FUSED = {
         {"hidden_dim": 32, "intermediate_dim": 128, "num_layers": 2, "num_heads": 4, "seq_len": 64},
         "q_proj|v_proj|down_proj",
     ),
+    "gemma4": (
+        {
+            **SIZES,
+            "num_layers": 4,
+            "head_dim": 8,
+            "global_head_dim": 16,
+            "num_global_kv_heads": 1,
+            "sliding_window_pattern": 2,
+            "num_kv_shared_layers": 2,
+            "layer_input_dim": 6,
+        },
+        ".*",
+    ),
 }
 
 
@@ -658,7 +671,7 @@ def with_adapters(torch, base, folder: Path):
 
 @pytest.mark.slow
 # MPT lays its matrices out as Phi-3 does.
-@pytest.mark.parametrize("family", [*list(FUSED)[:4], pytest.param("mpt", marks=pytest.mark.soak)])
+@pytest.mark.parametrize("family", one_of(FUSED, but=4))
 def test_adapters_of_parts_of_a_matrix_are_those_of_the_whole_in_peft(tmp_path, family):
     """The logits of transformers with them, merged by hand and, if it is installed, in peft; and they are read again."""
     torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")

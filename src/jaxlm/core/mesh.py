@@ -21,6 +21,7 @@ from jaxlm.core.axes import (
     KEY_POSITION,
     KV_HEADS,
     LATENT,
+    LAYER_INPUTS,
     LAYERS,
     MESH_AXES,
     MODEL,
@@ -230,8 +231,8 @@ def make_layout(
 
     Later entries override earlier ones: `shared`, tensor parallelism, the batch axis; then `compute` for the compute
     mapping, and `parameter` and FSDP for the parameter mapping. Tensor parallelism over `heads` includes `kv_heads` and
-    `state_heads` if the model axis divides them, and FSDP over `embed` includes `value_embed`, `query_latent` and `latent` if
-    its mesh axes divide them.
+    `state_heads` if the model axis divides them, and FSDP over `embed` includes `value_embed`, `layer_inputs`,
+    `query_latent` and `latent` if its mesh axes divide them.
     FSDP shards over the data axis and those of `context`.
 
     Args:
@@ -260,7 +261,7 @@ def make_layout(
     fsdp: MeshAxes = (DATA, *sharing) if sharing else DATA
     parameter = {**both, **mappings.parameter, **dict.fromkeys(mappings.fsdp, fsdp)}
     num_shards = math.prod(sizes.get(name, 1) for name in axis_names(fsdp))
-    for axis in (VALUE_EMBED, QUERY_LATENT, LATENT) if EMBED in mappings.fsdp else ():
+    for axis in (VALUE_EMBED, LAYER_INPUTS, QUERY_LATENT, LATENT) if EMBED in mappings.fsdp else ():
         if axis in logical_axes and logical_axes[axis] % num_shards == 0:
             parameter.setdefault(axis, fsdp)
     for mapping in (compute, parameter):

@@ -41,6 +41,7 @@ from jaxlm.models.base import (
     with_traits,
 )
 from jaxlm.models.decoders.block import DecoderBlock, apply_norm
+from jaxlm.models.decoders.layer_inputs import LayerInputs
 from jaxlm.models.decoders.mtp import MtpLayer, initial_mtp, inputs_of_following, with_mtp
 from jaxlm.models.diffusion import Denoiser, TimeEmbedding, TimeEmbeddingConfig, needed, routed, runs_whole
 from jaxlm.models.flops import FlopsPerToken
@@ -289,6 +290,7 @@ class TransformerModel(LanguageModel):
 
     Attributes:
         final_scale: factor that the output of the final norm is multiplied by before the head.
+        layer_inputs: what each layer reads of the tokens besides the residual stream; None for nothing.
         mtp: the layer that predicts the token after the next one; None if there is none.
     """
 
@@ -306,6 +308,7 @@ class TransformerModel(LanguageModel):
         return self.config.Pos
 
     final_scale: float | None = eqx.field(static=True, default=None, kw_only=True)
+    layer_inputs: LayerInputs | None = eqx.field(default=None, kw_only=True)
     mtp: MtpLayer | None = eqx.field(default=None, kw_only=True)
 
     @abc.abstractmethod
@@ -326,7 +329,8 @@ class TransformerModel(LanguageModel):
         by_share = inputs.mask_fractions is not None and not taps
         if not denoisers or (not by_share and runs_whole(denoisers)):
             x, key = self.embedded(inputs, None, key)
-            return self._scaled(self.body(x, inputs, cache, key, taps))
+            own = self.layer_inputs and self.layer_inputs(inputs, x)
+            return self._scaled(self.body(x, inputs, cache, key, taps, layer_inputs=own))
         if not by_share or cache is not None:
             raise ConfigError(
                 "which layers of this model compute a text depends on the share of its tokens that is hidden (surgery"
@@ -359,12 +363,13 @@ class TransformerModel(LanguageModel):
 
         Args:
             first, stop: numbers of the first layer that runs, and of the one after the last; None for all from the first on.
-            stream: {batch, position, embed}, the input of the first one: what `hidden` returns for the tap of the layer
-                before it. None for the embeddings.
+            stream: {batch, position, embed}, its input: the tap of the layer before it. None for the embeddings.
             taps: of layers that run. None if `stop` is given.
         """
         x, key = self.embedded(inputs, stream, key)
-        return self._scaled(self.body(x, inputs, None, key, taps, first, stop))
+        start = x if stream is None or self.layer_inputs is None else self.embedded(inputs, None, None)[0]
+        own = self.layer_inputs and self.layer_inputs(inputs, start)
+        return self._scaled(self.body(x, inputs, None, key, taps, first, stop, own))
 
     def hidden_of_mtp(self, inputs: Inputs, final: NamedArray, *, key: jax.Array | None = None) -> Hidden:
         """The input of the head for the token after the next one. Args: inputs, final: of `hidden`, and its output."""
@@ -378,8 +383,9 @@ class TransformerModel(LanguageModel):
         return empty_cache(stacks, Batch, capacity, dtype, with_tokens=bool(self.traits.switch_lengths))
 
     def _scaled(self, hidden: Hidden) -> Hidden:
-        scale = self.final_scale
-        return hidden if scale is None else dataclasses.replace(hidden, final=hidden.final * scale)
+        return (
+            hidden if self.final_scale is None else dataclasses.replace(hidden, final=hidden.final * self.final_scale)
+        )
 
     def with_layers(self, kept: Sequence[int]) -> Self:
         """The same model with only some of its layers; its config is `ModelConfig.with_layers`. Leaves may be missing (None).

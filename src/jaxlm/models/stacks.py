@@ -32,6 +32,7 @@ from jaxlm.models.base import EMBEDDING, FINAL, AuxLoss, Hidden, Inputs, check_t
 from jaxlm.models.inference.cache import DecodingCache, extend_cache, mask_over_cache
 from jaxlm.models.layers import tiled_mlps, with_dropout_keys
 from jaxlm.models.mixers.base import ForCache, LayerCache, LayerContext
+from jaxlm.models.mixers.forward_pass import ForwardPass, layers_between
 from jaxlm.models.norms import Norm
 from jaxlm.models.remat import RematPolicy, for_whole_layers, layer_input, remat, with_remat_modules
 from jaxlm.models.rope import Places, QueryScaling, RotaryConfig, Rotation
@@ -81,6 +82,8 @@ class LayerKind:
             layers have the same (`TransformerConfig.RotarySize`).
         query_scaling: scores grow with the position of the query; None for constant scores.
         score_factor: of the scores of latent attention, besides that of the head size.
+        gives: a name by which later layers read what this one's mixer returns for the cache; None for none.
+        takes: the name by which it reads that of an earlier layer, in place of keys and values of its own.
     """
 
     rope: RotaryConfig | None = None
@@ -89,6 +92,8 @@ class LayerKind:
     rotary_size: int | None = None
     query_scaling: QueryScaling | None = None
     score_factor: float = 1.0
+    gives: str | None = None
+    takes: str | None = None
 
 
 def switch_lengths(kinds: Sequence[LayerKind]) -> tuple[int, ...]:
@@ -104,7 +109,11 @@ def layer_contexts(
     backend: str,
     start: jax.Array | None = None,
 ) -> list[LayerContext]:
-    """The context that the layers of each kind share in one forward pass. Args: start: as of a `LayerContext`."""
+    """The context that the layers of each kind share in one forward pass.
+
+    Args:
+        start: as of a `LayerContext`, for layers that give nothing: what these return is read again.
+    """
     places = Places(inputs.positions, inputs.segment_ids, inputs.order)
 
     @functools.cache
@@ -117,7 +126,9 @@ def layer_contexts(
     def context(kind: LayerKind) -> LayerContext:
         turn, scaling = rotation(kind.rope, kind.interleaved, kind.rotary_size), kind.query_scaling
         scale = None if scaling is None else scaling.factors(places)
-        return LayerContext(attention_mask, turn, kind.window, backend, inputs.order, start, scale, kind.score_factor)
+        start_of = None if kind.gives else start
+        order, factor = inputs.order, kind.score_factor
+        return LayerContext(attention_mask, turn, kind.window, backend, order, start_of, scale, factor)
 
     return [context(kind) for kind in kinds]
 
@@ -242,17 +253,19 @@ class Body(abc.ABC):
         taps: Sequence[str] = (),
         first: int = 0,
         stop: int | None = None,
+        layer_inputs: NamedArray | None = None,
     ) -> Hidden:
         """Maps embedded tokens {batch, position, embed} to final hidden states; `taps` as in `LanguageModel.hidden`.
 
         Args:
             first: number of the first layer that runs, on its input instead of embedded tokens. Then no cache is written.
             stop: number of the layer behind the last one that runs; None for all. Then there are no taps.
+            layer_inputs: {layers, batch, position, layer_input}, what each layer reads of the tokens; None for nothing.
         """
         check_taps(taps, tap_names(self.num_layers)[first and first + 1 :])
         filled = None if cache is None or cache.fresh else cache
         attention_mask = AttentionMask.of(inputs) if filled is None else mask_over_cache(filled, inputs)
-        shared = ForwardPass(inputs, attention_mask, key, filled, stores=cache is not None)
+        shared = ForwardPass(inputs, attention_mask, key, filled, cache is not None, layer_inputs)
         residuals = {EMBEDDING: x}
         outputs: list[list[Any]] = [[] for _ in self.stacks]
         every = [layer_tap(layer) for layer in range(self.num_layers)]
@@ -265,6 +278,7 @@ class Body(abc.ABC):
                 tuple(zip(self.stack_of_layer, self.kinds_by_layer, strict=True))[begin:end], begin
             ):
                 x, out = self._run(segment, x, shared, keeps_streams=keeps_all)
+                shared.give(segment, out, self.layer_numbers, keeps_streams=keeps_all)
                 for number, of_stack in out.items():
                     outputs[number].append(of_stack)
             residuals[layer_tap(end - 1)] = x
@@ -272,6 +286,8 @@ class Body(abc.ABC):
             streams = self._in_order([concatenated([stream for _, stream in parts]) for parts in outputs])
             residuals |= {tap: streams[LAYERS, layer] for layer, tap in enumerate(every)}
             outputs = [[out for out, _ in parts] for parts in outputs]
+        if cache is None:  # what only some segments have returned, for later ones
+            outputs = [[(None, aux) for _, aux in parts] for parts in outputs]
         final = for_compute(self.last_norm)(x)
         new, aux = zip(*map(concatenated, filter(None, outputs)), strict=True)
         extended = None
@@ -306,7 +322,7 @@ class Body(abc.ABC):
         places = np.argsort([layer for layers in self.layer_numbers for layer in layers])
         return jax.tree.map(lambda leaf: taken_layers(leaf, places), concatenated(by_stack), is_leaf=is_named)
 
-    def _part(self, number: int, segment: Segment, shared: "ForwardPass", given: Any) -> tuple["Stack", tuple]:
+    def _part(self, number: int, segment: Segment, shared: ForwardPass, given: tuple) -> tuple["Stack", tuple]:
         """The layers of a stack that are in the segment, and what each of them gets, {layers, ...}."""
         layers = self.layer_numbers[number]
         start, stop = (sum(one < end for one in layers) for end in (segment.start, segment.stop))
@@ -318,14 +334,14 @@ class Body(abc.ABC):
             NamedArray(jnp.asarray(layers, jnp.int32), (part.Layers,)),
             shared.cached(number, start, stop),
             shared.layer_keys(layers, self.num_layers),
-            given,
+            *given,
         )
 
     def _run(
         self,
         segment: Segment,
         x: NamedArray,
-        shared: "ForwardPass",
+        shared: ForwardPass,
         visit: LayerFn | None = None,
         given: Any = None,
         *,
@@ -347,15 +363,22 @@ class Body(abc.ABC):
             block: Block, x: NamedArray, context: LayerContext, layer_cache: LayerCache | None, *, index, key, given
         ):
             x, new, aux = block(x, context, layer_cache, index=index, key=key)
-            return x, (new if shared.stores else None, aux)
+            return x, (new if shared.stores or gives else None, aux)
 
         numbers = list(dict.fromkeys(number for number, _ in segment.pattern))
-        parts, per_layer = zip(*(self._part(number, segment, shared, given) for number in numbers), strict=True)
+        own = given, shared.layer_inputs
+        parts, per_layer = zip(*(self._part(number, segment, shared, own) for number in numbers), strict=True)
         first = parts[0]
         # Prompts have any length, which the configured backend may not allow.
         backend = AUTO if shared.stores else first.attn_backend
         kinds = [kind for _, kind in segment.pattern]
-        contexts = layer_contexts(kinds, shared.inputs, shared.attention_mask, backend)
+        gives = any(kind.gives for kind in kinds)
+        contexts = [
+            dataclasses.replace(context, taken=shared.taken.get(kind.takes))
+            for kind, context in zip(
+                kinds, layer_contexts(kinds, shared.inputs, shared.attention_mask, backend), strict=True
+            )
+        ]
         layout = current_layout()
         num_devices = 1 if layout is None else layout.mesh.size
         where = {"platform": current_platform(), "num_devices": num_devices}
@@ -365,12 +388,13 @@ class Body(abc.ABC):
         policy = first.remat_policy if visit is None else for_whole_layers(first.remat_policy)
 
         def layer(
-            place: int, x: NamedArray, block: Block, index: NamedArray, layer_cache: LayerCache | None, key, given
+            place: int, x: NamedArray, block: Block, index: NamedArray, layer_cache: LayerCache | None, key, given, own
         ):
+            context = dataclasses.replace(contexts[place], layer_input=own)
             x = layer_input(x)
             block = tiled_mlps(with_dropout_keys(block, key), first.mlp_tile_tokens)
             block = with_remat_modules(policy, block, scan=scan)
-            x, out = (visit or run_block)(block, x, contexts[place], layer_cache, index=index, key=key, given=given)
+            x, out = (visit or run_block)(block, x, context, layer_cache, index=index, key=key, given=given)
             x = hax.auto_sharded(x)
             return x, (out, x) if keeps_streams else out
 
@@ -427,36 +451,6 @@ class HeterogeneousBody(eqx.Module):
     @abc.abstractmethod
     def unstacked(self) -> Any:
         """A copy with separate arrays per layer, for decoding with an `UnstackedCache`."""
-
-
-@dataclass(frozen=True)
-class ForwardPass:
-    """Holds what all layers share in one forward pass.
-
-    Attributes:
-        key: for dropout; None means no dropout.
-        filled: the cache that the inputs extend; None if there is none, or it is empty.
-        stores: whether there is a cache to write, so that layers return their keys and values.
-    """
-
-    inputs: Inputs
-    attention_mask: AttentionMask
-    key: jax.Array | None
-    filled: DecodingCache | None
-    stores: bool
-
-    def cached(self, stack: int, start: int, stop: int) -> LayerCache | None:
-        """The filled cache of layers `start` to `stop` of a stack; None if there is none."""
-        if self.filled is None:
-            return None
-        return _layers_between(self.filled.stacks[stack], start, stop)
-
-    def layer_keys(self, layers: Sequence[int], num_layers: int) -> jax.Array | None:
-        """One key per layer, of these layers. They do not depend on how the layers are divided into stacks."""
-        if self.key is None:
-            return None
-        keys = jax.random.split(self.key, num_layers)
-        return keys if len(layers) == num_layers else keys[np.asarray(layers)]
 
 
 class Stack(Body, eqx.Module):
@@ -516,7 +510,7 @@ class Stack(Body, eqx.Module):
         """Layers `start` to `stop` as a stack of their own. It has the final norm only if it has the last layer."""
         if (start, stop) == (0, self.Layers.size):
             return self
-        stacked = _layers_between(self.layers.stacked, start, stop)
+        stacked = layers_between(self.layers.stacked, start, stop)
         return dataclasses.replace(
             self,
             layers=dataclasses.replace(self.layers, stacked=stacked, Block=self.Layers.resize(stop - start)),
@@ -540,11 +534,6 @@ class Stack(Body, eqx.Module):
         kinds = [*self.kinds_between(0, sizes[0]), *upper.kinds_between(0, sizes[1])]
         layers = dataclasses.replace(self.layers, stacked=stacked, Block=self.Layers.resize(sum(sizes)))
         return dataclasses.replace(upper, layers=layers, kinds=shortest_period(kinds))
-
-
-def _layers_between(tree: T, start: int, stop: int) -> T:
-    is_whole = lambda leaf: (start, stop) == (0, leaf.axis_size(LAYERS))  # noqa: E731
-    return jax.tree.map(lambda leaf: leaf if is_whole(leaf) else leaf[LAYERS, start:stop], tree, is_leaf=is_named)
 
 
 def taken_layers(leaf: Any, places: np.ndarray | jax.Array) -> Any:

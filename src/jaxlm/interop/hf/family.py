@@ -220,6 +220,7 @@ class Family:
         text: the multimodal folders whose text part is such a model.
         kept: regular expressions for the beginnings of names of tensors of layers that predict more tokens (MTP). A model
             without `mtp` does not have them, and its exports copy them.
+        idle: config -> such expressions for tensors of its layers that the model does not use. Exports copy them.
         vocab_keys: keys of config.json with the number of rows of a table for the vocabulary.
         further: the tensor that a layer of the files has only if it predicts more tokens, as of `kept`.
         copies: name of a tensor in such a layer, with `{layer}` for its number -> the name of the one that it is a copy of.
@@ -242,6 +243,7 @@ class Family:
     kept: tuple[str, ...] = ()
     further: str = ""
     copies: Mapping[str, str] = field(default_factory=dict)
+    idle: Callable[[Any], Sequence[str]] = lambda _: ()
     vocab_keys: tuple[str, ...] = ("vocab_size",)
     experts: str = "mlp.experts"
     router: str = "mlp.gate"

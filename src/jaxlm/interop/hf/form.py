@@ -67,7 +67,7 @@ class Form:
         """Tells which tensors exports copy. Those of other parts are also copied if a folder claims to have text alone, and
         those of MTP layers unless the model has one."""
         parts = [self.part] if self.part else self.family.text
-        patterns = [pattern for part in parts for pattern in part.kept]
+        patterns = [*self.family.idle(as_family(config)), *(pattern for part in parts for pattern in part.kept)]
         if not has_mtp(config):
             patterns += self.family.kept
             further = self.family.further
@@ -194,8 +194,6 @@ _PARTS = (
     ("_low_rank_dim$|^rescale_every$", "the recurrence of RWKV"),
     ("^attention_chunk_size$", "attention in chunks"),
     ("^altup_", "alternating updates (AltUp)"),
-    ("^num_kv_shared_layers$", "layers that share keys and values"),
-    ("^hidden_size_per_layer_input$", "embeddings for every layer"),
     ("^swiglu_limit$", "experts with clamped activations"),
     ("^(is_encoder_decoder|encoder_layers)$", "an encoder beside the decoder"),
 )

@@ -29,6 +29,7 @@ import numpy as np
 from jaxlm.core.axes import EMBED, EXPERTS, MLP
 from jaxlm.core.errors import ConfigError
 from jaxlm.interop.hf.family import family_of_config
+from jaxlm.interop.hf.mtp import without_mtp
 from jaxlm.interop.hf.safetensors_file import SafetensorsFile, TensorInfo
 from jaxlm.interop.hf.weights import Tensor
 from jaxlm.interop.peft.names import LINEAR, PREFIX, Arrays, AxisSizes, by_pattern, layers_of, weight_name
@@ -48,7 +49,7 @@ def expert_tensors(config: ModelConfig, *, single: bool = False) -> list[Tensor]
     family = family_of_config(config)
     rows = [
         row
-        for row in family.tensors(as_family(config))
+        for row in without_mtp(family.tensors(as_family(config)))
         if (EXPERTS in row.stacked or is_of_experts(row)) and row.parts[0].path.endswith((_GATE, _UP, _DOWN))
     ]
     by_path, tensors = {row.parts[0].path: row.parts[0] for row in rows}, []

@@ -1,4 +1,5 @@
-"""Blocks of Gemma 4: norms before and after attention and MLP, experts beside the MLP, and a factor of each layer.
+"""Blocks of Gemma 4: norms before and after attention and MLP, experts beside the MLP, what a layer reads of the tokens, and
+a factor of each layer.
 
 Source: Gemma 4 in transformers (`models/gemma4`).
 """
@@ -11,8 +12,10 @@ import jax
 from haliax import NamedArray
 
 from jaxlm.core.axes import EMBED
+from jaxlm.core.errors import ConfigError
 from jaxlm.core.parameters import FIXED, DeclaresParameters, Parameter
-from jaxlm.models.growth import StartsAsIdentity, without_output
+from jaxlm.models.decoders.layer_inputs import LayerInputGate
+from jaxlm.models.growth import StartsAsIdentity, norm_of_zero, without_output
 from jaxlm.models.layers import GatedMlp
 from jaxlm.models.mixers.base import ForCache, LayerCache, LayerContext, Mixer
 from jaxlm.models.moe import Experts
@@ -44,11 +47,12 @@ class ExpertsBeside(eqx.Module):
 
 
 class Gemma4Block(StartsAsIdentity, DeclaresParameters):
-    """x + norm(attention(norm(x))), then x + norm(mlp(norm(x))), times a factor.
+    """x + norm(attention(norm(x))), then x + norm(mlp(norm(x))), then x + what the layer reads of the tokens, times a factor.
 
     Attributes:
         beside: experts beside the MLP; None for none.
         layer_scalar: {}, the factor, which is not trained.
+        layer_input: adds what this layer reads of the tokens; None for nothing.
     """
 
     attn_norm: RMSNorm
@@ -59,6 +63,7 @@ class Gemma4Block(StartsAsIdentity, DeclaresParameters):
     mlp_post_norm: RMSNorm
     layer_scalar: NamedArray
     beside: ExpertsBeside | None = None
+    layer_input: LayerInputGate | None = None
 
     def __call__(
         self, x: NamedArray, context: LayerContext, layer_cache: LayerCache | None, **_: Any
@@ -69,12 +74,22 @@ class Gemma4Block(StartsAsIdentity, DeclaresParameters):
         if self.beside is not None:
             out, stats = self.beside(x, out, context.attention_mask.segment_ids)
         x = x + self.mlp_post_norm(out)
+        if self.layer_input is not None:
+            if context.layer_input is None:
+                raise ConfigError(
+                    "each layer of this model reads embeddings of its own, so that it cannot run without them. Run all layers"
+                    " of the model, one after the other"
+                )
+            x = x + self.layer_input(x, context.layer_input)
         return x * jax.lax.stop_gradient(self.layer_scalar).astype(x.dtype), new, stats
 
     def as_identity(self) -> "Gemma4Block":
         _, attn_post_norm = without_output(self.attn, "o_proj", self.attn_post_norm)
         _, mlp_post_norm = without_output(self.mlp, "down_proj", self.mlp_post_norm)
-        return dataclasses.replace(self, attn_post_norm=attn_post_norm, mlp_post_norm=mlp_post_norm)
+        gate = self.layer_input
+        if gate is not None:
+            gate = dataclasses.replace(gate, post_norm=norm_of_zero(gate.post_norm))
+        return dataclasses.replace(self, attn_post_norm=attn_post_norm, mlp_post_norm=mlp_post_norm, layer_input=gate)
 
     def parameters(self) -> dict[str, Parameter]:
         return {"layer_scalar": FIXED}

@@ -4,6 +4,7 @@ XLA on CPUs copies a slice of an array before it reads it. With stacked layers, 
 slot for each token, which takes longer than reading them. Separate arrays per layer are read and updated in place.
 """
 
+import dataclasses
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -20,7 +21,7 @@ from jaxlm.models.attention.choose import AUTO
 from jaxlm.models.base import Hidden, Inputs, LanguageModel
 from jaxlm.models.inference.cache import DecodingCache, UnstackedCache, extend_slots, mask_over_cache
 from jaxlm.models.linear import Linear, MatrixLinear
-from jaxlm.models.mixers.base import LayerCache
+from jaxlm.models.mixers.base import LayerCache, Taken
 from jaxlm.models.norms import Norm
 from jaxlm.models.scan import shortest_period
 from jaxlm.models.stacks import Block, Body, HeterogeneousBody, LayerKind, layer_contexts
@@ -40,14 +41,34 @@ class UnstackedBody(eqx.Module):
     kinds: tuple[LayerKind, ...] = eqx.field(static=True)
     stack_of_layer: tuple[int, ...] = eqx.field(static=True)
 
-    def __call__(self, x: NamedArray, inputs: Inputs, cache: UnstackedCache, key: None, taps: tuple[()] = ()) -> Hidden:
+    def __call__(
+        self,
+        x: NamedArray,
+        inputs: Inputs,
+        cache: UnstackedCache,
+        key: None,
+        taps: tuple[()] = (),
+        *,
+        layer_inputs: NamedArray | None = None,
+    ) -> Hidden:
         """Maps embedded tokens {batch, position, embed} to final hidden states. Each layer updates its cache before it
-        reads it."""
+        reads it, unless later layers read that too.
+
+        Args:
+            layer_inputs: as of a `Body`.
+        """
         contexts = layer_contexts(self.kinds, inputs, mask_over_cache(cache, inputs), AUTO, cache.length)
         stacks: list[list[Any]] = [[] for _ in cache.stacks]
+        taken: dict[str | None, Taken] = {}
         for number, (block, stack) in enumerate(zip(self.layers, self.stack_of_layer, strict=True)):
-            layer_cache, context = cache.stacks[stack][len(stacks[stack])], contexts[number % len(contexts)]
+            layer_cache, kind = cache.stacks[stack][len(stacks[stack])], self.kinds[number % len(self.kinds)]
+            own = None if layer_inputs is None else layer_inputs[LAYERS, number]
+            context = contexts[number % len(contexts)]
+            context = dataclasses.replace(context, taken=taken.get(kind.takes), layer_input=own)
             x, extended, _ = block(x, context, layer_cache, index=hax.named(number, ()), key=key)
+            if kind.gives is not None:
+                new, extended = extended, layer_cache.extended(extended, cache.length)
+                taken[kind.gives] = Taken(new, extended)
             stacks[stack].append(extended)
         return Hidden(self.final_norm(x), UnstackedCache(tuple(map(tuple, stacks)), **extend_slots(cache, inputs)))
 

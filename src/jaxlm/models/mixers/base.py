@@ -8,10 +8,11 @@ import math
 from typing import Any
 
 import equinox as eqx
+import haliax as hax
 import jax
 from haliax import Axis, NamedArray
 
-from jaxlm.core.axes import BATCH, KEY_POSITION
+from jaxlm.core.axes import BATCH, HEAD_SIZE, KEY_POSITION
 from jaxlm.core.tree import is_named
 from jaxlm.models.attention.api import AttentionMask
 from jaxlm.models.attention.choose import AUTO
@@ -22,8 +23,20 @@ ForCache = Any
 """What a mixer returns for the cache: named arrays that `LayerCache.extended` takes, or its cache extended by them."""
 
 
+class Taken(eqx.Module):
+    """What a layer takes from an earlier one, in place of keys and values of its own.
+
+    Attributes:
+        new: what that one's mixer has returned for the cache, of the new tokens.
+        cache: its `LayerCache`; None if there are no earlier tokens. Slots that the mask hides may have the new ones.
+    """
+
+    new: ForCache
+    cache: Any
+
+
 class LayerContext(eqx.Module):
-    """Inputs that all layers of one kind share in one forward pass.
+    """Inputs of a layer besides the residual stream. All layers of one kind share all but `taken` and `layer_input`.
 
     Attributes:
         attention_mask: which tokens attend to which.
@@ -35,6 +48,8 @@ class LayerContext(eqx.Module):
             updates in place). None if the caller writes those of all layers at once, after the last layer.
         query_scale: factor of the queries, {batch, position}; None for none.
         score_factor: of the scores of latent attention, besides that of the head size.
+        taken: what it takes from an earlier layer; None for nothing, or if that layer has not run.
+        layer_input: {batch, position, layer_input}, what only this layer reads of the tokens; None for nothing.
     """
 
     attention_mask: AttentionMask
@@ -45,6 +60,8 @@ class LayerContext(eqx.Module):
     start: jax.Array | None = None
     query_scale: NamedArray | None = None
     score_factor: float = eqx.field(static=True, default=1.0)
+    taken: Taken | None = None
+    layer_input: NamedArray | None = None
 
 
 class LayerCache(eqx.Module):
@@ -90,6 +107,29 @@ class LayerCache(eqx.Module):
     @property
     def _leaves(self) -> list[NamedArray]:
         return jax.tree.leaves(self, is_leaf=is_named)
+
+
+class NoCache(LayerCache):
+    """The cache of a layer that reads another layer's: slots with nothing in them.
+
+    Attributes:
+        slots: {batch, key_position, head_size} without features.
+    """
+
+    slots: NamedArray
+
+    @staticmethod
+    def empty(Batch: Axis, capacity: int) -> "NoCache":
+        return NoCache(hax.zeros((Batch, Axis(KEY_POSITION, capacity), Axis(HEAD_SIZE, 0))))
+
+    def extended(self, new: None, start: jax.Array | None) -> "NoCache":
+        return self
+
+    def flattened(self) -> "NoCache":
+        return self
+
+    def unflattened(self, Batch: Axis) -> "NoCache":
+        return self
 
 
 def _num_bytes(leaf: NamedArray) -> int:

@@ -1,14 +1,16 @@
-"""Attention of Gemma 4: values have a norm, scores have no scale, and keys may be the values too."""
+"""Attention of Gemma 4: values have a norm, scores have no scale, and keys may be the values too, or an earlier layer's."""
 
 import math
 from typing import Any
 
+import equinox as eqx
 import haliax as hax
 import jax
 import jax.numpy as jnp
 from haliax import Axis, NamedArray
 
 from jaxlm.core.axes import HEAD_SIZE, HEADS, KV_HEADS, axes_of
+from jaxlm.core.errors import ConfigError
 from jaxlm.models.attention.api import AttentionSpec, as_keys, attention
 from jaxlm.models.attention.choose import AttentionTask
 from jaxlm.models.attention.sharding import AttentionSharding
@@ -16,7 +18,7 @@ from jaxlm.models.flops import MixerWork
 from jaxlm.models.inference.cached_attention import cached_attention
 from jaxlm.models.linear import Linear
 from jaxlm.models.mixers.attention import Attention
-from jaxlm.models.mixers.base import ForCache, LayerContext
+from jaxlm.models.mixers.base import ForCache, LayerContext, NoCache
 from jaxlm.models.mixers.key_values import KeyValue, KeyValueCache
 from jaxlm.models.norms import RMSNorm, UnweightedRMSNorm
 from jaxlm.models.remat import KEY, QUERY, VALUE, checkpoint_name
@@ -69,6 +71,51 @@ class NormedValueAttention(Attention):
 
     def init_cache(self, Batch: Axis, capacity: int, dtype: Any) -> KeyValueCache:
         return KeyValueCache.empty(Batch, capacity, self.k_proj.Out, self.k_proj.Out, dtype)
+
+    def work(self, window: int | None) -> MixerWork:
+        return MixerWork(math.prod(axis.size for axis in axes_of(self.q_proj.Out)), window)
+
+
+class TakenKeyAttention(Attention):
+    """`NormedValueAttention` to the keys and values of an earlier layer.
+
+    Source: Gemma 4 in transformers (`num_kv_shared_layers`).
+
+    Attributes:
+        q_proj: {heads, head_size, embed}.
+        o_proj: {embed, heads, head_size}.
+        KVHeads: the heads of those keys and values.
+    """
+
+    q_proj: Linear
+    o_proj: Linear
+    q_norm: RMSNorm
+    KVHeads: Axis = eqx.field(static=True)
+
+    def task(
+        self, platform: str, capability: tuple[int, int] | None, dtype: jnp.dtype, seq_len: int, window: int | None
+    ) -> AttentionTask:
+        query = {axis.name: axis.size for axis in axes_of(self.q_proj.Out)}
+        group = query[HEADS] // self.KVHeads.size
+        return AttentionTask(
+            platform, dtype, seq_len, query[HEAD_SIZE], group=group, window=window, capability=capability
+        )
+
+    def __call__(
+        self, x: NamedArray, context: LayerContext, cache: Any, *, key: jax.Array | None = None
+    ) -> tuple[NamedArray, ForCache]:
+        if context.taken is None:
+            raise ConfigError(
+                "a layer of this model reads the keys and values of an earlier one, so that it cannot run without that."
+                " Run all layers of the model, one after the other"
+            )
+        q = self.q_norm(self.q_proj(x))
+        q = checkpoint_name(q if context.rotation is None else context.rotation(q), QUERY)
+        out = _attended(q, context.taken.new, context, context.taken.cache)
+        return self.o_proj(hax.auto_sharded(out.astype(x.dtype))), cache
+
+    def init_cache(self, Batch: Axis, capacity: int, dtype: Any) -> NoCache:
+        return NoCache.empty(Batch, capacity)
 
     def work(self, window: int | None) -> MixerWork:
         return MixerWork(math.prod(axis.size for axis in axes_of(self.q_proj.Out)), window)

@@ -100,20 +100,73 @@ def _experts() -> KeyGroup:
     return KeyGroup((*names, "enable_moe_block", "router_aux_loss_coef"), to_ours, to_theirs)
 
 
+def _layer_inputs() -> KeyGroup:
+    """What each layer reads of the tokens besides the residual stream."""
+    size, rows, vocab = "hidden_size_per_layer_input", "vocab_size_per_layer_input", "vocab_size"
+
+    def to_ours(theirs: Mapping[str, Any]) -> Json:
+        features = theirs.get(size, 256) or None
+        if features and (given := theirs.get(rows, 262144)) != theirs.get(vocab, given):
+            raise ConfigError(f"{rows}: {given} given, {theirs[vocab]} expected, as {vocab}")
+        return {"layer_input_dim": features}
+
+    return KeyGroup((size, rows), to_ours, lambda config: {size: config.layer_input_dim or 0})
+
+
+def _shared_layers() -> KeyGroup:
+    """Layers with the keys and values of earlier ones. Without any, it does not say how wide their MLPs are."""
+    count, wide = "num_kv_shared_layers", "use_double_wide_mlp"
+
+    def to_ours(theirs: Mapping[str, Any]) -> Json:
+        num_shared = theirs.get(count, 0) or 0
+        return {"num_kv_shared_layers": num_shared, "double_wide_mlp": bool(num_shared and theirs.get(wide, False))}
+
+    def to_theirs(config: Gemma4Config) -> Json:
+        return {count: config.num_kv_shared_layers, wide: config.double_wide_mlp}
+
+    return KeyGroup((count, wide), to_ours, to_theirs)
+
+
 def _tensors(config: Gemma4Config) -> Iterator[Tensor]:
     kinds = config.kinds
 
     def rows(layer: int) -> Iterator[Tensor]:
-        shares = config.keys_are_values and kinds[layer].window is None
+        without = {"v_proj"} if config.keys_are_values and kinds[layer].window is None else set()
+        without = _UNUSED if kinds[layer].takes else without
         yield from sandwich_norms()
-        yield from (row for row in attention() if not (shares and "v_proj" in row.name))
-        yield from qk_norms()
+        yield from (row for row in (*attention(), *qk_norms()) if row.name.split(".")[-2] not in without)
         yield from gated_mlp()
         yield single(f"{_LAYER}layer_scalar", f"{BLOCK}layer_scalar", "")
         if config.num_experts is not None:
             yield from _expert_rows()
+        if config.layer_input_dim is not None:
+            yield from _layer_input_rows()
 
-    return in_stacks(config, embeddings_and_head(config), rows)
+    return in_stacks(config, (*embeddings_and_head(config), *_table_rows(config)), rows)
+
+
+def _table_rows(config: Gemma4Config) -> Iterator[Tensor]:
+    if config.layer_input_dim is not None:
+        yield single("model.embed_tokens_per_layer.weight", "layer_inputs.table", "vocab | layer_inputs")
+        projection = "layer_inputs.projection.weight"
+        yield single("model.per_layer_model_projection.weight", projection, "layer_inputs | embed")
+        yield single("model.per_layer_projection_norm.weight", "layer_inputs.norm.weight", "layer_input")
+
+
+def _layer_input_rows() -> Iterator[Tensor]:
+    ours = f"{BLOCK}layer_input."
+    yield single(f"{_LAYER}per_layer_input_gate.weight", f"{ours}input_gate.weight", "layer_input | embed")
+    yield single(f"{_LAYER}per_layer_projection.weight", f"{ours}input_projection.weight", "embed | layer_input")
+    yield single(f"{_LAYER}post_per_layer_input_norm.weight", f"{ours}post_norm.weight", "embed")
+
+
+_UNUSED = {"k_proj", "v_proj", "k_norm"}
+"""Of layers with the keys and values of earlier ones. Published files have them, and transformers ignores them."""
+
+
+def _idle(config: Gemma4Config) -> list[str]:
+    layers = "|".join(str(layer) for layer, kind in enumerate(config.kinds) if kind.takes)
+    return [rf"(.*\.)?layers\.({layers})\.self_attn\.({'|'.join(sorted(_UNUSED))})\."] if layers else []
 
 
 def _expert_rows() -> Iterator[Tensor]:
@@ -147,13 +200,12 @@ FAMILY = Family(
         FixedKey("use_bidirectional_attention", None, others=("vision",)),
         FixedKey("attention_bias", False),
         FixedKey("attention_dropout", 0.0),
-        FixedKey("hidden_size_per_layer_input", 0, default=256),
-        FixedKey("num_kv_shared_layers", 0),
-        # Of tables and layers that there are none of.
-        KeyGroup(("vocab_size_per_layer_input", "use_double_wide_mlp"), lambda _: {}, lambda _: {}),
+        _layer_inputs(),
+        _shared_layers(),
     ),
     tensors=lambda config: tuple(_tensors(config)),
     respelled=RESPELLED_WINDOWS,
+    idle=_idle,
     experts="experts",
     router="",
     vocab_keys=("vocab_size", "vocab_size_per_layer_input"),
