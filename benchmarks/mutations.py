@@ -105,11 +105,18 @@ models/mixers/delta_rule.py: tests/models/test_delta_rule.py tests/models/test_m
 models/mixers/gated_delta_net.py: tests/models/test_gated_delta_net.py tests/models/test_mixers.py
 - jnp.where(same, part * conv[..., tap].astype(jnp.float32), 0)
 + part * conv[..., tap].astype(jnp.float32)
+models/decoders/mtp.py: tests/models/test_mtp.py tests/interop/test_mtp.py
+- hax.where(has_next, following(batch.loss_mask, batch.order), 0.0)
++ following(batch.loss_mask, batch.order)
+- segment_ids.array * (segment_ids.array == after.array)
++ segment_ids.array * (after.array != 0)
+- (embed_norm(embedded), hidden_norm(hidden))
++ (hidden_norm(hidden), embed_norm(embedded))
 models/routing.py: tests/models/test_routing.py
 - jnp.take_along_axis(scores_BSE, ids_BSK, axis=-1)
 + jnp.take_along_axis(chooses_BSE, ids_BSK, axis=-1)
-- by_group, -jnp.inf).reshape
-+ by_group, 0.0).reshape
+- others=-jnp.inf)
++ others=0.0)
 - load_E * load_E.size - jnp.sum(load_E)
 + load_E
 - (segment_ids.array != 0).astype(jnp.float32), segment_ids.axes)

@@ -89,6 +89,10 @@ MODELS: dict[str, Tree] = {
         **{**SIZES, "intermediate_dim": 48, **LATENTS, **ROUTED, "mlp_only_layers": [0]},
         **{"num_expert_groups": 3, "num_groups_per_token": 2},
     },
+    "mistral4": {
+        "type": "mistral4",
+        **{**SIZES, "intermediate_dim": 48, **LATENTS, **ROUTED, "mlp_only_layers": [0]},
+    },
     "qwen3": {"type": "qwen3", **LLAMA, "head_dim": 8, "sliding_window": 4},
 }
 TRAINER = {"id": "x", "train_batch_size": 16, "num_train_steps": 100, "fsdp_axis": "embed"}

@@ -693,6 +693,12 @@ TABLE: Table = {
         "model.attention_bias": NO_BIAS,
     },
     "glm4_moe_lite": LATENT,
+    "mistral4": {
+        **{key: entry for key, entry in LATENT.items() if key not in ("model.router_bias_step", "model.mtp")},
+        "model.query_scaling": Change(0.3, Constant(0.3)),
+        "model.num_expert_groups": Change(3, Program(gains=r"tensor<\S*x3x2xf32>")),
+        "model.mlp_only_layers": Change([1], Shapes({r"^model\.body\.0\..*router\.weight": (1, 6, 32)})),
+    },
     "deepseek_v3": {
         **LATENT,
         "model.num_expert_groups": Change(2, Program(gains=r"tensor<\S*x2x3xf32>")),

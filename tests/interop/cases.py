@@ -103,6 +103,11 @@ LATENT = {
     "v_head_dim": 7,
 }
 SCALED_SCORES = {**YARN, "mscale": 0.8, "mscale_all_dim": 0.5}
+MISTRAL4 = {
+    **LATENT,
+    **{"n_routed_experts": 12, "n_group": 4, "topk_group": 2, "routed_scaling_factor": 1.7},
+    **{"first_k_dense_replace": 1, "rope_parameters": {**GROWING_SCORES, "partial_rotary_factor": 6 / 16}},
+}
 MIXED = {**EXPERTS, "intermediate_size": 28, "initializer_range": 0.2}
 HYBRID = {
     **LLAMA,
@@ -323,6 +328,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
             "rope_parameters": {**YARN, "mscale": 1.0, "mscale_all_dim": 1.0},
         },
     ),
+    "mistral4": ("mistral4", MISTRAL4),
     "glm4": ("glm4", {"head_dim": 12}),
     "glm4-all-rotated": (
         "glm4",
@@ -456,11 +462,20 @@ FIRST = {kind: name for name, (kind, _) in reversed(CASES.items())}
 """The case of each family that the default tests use."""
 
 
+def register_mistral4() -> None:
+    """Lets transformers find the class of Mistral 4, which 5.23 has, by its `model_type`."""
+    from transformers import AutoModelForCausalLM, Mistral4Config, Mistral4ForCausalLM
+
+    AutoModelForCausalLM.register(Mistral4Config, Mistral4ForCausalLM, exist_ok=True)
+
+
 def config_of(name: str) -> Any:
     """The configuration of a case."""
     import transformers
 
     kind, options = copy.deepcopy(CASES[name])  # transformers adds keys to what it is given
+    if kind == "mistral4":
+        register_mistral4()
     base = {"gpt2": GPT2 | NO_DROPOUT, "gpt_neox": NEOX, "mpt": MPT}.get(kind, LLAMA)
     return transformers.AutoConfig.for_model(
         kind, **{**base, "pad_token_id": None, **options}, attn_implementation="eager"

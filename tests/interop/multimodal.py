@@ -10,7 +10,7 @@ import numpy as np
 from jaxlm.core.safe_io import read_json_object
 from jaxlm.interop.hf.folder import open_folder
 from jaxlm.interop.hf.source_folder import SourceFolder
-from tests.interop.cases import GEMMA4_SHARED, GROWING_SCORES, SEQ_LEN
+from tests.interop.cases import GEMMA4_SHARED, GROWING_SCORES, MISTRAL4, SEQ_LEN, register_mistral4
 
 VOCAB = 96  # more than the ids of the images' tokens
 _TEXT = {
@@ -130,6 +130,12 @@ CASES: dict[str, dict[str, Any]] = {
         "image_token_index": 90,
         "tie_word_embeddings": False,
     },
+    "mistral3-of-2026": {
+        "text_config": {**_TEXT, **MISTRAL4, "model_type": "mistral4"},
+        "vision_config": {**_PATCHES, "model_type": "pixtral", "head_dim": 8},
+        "image_token_index": 90,
+        "tie_word_embeddings": False,
+    },
     "mistral3-of-2025": {
         "text_config": {**_TEXT, "model_type": "ministral3", "head_dim": 8, "rope_parameters": GROWING_SCORES},
         "vision_config": {**_PATCHES, "model_type": "pixtral", "head_dim": 8},
@@ -145,6 +151,7 @@ def reference(kind: str) -> Any:
     import torch
     import transformers
 
+    register_mistral4()
     options = copy.deepcopy(CASES[kind])
     config = transformers.AutoConfig.for_model(kind.partition("-")[0], **options, attn_implementation="eager")
     name = type(config).__name__.replace("Config", "ForConditionalGeneration")

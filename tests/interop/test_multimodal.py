@@ -25,7 +25,8 @@ from tests.engine.helpers import one_device
 from tests.interop.cases import abstract_of, exported, inputs_of, logits_of
 from tests.interop.multimodal import CASES, VOCAB, reference, saved, source_of
 
-KINDS = [pytest.param(kind, marks=() if kind == "gemma3" else pytest.mark.slow) for kind in CASES]
+TIERS = {"gemma3": (), "mistral3-of-2026": pytest.mark.soak}
+KINDS = [pytest.param(kind, marks=TIERS.get(kind, pytest.mark.slow)) for kind in CASES]
 IDS = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
 
 

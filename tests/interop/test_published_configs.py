@@ -33,7 +33,7 @@ OF_TRANSFORMERS = [family for family in all_families() if family.modeling is Non
 NOT_READ = {"gemma3_text": {"default_theta"}, "gemma2": {"default_theta"}}
 
 # The older name of longrope: an error in transformers 5, but see `test_the_older_name_of_longrope_means_the_same`.
-NOT_OPENED_BY_TRANSFORMERS = {"Phi-3-mini-128k-older", "Kimi-K2"}
+NOT_OPENED_BY_TRANSFORMERS = {"Phi-3-mini-128k-older", "Kimi-K2", "Mistral-Small-4-119B"}
 
 
 def folder_of(path, content):

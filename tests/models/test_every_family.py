@@ -29,7 +29,7 @@ KINDS = [name for name in MODELS if name != "flax"]
 IN_CI = ("qwen3_5_moe", "gemma3", "glm4_moe")
 """The families of which CI compares devices and adapters: recurrent layers and windows, with and without experts."""
 MOSTLY_BY_HAND = one_of([*IN_CI, *(kind for kind in KINDS if kind not in IN_CI)], but=len(IN_CI))
-SHOWN = ["glm4_moe_lite", "deepseek_v3"]  # tests/models/test_mixers.py
+SHOWN = ["glm4_moe_lite", "deepseek_v3", "mistral4"]  # tests/models/test_mixers.py
 pytestmark = pytest.mark.slow
 
 

@@ -1,6 +1,7 @@
 """The layer that predicts the token after the next one: documents, devices, adapters, FLOPs."""
 
 import dataclasses
+from typing import Any
 
 import haliax as hax
 import jax
@@ -14,7 +15,9 @@ from jaxlm.core.errors import ConfigError
 from jaxlm.core.sharding import ContextSharding, Layout
 from jaxlm.core.values.batch_types import TokenBatch
 from jaxlm.core.values.permutation import in_row_order, in_text_order
+from jaxlm.data.row_order import row_orders
 from jaxlm.engine.state import shardings
+from jaxlm.interop.peft.experts import expert_tensors
 from jaxlm.interop.peft.names import peft_tensors
 from jaxlm.models.base import Inputs, ModelConfig, vocab_axis
 from jaxlm.models.decoders.mtp import inputs_of_following, targets_of_following
@@ -34,7 +37,8 @@ ONE_LAYER = {"num_layers": 1, "mlp_only_layers": [], "dense_intermediate_dim": N
 
 
 def config_of(kind, **keys):
-    return decode(ModelConfig, ConfigSource(MODELS[kind] | {"seq_len": LENGTH, "mtp": True} | keys))
+    config: Any = decode(ModelConfig, ConfigSource(MODELS[kind] | {"seq_len": LENGTH, "mtp": True} | keys))
+    return config
 
 
 def model_of(kind, scale=0.3, **keys):
@@ -134,16 +138,17 @@ def test_eight_devices_compute_what_one_does(kind, shards):
 
 
 @pytest.mark.soak
-@pytest.mark.parametrize("is_in_text_order", [True, False])
+@pytest.mark.parametrize("balance", ["none", "zigzag"])
 @pytest.mark.parametrize("kind", ["qwen3_5", "glm4_moe"])
-def test_devices_that_share_a_row_compute_what_one_does(kind, is_in_text_order):
+def test_devices_that_share_a_row_compute_what_one_does(kind, balance):
     model, batch = model_of(kind, 0.1), batch_of(inputs_of(IDS))
     wanted = jax.jit(gradients)(model, batch)
-    if not is_in_text_order:
-        order = hax.named(np.random.default_rng(0).permutation(LENGTH)[None].astype(np.int32), batch.tokens.axes)
+    context = ContextSharding(gather=("context",), balance=balance)
+    if balance != "none":
+        order = row_orders(balance, np.asarray(batch.segment_ids.array), 8, context.work)
+        order = hax.named(order.astype(np.int32), batch.tokens.axes)
         batch = jax.tree.map(lambda column: in_row_order(column, order), batch, is_leaf=tree.is_named)
         batch = dataclasses.replace(batch, order=order)
-    context = ContextSharding(gather=("context",))
     mesh = Mesh(np.asarray(jax.devices()).reshape(8, 1), ("context", "data"), axis_types=(AxisType.Auto,) * 2)
     with Layout(mesh, mapping := {"position": context.axes}, mapping, context).use():
         assert_near(jax.jit(lambda *given: gradients(*given))(model, batch), wanted)
@@ -168,9 +173,10 @@ def test_flops_are_those_of_the_layer_its_projection_and_one_more_head():
 
 def test_adapters_leave_the_layer_out():
     """And PEFT's files have the names of modules that transformers has."""
-    tables = [peft_tensors(config_of("qwen3_5", mtp=mtp)) for mtp in (True, False)]
-    assert tables[0] == tables[1]
-    model = jax.eval_shape(lambda: LoraConfig(rank=2).apply(model_of("qwen3_5"), key=jax.random.key(0)))
+    surgery, kind = LoraConfig(rank=2, experts="mlp"), "glm4_moe"
+    for table in (peft_tensors, expert_tensors):
+        assert table(config_of(kind)) == table(config_of(kind, mtp=False))
+    model = jax.eval_shape(lambda: surgery.apply(model_of(kind), key=jax.random.key(0)))
     adapters = [path for path, _ in tree.leaves(model) if path.endswith(".a")]
-    assert adapters
+    assert any("mlp.up_proj" in path for path in adapters)
     assert not [path for path in adapters if path.startswith("mtp.")]

@@ -125,16 +125,23 @@ class SoftmaxRouting(Routing, DeclaresParameters):
 
     Attributes:
         expert_scale: {routes}, factors of the shares, which need not sum to 1 then (Gemma 4); None for none.
+        num_groups, groups_chosen, scale: as of `SigmoidRouting` (Mistral 4).
     """
 
     expert_scale: NamedArray | None = None
+    num_groups: int = eqx.field(static=True, default=1)
+    groups_chosen: int = eqx.field(static=True, default=1)
+    scale: float = eqx.field(static=True, default=1.0)
 
     def __call__(self, logits: NamedArray, segment_ids: NamedArray) -> Routes:
         logits = logits.astype(jnp.float32)
         probabilities = hax.nn.softmax(logits, axis=logits.resolve_axis(ROUTES))
-        share_BSK, ids_BSK = jax.lax.top_k(_ordered(probabilities).array, self.num_chosen)
+        chooses_BSE = _within_groups(_ordered(probabilities).array, self.num_groups, self.groups_chosen, others=0.0)
+        share_BSK, ids_BSK = jax.lax.top_k(chooses_BSE, self.num_chosen)
         if self.normalised:
             share_BSK = share_BSK / jnp.sum(share_BSK, axis=-1, keepdims=True)
+        if self.scale != 1.0:
+            share_BSK = share_BSK * self.scale
         if self.expert_scale is not None:
             share_BSK = share_BSK * self.expert_scale.array.astype(jnp.float32)[ids_BSK]
         return _routes(share_BSK, ids_BSK, self.statistics(logits, probabilities, ids_BSK, segment_ids), segment_ids)
@@ -184,7 +191,9 @@ class SigmoidRouting(Routing, DeclaresParameters):
         scores = hax.nn.sigmoid(logits)
         scores_BSE, bias_E = _ordered(scores).array, self.correction_bias.array
         chooses_BSE = jax.lax.stop_gradient(scores_BSE + bias_E.astype(jnp.float32))
-        _, ids_BSK = jax.lax.top_k(self._within_groups(chooses_BSE), self.num_chosen)
+        # A bias may be negative.
+        chooses_BSE = _within_groups(chooses_BSE, self.num_groups, self.groups_chosen, others=-jnp.inf)
+        _, ids_BSK = jax.lax.top_k(chooses_BSE, self.num_chosen)
         share_BSK = jnp.take_along_axis(scores_BSE, ids_BSK, axis=-1)
         if self.normalised:
             share_BSK = share_BSK / (jnp.sum(share_BSK, axis=-1, keepdims=True) + _SMALLEST_SUM)
@@ -198,16 +207,17 @@ class SigmoidRouting(Routing, DeclaresParameters):
     def parameters(self) -> dict[str, Parameter]:
         return {"correction_bias": Parameter(float32=True, rule=SignUpdate(self.bias_step))}
 
-    def _within_groups(self, chooses_BSE: jax.Array) -> jax.Array:
-        """The scores by which experts are chosen, minus infinity in the other groups: a bias may be negative."""
-        if self.num_groups == 1:
-            return chooses_BSE
-        *tokens, num_experts = chooses_BSE.shape
-        by_group = chooses_BSE.reshape(*tokens, self.num_groups, num_experts // self.num_groups)
-        value_BSG = jnp.sum(jax.lax.top_k(by_group, 2)[0], axis=-1)
-        _, best = jax.lax.top_k(value_BSG, self.groups_chosen)
-        is_best_BSG = jnp.any(best[..., None] == jnp.arange(self.num_groups), axis=-2)
-        return jnp.where(is_best_BSG[..., None], by_group, -jnp.inf).reshape(chooses_BSE.shape)
+
+def _within_groups(chooses_BSE: jax.Array, num_groups: int, groups_chosen: int, *, others: float) -> jax.Array:
+    """The scores by which experts are chosen, with `others` for those that are not in the best groups."""
+    if num_groups == 1:
+        return chooses_BSE
+    *tokens, num_experts = chooses_BSE.shape
+    by_group = chooses_BSE.reshape(*tokens, num_groups, num_experts // num_groups)
+    value_BSG = jnp.sum(jax.lax.top_k(by_group, 2)[0], axis=-1)
+    _, best = jax.lax.top_k(value_BSG, groups_chosen)
+    is_best_BSG = jnp.any(best[..., None] == jnp.arange(num_groups), axis=-2)
+    return jnp.where(is_best_BSG[..., None], by_group, others).reshape(chooses_BSE.shape)
 
 
 @CustomVjp

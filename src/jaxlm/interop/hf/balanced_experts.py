@@ -1,4 +1,4 @@
-"""Keys of config.json of families whose routers have a correction bias, by the names of DeepSeek-V3."""
+"""Keys of config.json of families whose experts form groups, by the names of DeepSeek-V3."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -18,7 +18,17 @@ def further_layers() -> KeyGroup:
     return KeyGroup(("num_mtp_layers",), lambda theirs: {}, lambda config: {"num_mtp_layers": int(config.mtp)})
 
 
-def balanced_experts(
+def balanced_experts(**defaults: Any) -> tuple[JsonKey | FixedKey | KeyGroup, ...]:
+    """The keys of `BalancedMoeConfig`. Args: defaults: as of `grouped_experts`."""
+    return (
+        *grouped_experts(**defaults),
+        correction_bias(),
+        FixedKey("scoring_func", "sigmoid"),
+        FixedKey("topk_method", "noaux_tc"),
+    )
+
+
+def grouped_experts(
     *,
     width: int,
     dense_width: int,
@@ -30,7 +40,7 @@ def balanced_experts(
     scale: float = 1.0,
     lists_layers: bool = False,
 ) -> tuple[JsonKey | FixedKey | KeyGroup, ...]:
-    """The keys of `BalancedMoeConfig`, by the names of DeepSeek-V3.
+    """The keys of `GroupedMoeConfig`.
 
     Args:
         width, dense_width, num_experts, chosen, num_dense, groups, groups_chosen, scale: defaults for keys that are missing.
@@ -88,9 +98,6 @@ def balanced_experts(
         JsonKey("routed_scaling_factor", "routed_scaling_factor", scale),
         JsonKey("n_group", "num_expert_groups", groups),
         JsonKey("topk_group", "num_groups_per_token", groups_chosen),
-        correction_bias(),
         JsonKey("router_aux_loss_coef", "router_aux_loss_coef", 0.0),
-        FixedKey("scoring_func", "sigmoid"),
-        FixedKey("topk_method", "noaux_tc"),
         FixedKey("output_router_logits", False, others=(True,)),
     )

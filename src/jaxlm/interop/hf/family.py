@@ -225,6 +225,7 @@ class Family:
         further: the tensor that a layer of the files has only if it predicts more tokens, as of `kept`.
         copies: name of a tensor in such a layer, with `{layer}` for its number -> the name of the one that it is a copy of.
         experts: the module of a layer in transformers that has the weights of all experts.
+        router: the module there that has the weight of the router; empty if it is a linear layer.
     """
 
     model_types: tuple[str, ...]
@@ -245,6 +246,7 @@ class Family:
     idle: Callable[[Any], Sequence[str]] = lambda _: ()
     vocab_keys: tuple[str, ...] = ("vocab_size",)
     experts: str = "mlp.experts"
+    router: str = "mlp.gate"
 
     def modeling_files(self) -> dict[str, bytes]:
         """Name -> content of the files with the code of the model; none if transformers has it."""

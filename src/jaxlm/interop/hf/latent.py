@@ -1,6 +1,6 @@
 """Keys of config.json and rows of weight tables that families with multi-head latent attention share."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from jaxlm.core.errors import ConfigError
@@ -22,7 +22,12 @@ from jaxlm.interop.hf.weights import (
 
 
 def latent_keys(
-    *, length: int, sizes: tuple[int | None, int, int, int, int], eps: float = 1e-6, rotary: KeyGroup | None = None
+    *,
+    length: int,
+    sizes: tuple[int | None, int, int, int, int],
+    eps: float = 1e-6,
+    rotary: KeyGroup | None = None,
+    whole_head: bool = False,
 ) -> tuple[JsonKey | FixedKey | KeyGroup, ...]:
     """The keys of `LatentConfig`, by the names of DeepSeek-V2, and the usual ones.
 
@@ -30,6 +35,7 @@ def latent_keys(
         length, sizes, eps: defaults for keys that are missing; `sizes` are those of the latents of queries and of keys, of
             keys without and with rotation, and of values.
         rotary: the rotary embedding; None for the usual one.
+        whole_head: `head_dim` counts all features of a key, not only those that are rotated.
     """
     names = ("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
     return (
@@ -38,19 +44,20 @@ def latent_keys(
         JsonKey("rope_interleave", "rope_interleave", True, bool),
         JsonKey("attention_bias", "attention_bias", False),
         FixedKey("attention_dropout", 0.0),
-        _derived_sizes(sizes[2], sizes[3]),
+        _derived_sizes(sizes[2], sizes[3], whole_head=whole_head),
         _with_factor_of_scores(rope() if rotary is None else rotary),
         activation("hidden_act", "silu"),
     )
 
 
-def _derived_sizes(plain: int, rotated: int) -> KeyGroup:
+def _derived_sizes(plain: int, rotated: int, *, whole_head: bool) -> KeyGroup:
     """Sizes that follow from others: transformers computes with no other. Args: as `sizes` of `latent_keys`."""
 
     def to_ours(theirs: Mapping[str, Any]) -> Json:
         features = theirs.get("qk_rope_head_dim", rotated)
         both = theirs.get("qk_nope_head_dim", plain) + features
-        expected = {"num_key_value_heads": theirs["num_attention_heads"], "qk_head_dim": both, "head_dim": features}
+        expected = {"num_key_value_heads": theirs["num_attention_heads"], "qk_head_dim": both}
+        expected["head_dim"] = both if whole_head else features
         for name, size in expected.items():
             if theirs.get(name) not in (None, size):
                 raise ConfigError(f"{name}: {theirs[name]} given, {size} expected")
@@ -98,10 +105,15 @@ def latent_rows(config: Any) -> Iterator[Tensor]:
     yield from linear("o_proj", "embed | heads head_size", biased=True)
 
 
-def latent_moe_tensors(config: Any) -> tuple[Tensor, ...]:
-    """The table of a family with experts by the names of DeepSeek-V3."""
+def balanced_expert_rows() -> tuple[Tensor, ...]:
+    """A router with a correction bias, and its experts."""
+    return (*expert_rows(), correction_bias("mlp.gate"))
+
+
+def latent_moe_tensors(config: Any, experts: Iterable[Tensor]) -> tuple[Tensor, ...]:
+    """The table of a family with experts by the names of DeepSeek-V3. Args: experts: rows of the router and its experts."""
     attention = (*pre_norms(), *latent_rows(config))
-    experts = (*expert_rows(), correction_bias("mlp.gate"), *shared_expert_rows("shared_experts", gate=False))
+    experts = (*experts, *shared_expert_rows("shared_experts", gate=False))
     return (
         *rows_by_stack(
             config,

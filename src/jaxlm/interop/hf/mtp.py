@@ -33,6 +33,11 @@ COPIES_BEHIND_LAYERS = {
 """What such folders may also have (`Family.copies`)."""
 
 
+def without_mtp(tensors: Iterable[Tensor]) -> list[Tensor]:
+    """The rows of the model in transformers, which does not have this layer."""
+    return [tensor for tensor in tensors if not tensor.parts[0].path.startswith(f"{MTP}.")]
+
+
 def _rows(
     config: Any, names: Sequence[str], rows: Iterable[Tensor], layer: str, numbers: tuple[int, ...] | None
 ) -> Iterator[Tensor]:

@@ -6,6 +6,8 @@ PEFT (`target_parameters`) has for each of them
     lora_A.weight [experts rank, in]    the ranks of an expert follow one another
     lora_B.weight [out, rank experts]   the experts take turns
 
+Routers are parameters of their own, with adapters like those of linear layers.
+
 If both parameters of a module have adapters, those of gate and up are in its `base_layer`. Older files have a module for
 each matrix of each expert (`experts.0.gate_proj`), with adapters like those of other linear layers.
 
@@ -27,6 +29,7 @@ import numpy as np
 from jaxlm.core.axes import EMBED, EXPERTS, MLP
 from jaxlm.core.errors import ConfigError
 from jaxlm.interop.hf.family import family_of_config
+from jaxlm.interop.hf.mtp import without_mtp
 from jaxlm.interop.hf.safetensors_file import SafetensorsFile, TensorInfo
 from jaxlm.interop.hf.weights import Tensor
 from jaxlm.interop.peft.names import LINEAR, PREFIX, Arrays, AxisSizes, by_pattern, layers_of, weight_name
@@ -46,7 +49,7 @@ def expert_tensors(config: ModelConfig, *, single: bool = False) -> list[Tensor]
     family = family_of_config(config)
     rows = [
         row
-        for row in family.tensors(as_family(config))
+        for row in without_mtp(family.tensors(as_family(config)))
         if (EXPERTS in row.stacked or is_of_experts(row)) and row.parts[0].path.endswith((_GATE, _UP, _DOWN))
     ]
     by_path, tensors = {row.parts[0].path: row.parts[0] for row in rows}, []
@@ -63,6 +66,14 @@ def expert_tensors(config: ModelConfig, *, single: bool = False) -> list[Tensor]
             row = replace(row, along=1)
         tensors.append(replace(row, name=name, parts=parts))
     return tensors + ([row for row in rows if EXPERTS in row.stacked] if single else [])
+
+
+def router_tensors(config: ModelConfig) -> list[Tensor]:
+    """The weights of routers, as transformers has them: parameters too, unless it has linear layers for them."""
+    family = family_of_config(config)
+    rows = [row for row in family.tensors(as_family(config)) if row.parts[0].path.endswith(".router.weight")]
+    named = ((row, f"{row.name.partition('{layer}')[0]}{{layer}}.{family.router}.weight") for row in rows)
+    return [replace(row, name=name) for row, name in named] if family.router else []
 
 
 def is_of_experts(tensor: Tensor) -> bool:

@@ -30,10 +30,10 @@ from jaxlm.core.axes import EXPERTS, LAYERS, LORA, VOCAB
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.products.stored_weights import StoredWeight
 from jaxlm.interop.hf.family import family_of_config
+from jaxlm.interop.hf.mtp import without_mtp
 from jaxlm.interop.hf.tensor_files import TensorSource
 from jaxlm.interop.hf.weights import Part, Sizes, Tensor, axis_sizes
 from jaxlm.models.base import ModelConfig, as_family
-from jaxlm.models.decoders.mtp import MTP
 
 PREFIX = "base_model.model."
 """Prefix of all module names in PEFT files."""
@@ -45,20 +45,14 @@ HEAD = "head"
 
 
 def peft_tensors(config: ModelConfig) -> list[Tensor]:
-    """The table of weights of a model in transformers, which has no MTP layer. PEFT adapts the head as a module of its own,
-    also if its weight is tied."""
+    """The table of weights of a model. PEFT adapts the head as a module of its own, also if its weight is tied."""
     family, config = family_of_config(config), as_family(config)
-    tensors = list(family.tensors(config))
+    tensors = without_mtp(family.tensors(config))
     if is_tied(config):
         untied = family.tensors(dataclasses.replace(config, tie_word_embeddings=False))  # pyright: ignore[reportCallIssue]
         tensors += [tensor for tensor in untied if module_path(tensor.parts[0]) == HEAD]
-    left_out = [
-        tensor
-        for tensor in tensors
-        if any(EXPERTS in dim for part in tensor.parts for dim in part.dims)
-        or tensor.parts[0].path.startswith(f"{MTP}.")
-    ]
-    return [tensor for tensor in tensors if tensor.stacked in ((), (LAYERS,)) and tensor not in left_out]
+    with_experts = [tensor for tensor in tensors if any(EXPERTS in dim for part in tensor.parts for dim in part.dims)]
+    return [tensor for tensor in tensors if tensor.stacked in ((), (LAYERS,)) and tensor not in with_experts]
 
 
 def is_tied(config: ModelConfig) -> bool:

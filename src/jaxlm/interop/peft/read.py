@@ -20,7 +20,13 @@ from jaxlm.interop.hf.hub import local_folder
 from jaxlm.interop.hf.safetensors_file import SafetensorsFile
 from jaxlm.interop.hf.text_part import Names
 from jaxlm.interop.hf.weights import Part, Tensor
-from jaxlm.interop.peft.experts import ExpertAdapters, adapters_of_experts, expert_tensors, has_outputs_first
+from jaxlm.interop.peft.experts import (
+    ExpertAdapters,
+    adapters_of_experts,
+    expert_tensors,
+    has_outputs_first,
+    router_tensors,
+)
 from jaxlm.interop.peft.names import (
     EMBEDDING,
     HEAD,
@@ -235,7 +241,7 @@ def _open(folder: Path, config: ModelConfig) -> _Folder:
     note_file(folder / _SETTINGS)
     num_layers: int = getattr(config, "num_layers")  # noqa: B009, all configs of families have it
     all_adapters, saved = [], []
-    for tensor in _named(config, names, peft_tensors(config)):
+    for tensor in dict.fromkeys(_named(config, names, [*peft_tensors(config), *router_tensors(config)])):
         if tensor.name.endswith(".weight"):
             adapters = _adapters_of(tensor, names, settings, num_layers, file)
             all_adapters += [adapters] if adapters is not None else []
@@ -256,14 +262,17 @@ def _adapters_of(
     tensor: Tensor, names: Mapping[str, Any], settings: Mapping[str, Any], num_layers: int, file: Path
 ) -> _Adapters | None:
     modules = {layer: module_name(tensor, layer) for layer in layers_of(tensor, num_layers)}
+    targets = tuple(f".{end}" for end in settings.get("target_parameters") or ())
     for kind in (LINEAR, EMBEDDING):
         adapted = {layer: name for layer, name in modules.items() if f"{PREFIX}{name}.{kind[0]}" in names}
         if not adapted:
             continue
         ranks, scales = {layer: names[f"{PREFIX}{name}.{kind[0]}"].shape[0] for layer, name in adapted.items()}, {}
         for layer, name in adapted.items():
-            expected = by_pattern(settings.get("rank_pattern") or {}, name, settings["r"])
-            alpha = by_pattern(settings.get("alpha_pattern") or {}, name, settings["lora_alpha"])
+            # PEFT finds the weight of a router by its own name.
+            found_by = f"{name}.weight" if f".{name}.weight".endswith(targets) else name
+            expected = by_pattern(settings.get("rank_pattern") or {}, found_by, settings["r"])
+            alpha = by_pattern(settings.get("alpha_pattern") or {}, found_by, settings["lora_alpha"])
             if ranks[layer] != expected:
                 raise ConfigError(
                     f"{file}: {name} has rank {ranks[layer]} in the file, but adapter_config.json (r, rank_pattern) gives it"

@@ -26,7 +26,15 @@ from jaxlm.interop.hf.family import family_of_config
 from jaxlm.interop.hf.safetensors_file import TensorInfo, write_safetensors
 from jaxlm.interop.hf.text_part import TEXT_ALONE, Modules
 from jaxlm.interop.hf.weights import Sizes, Tensor
-from jaxlm.interop.peft.experts import VERSION, expert_tensors, is_of_experts, module_of, of_one_expert, packed
+from jaxlm.interop.peft.experts import (
+    VERSION,
+    expert_tensors,
+    is_of_experts,
+    module_of,
+    of_one_expert,
+    packed,
+    router_tensors,
+)
 from jaxlm.interop.peft.names import (
     EMBEDDING,
     LINEAR,
@@ -100,6 +108,7 @@ class _Module:
     Attributes:
         tensor, layer: its weight in the table of weights.
         rank, scale: of the adapter, or of that of each expert.
+        is_parameter: PEFT adapts a parameter (`target_parameters`), not a linear layer or an embedding.
     """
 
     tensor: Tensor
@@ -107,15 +116,12 @@ class _Module:
     arrays: Arrays
     rank: int
     scale: float
-
-    @property
-    def of_experts(self) -> bool:
-        return is_of_experts(self.tensor)
+    is_parameter: bool
 
     @property
     def name(self) -> str:
-        """The name by which PEFT finds it: of the module, or of the parameter of experts."""
-        return (weight_name if self.of_experts else module_name)(self.tensor, self.layer)
+        """The name by which PEFT finds it: of the module, or of the parameter."""
+        return (weight_name if self.is_parameter else module_name)(self.tensor, self.layer)
 
 
 def save_adapters(
@@ -142,9 +148,10 @@ def save_adapters(
         ConfigError: PEFT has no such adapters, or the base cannot be read. On all processes.
     """
     check_unused(folder, "adapter_config.json")
-    table, of_experts = map(base_modules.names.of_table, (peft_tensors(config), expert_tensors(config)))
-    modules = _modules(model, [*table, *of_experts], layout, dtype)
-    linear = [module for module in modules if not module.of_experts]
+    table = base_modules.names.of_table(peft_tensors(config))
+    parameters = base_modules.names.of_table([*expert_tensors(config), *router_tensors(config)])
+    modules = _modules(model, table, parameters, layout, dtype)
+    linear = [module for module in modules if not module.is_parameter]
     adapted = {module.name for module in linear}
     others = _saved_tensors(model, table, layout, dtype)
     is_shared = model.shared
@@ -168,7 +175,7 @@ def save_adapters(
             model.num_layers,
             base_modules.others,
         ),
-        **_target_parameters([module for module in modules if module.of_experts], of_experts, model.num_layers),
+        **_target_parameters([module for module in modules if module.is_parameter], parameters, model.num_layers),
         "bias": _bias(others, adapted),
         **_modules_to_save(others, adapted, table, model.num_layers, base_modules.others),
         **({"ensure_weight_tying": True} if is_shared else {}),
@@ -187,16 +194,18 @@ def _adapter_tensors(modules: Sequence[_Module], tables: Collection[str]) -> dic
     """Name in the file -> array."""
     tensors, names = {}, {module.name for module in modules}
     for module in modules:
-        where = module_of(module.name, names) if module.of_experts else module.name
+        where = module_of(module.name, names) if module.is_parameter else module.name
         kind = EMBEDDING if module.tensor.parts[0].path.removesuffix(".weight") in tables else LINEAR
         named = {kind[0]: module.arrays.a, kind[1]: module.arrays.b, MAGNITUDE: module.arrays.magnitude}
         tensors |= {f"{PREFIX}{where}.{side}": array for side, array in named.items() if array is not None}
     return tensors
 
 
-def _modules(model: Adapted, table: Sequence[Tensor], layout: Layout, dtype: Any) -> list[_Module]:
+def _modules(
+    model: Adapted, table: Sequence[Tensor], parameters: Sequence[Tensor], layout: Layout, dtype: Any
+) -> list[_Module]:
     """The adapters of all modules in the files. Those of the parameters of one matrix become one."""
-    owners = {part.path: tensor for tensor in table for part in tensor.parts}
+    owners = {part.path: tensor for tensor in (*table, *parameters) for part in tensor.parts}
     groups: dict[tuple[Tensor, int | None], dict[str, tuple[Arrays, float]]] = {}
     for adapter in model.adapters:
         owner = owners.get(f"{adapter.path}.weight")
@@ -211,7 +220,7 @@ def _modules(model: Adapted, table: Sequence[Tensor], layout: Layout, dtype: Any
     for (tensor, layer), group in groups.items():
         arrays, rank, scale = _joined(tensor, group, model.sizes.of(tensor))
         cast = (None if array is None else np.ascontiguousarray(array.astype(dtype)) for array in arrays)
-        modules.append(_Module(tensor, layer, Arrays(*cast), rank, scale))  # pyright: ignore[reportArgumentType]
+        modules.append(_Module(tensor, layer, Arrays(*cast), rank, scale, tensor in parameters))  # pyright: ignore[reportArgumentType]
     return modules
 
 
@@ -285,8 +294,8 @@ def _settings(modules: Sequence[_Module], adapters: Sequence[Adapter]) -> dict[s
     other = {name: value for name, value in alphas.items() if not math.isclose(value, alpha, rel_tol=1e-9)}
     alpha_patterns = _patterns(modules, {name: other.get(name, alpha) for name in alphas}, alpha)
     use_dora = any(module.arrays.magnitude is not None for module in modules)
-    # PEFT opens no adapters of experts with dropout.
-    dropout = 0.0 if any(module.of_experts for module in modules) else max(dropouts, default=0.0)
+    # PEFT opens no adapters of parameters with dropout.
+    dropout = 0.0 if any(module.is_parameter for module in modules) else max(dropouts, default=0.0)
     settings = {"r": rank, "lora_alpha": alpha, "lora_dropout": dropout, "use_dora": use_dora}
     return {
         **settings,
@@ -348,7 +357,7 @@ def _targets(
 
 
 def _target_parameters(modules: Sequence[_Module], table: Sequence[Tensor], num_layers: int) -> dict[str, Any]:
-    """The keys of adapter_config.json for which parameters of experts have adapters: the ends of their names."""
+    """The keys of adapter_config.json for which parameters have adapters: the ends of their names."""
     if not modules:
         return {}
     mine = {module.name for module in modules}

@@ -24,6 +24,7 @@ from jaxlm.models.attention.backends.reference import reference_attention
 from jaxlm.models.attention.backends.splash import splash_attention
 from jaxlm.models.attention.choose import AUTO, AttentionTask, choose_attention, kernel_head_size
 from jaxlm.models.attention.context.cudnn_hops import CudnnHops
+from jaxlm.models.attention.context.keys import LatentKeys
 from jaxlm.models.attention.context.partial import InBlocks, PartialAttention
 from jaxlm.models.attention.null_slot import NullSlot
 from jaxlm.models.attention.scores import ScoreRule, alibi_slopes
@@ -118,7 +119,13 @@ class AttentionSpec(eqx.Module):
 
 @jax.named_scope("attention")  # profile summaries match this name
 def attention(
-    q: NamedArray, k: NamedArray, v: NamedArray, spec: AttentionSpec, *, key: jax.Array | None = None
+    q: NamedArray,
+    k: NamedArray,
+    v: NamedArray,
+    spec: AttentionSpec,
+    *,
+    key: jax.Array | None = None,
+    latents: LatentKeys | None = None,
 ) -> NamedArray:
     """Softmax attention. A query that attends to no key returns 0.
 
@@ -128,6 +135,8 @@ def attention(
         q: {batch, position, heads, head_size}. Query head h reads key/value head h // (heads / kv_heads).
         k, v: {batch, key_position, kv_heads, head_size}. The values may have another head size than queries and keys.
         key: for dropout; None means no dropout.
+        latents: what keys and values were computed from. Devices that divide the tokens of a row exchange it instead of
+            them, and then nothing reads `k` and `v`.
 
     Returns:
         {batch, position, heads, head_size} with the head size and in the dtype of `v`.
@@ -146,21 +155,22 @@ def attention(
     scale = jnp.asarray(factor, jnp.float32)
     sink = spec.null_slot.sink_KG(num_kv_heads) if task.sink and spec.null_slot is not None else None
     if choice.name in ("blockwise", "cudnn_rows") and task.needs_parts:
-        out = _in_parts(choice.name, q_BTKGH, k.array, v.array, factor, spec, sink)
+        out = _in_parts(choice.name, q_BTKGH, k.array, v.array, factor, spec, sink, latents)
     elif choice.name == "blockwise":
         options = {"window": spec.window, "rule": spec.rule, "causal": spec.causal}
         kernel = _with_sink(functools.partial(blockwise_attention, **options))
         # Other sharding than that of tokens is left to the partitioner.
-        kernel = spec.sharding.shard_map(kernel) if spec.sharding.context.heads else kernel
+        kernel = spec.sharding.shard_map(kernel, latents) if spec.sharding.context.heads else kernel
         out = kernel(q_BTKGH, k.array, v.array, segments, sink, scale)
     elif choice.name == "splash":
         kernel = _with_sink(functools.partial(splash_attention, window=spec.window, causal=spec.causal))
-        out = spec.sharding.shard_map(_with_equal_sizes(kernel))(q_BTKGH, k.array, v.array, segments, sink, scale)
+        run = spec.sharding.shard_map(_with_equal_sizes(kernel), latents)
+        out = run(q_BTKGH, k.array, v.array, segments, sink, scale)
     elif choice.name in ("cudnn", "cudnn_rows"):
         q_BTKGH, constant = _with_constant_scale(q_BTKGH, factor)
         options = {"window": spec.window, "packed": choice.name == "cudnn", "causal": spec.causal}
         kernel = _with_sink(functools.partial(cudnn_attention, scale=constant, **options))
-        out = spec.sharding.shard_map(_with_equal_sizes(kernel))(q_BTKGH, k.array, v.array, segments, sink)
+        out = spec.sharding.shard_map(_with_equal_sizes(kernel), latents)(q_BTKGH, k.array, v.array, segments, sink)
     else:
         mask_BTS, distance_BTS = mask_and_distance(spec)
         score_fn = functools.partial(spec.rule, distance_BTS=distance_BTS)
@@ -170,7 +180,14 @@ def attention(
 
 
 def _in_parts(
-    backend: str, q_BTKGH, k_BTKH, v_BTKH, factor: float | jax.Array, spec: AttentionSpec, sink_KG: jax.Array | None
+    backend: str,
+    q_BTKGH,
+    k_BTKH,
+    v_BTKH,
+    factor: float | jax.Array,
+    spec: AttentionSpec,
+    sink_KG: jax.Array | None,
+    latents: LatentKeys | None,
 ) -> jax.Array:
     """Attention of rows whose tokens devices divide."""
     kernel: PartialAttention = InBlocks(Reach(spec.window, spec.causal), q_BTKGH.shape[1], spec.rule)
@@ -182,7 +199,8 @@ def _in_parts(
     slopes = None if alibi_max is None else jnp.asarray(alibi_slopes(math.prod(heads), alibi_max).reshape(heads))
     positions, segments = (a.rearrange((BATCH, POSITION)).array for a in (spec.mask.positions, spec.mask.segment_ids))
     scale = jnp.asarray(factor, jnp.float32)
-    return spec.sharding.divided(kernel, q_BTKGH, k_BTKH, v_BTKH, positions, segments, scale, slopes, sink_KG)
+    arrays = (q_BTKGH, k_BTKH, v_BTKH, positions, segments, scale, slopes, sink_KG)
+    return spec.sharding.divided(kernel, *arrays, latents)
 
 
 def _with_sink(kernel: Callable[..., jax.Array]) -> Callable[..., jax.Array]:

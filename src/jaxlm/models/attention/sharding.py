@@ -18,6 +18,7 @@ from jax.sharding import Mesh, PartitionSpec
 
 from jaxlm.core.axes import BATCH, HEADS, KV_HEADS, POSITION
 from jaxlm.core.sharding import UNDIVIDED, ContextSharding, current_layout
+from jaxlm.models.attention.context.keys import Keys, LatentKeys
 from jaxlm.models.attention.context.other_keys import attend_gathered, attend_in_ring
 from jaxlm.models.attention.context.partial import Factors, PartialAttention, Tokens
 from jaxlm.models.token_sharding import mesh_axes
@@ -54,11 +55,14 @@ class AttentionSharding:
         context = layout.context if is_divided else UNDIVIDED
         return AttentionSharding(layout.mesh, batch, heads, kv_heads, context)
 
-    def shard_map(self, kernel: Kernel) -> Kernel:
+    def shard_map(self, kernel: Kernel, latents: LatentKeys | None = None) -> Kernel:
         """Runs `kernel(q_BTKGH, k_BTKH, v_BTKH, segment_BT, by_head, *scalars)` on each device's rows and heads.
 
         The kernel gets whole rows. If positions are sharded, devices exchange tokens for heads (`context.heads`). Over other
         mesh axes, keys and queries are gathered. `by_head` is an array [K, G] or None.
+
+        Args:
+            latents: what devices exchange instead of keys and values; None for these.
         """
         if self.mesh is None:
             return kernel
@@ -66,11 +70,23 @@ class AttentionSharding:
 
         def run(q_BTKGH, k_BTKH, v_BTKH, segment_BT, by_head, *scalars) -> jax.Array:
             heads = _Heads.of(q_BTKGH, exchanged)
-            parts = heads.exchanged(q_BTKGH, k_BTKH, v_BTKH)
             own = jax.tree.map(heads.own, by_head)
+            parts = (heads.queries(q_BTKGH), heads.keys(k_BTKH), heads.keys(v_BTKH))
             return heads.returned(kernel(*parts, heads.tokens(segment_BT), own, *scalars))
 
-        return self._sharded(run, exchanged, num_rows=1)
+        def run_latents(q_BTKGH, latents_BTL, rotated_BTR, segment_BT, by_head, *scalars) -> jax.Array:
+            heads = _Heads.of(q_BTKGH, exchanged)
+            own, weight = jax.tree.map(heads.own, by_head)
+            keys = LatentKeys(latents_BTL, rotated_BTR, weight).keys(exchanged, q_BTKGH.shape[-1])
+            k, v = (jnp.moveaxis(a, 2, 1) for a in keys.expanded())
+            return heads.returned(kernel(heads.queries(q_BTKGH), k, v, heads.tokens(segment_BT), own, *scalars))
+
+        if latents is None or not exchanged:
+            return self._sharded(run, exchanged, num_rows=1)
+        sharded = self._sharded(run_latents, exchanged, num_rows=1, latents=True)
+        return lambda q, _, __, segments, by_head, *scalars: sharded(
+            q, latents.latents_BTL, latents.rotated_BTR, segments, (by_head, latents.weight_K1FL), *scalars
+        )
 
     def divided(
         self,
@@ -83,42 +99,53 @@ class AttentionSharding:
         scale: jax.Array,
         slopes_KG: jax.Array | None = None,
         sink_KG: jax.Array | None = None,
+        latents: LatentKeys | None = None,
     ) -> jax.Array:
         """Attention of rows whose tokens, in any order, the devices of `context` divide; returns [B, T, K, G, H].
 
         Args:
             slopes_KG: of ALiBi; None without it.
             sink_KG: scores of a sink; None for none.
+            latents: what devices exchange instead of keys and values; None for these.
         """
         context = self.context
 
-        def run(q_BTKGH, k_BTKH, v_BTKH, positions_BT, segment_BT, by_head, scale) -> jax.Array:
+        def run(q_BTKGH, first, second, positions_BT, segment_BT, by_head, scale) -> jax.Array:
             heads = _Heads.of(q_BTKGH, context.heads)
-            q, k, v = (jnp.moveaxis(a, 1, -2) for a in heads.exchanged(q_BTKGH, k_BTKH, v_BTKH))
+            slopes, sink, weight = jax.tree.map(heads.own, by_head)
+            if weight is None:
+                k, v = (jnp.moveaxis(heads.keys(a), 1, -2) for a in (first, second))
+                keys = Keys((k, v))
+            else:
+                keys = LatentKeys(first, second, weight).keys(context.heads, q_BTKGH.shape[-1])
             tokens = Tokens(heads.tokens(positions_BT), heads.tokens(segment_BT))
             attend = attend_in_ring if context.ring else attend_gathered
-            slopes, sink = jax.tree.map(heads.own, by_head)
-            axes = context.ring or context.gather
-            out_BKGTH = attend(axes, kernel, q, k, v, tokens, Factors(scale, slopes), sink)
+            axes, q = context.ring or context.gather, jnp.moveaxis(heads.queries(q_BTKGH), 1, -2)
+            out_BKGTH = attend(axes, kernel, q, keys, tokens, Factors(scale, slopes), sink)
             return heads.returned(jnp.moveaxis(out_BKGTH, -2, 1))
 
-        arrays = (q_BTKGH, k_BTKH, v_BTKH, positions_BT, segment_BT, (slopes_KG, sink_KG), scale)
-        return self._sharded(run, context.axes, num_rows=2)(*arrays)
+        first, second, weight = (k_BTKH, v_BTKH, None) if latents is None else latents
+        arrays = (q_BTKGH, first, second, positions_BT, segment_BT, (slopes_KG, sink_KG, weight), scale)
+        return self._sharded(run, context.axes, num_rows=2, latents=latents is not None)(*arrays)
 
-    def _sharded(self, run: Kernel, positions: tuple[str, ...], *, num_rows: int) -> Kernel:
-        """`run` on the shards of queries, keys, values, `num_rows` [B, T], a tree of [K, G], and scalars."""
+    def _sharded(self, run: Kernel, positions: tuple[str, ...], *, num_rows: int, latents: bool = False) -> Kernel:
+        """`run` on the shards of queries, keys, values, `num_rows` [B, T], a tree of [K, ...], and scalars.
+
+        Args:
+            latents: keys and values are [B, T, ...], without heads.
+        """
         assert self.mesh is not None
         keys = PartitionSpec(self.batch or None, positions or None, self.heads or None)
         queries, rows = PartitionSpec(*keys, None), PartitionSpec(self.batch or None, positions or None)
         by_head = PartitionSpec(self.heads or None)
 
         def sharded(*arrays) -> jax.Array:
-            named = (queries, keys, keys, *[rows] * num_rows, by_head)
+            named = (queries, *[rows if latents else keys] * 2, *[rows] * num_rows, by_head)
             specs = (*named, *[PartitionSpec()] * (len(arrays) - len(named)))
             # The kernels do not declare how their outputs vary over the mesh.
             return jax.shard_map(run, mesh=self.mesh, in_specs=specs, out_specs=queries, check_vma=False)(*arrays)
 
-        if self.heads == self.kv_heads:
+        if latents or self.heads == self.kv_heads:
             return sharded
         return functools.partial(_with_repeated_keys, sharded, num_rows)
 
@@ -153,14 +180,15 @@ class _Heads:
         kv_heads, group = q_BTKGH.shape[2:4]
         return _Heads(axes, kv_heads, group, head_repeats(kv_heads, group, jax.lax.axis_size(axes) if axes else 1))
 
-    def exchanged(self, q_BTKGH, k_BTKH, v_BTKH) -> tuple[jax.Array, jax.Array, jax.Array]:
+    def queries(self, q_BTKGH: jax.Array) -> jax.Array:
         """All tokens of some heads, given some tokens of all heads."""
-        shape = (*q_BTKGH.shape[:2], self.kv_heads * self.repeats, -1, q_BTKGH.shape[-1])
-        q, k, v = q_BTKGH.reshape(shape), self._repeated(k_BTKH), self._repeated(v_BTKH)
-        if not self.axes:
-            return q, k, v
-        exchange = functools.partial(self._all_to_all, split=2, concat=1)
-        return exchange(q), exchange(k), exchange(v)
+        q = q_BTKGH.reshape(*q_BTKGH.shape[:2], self.kv_heads * self.repeats, -1, q_BTKGH.shape[-1])
+        return self._all_to_all(q, split=2, concat=1) if self.axes else q
+
+    def keys(self, x_BTKH: jax.Array) -> jax.Array:
+        """The same for keys or values."""
+        x = x_BTKH if self.repeats == 1 else jnp.repeat(x_BTKH, self.repeats, axis=2)
+        return self._all_to_all(x, split=2, concat=1) if self.axes else x
 
     def returned(self, out_BTKGH: jax.Array) -> jax.Array:
         """The inverse, for what attention returns."""
@@ -172,15 +200,12 @@ class _Heads:
         return jax.lax.all_gather(column_BT, self.axes, axis=1, tiled=True) if self.axes else column_BT
 
     def own(self, by_head_KG: jax.Array) -> jax.Array:
-        """Numbers of all heads, for those that a device has after the exchange."""
-        by_head = by_head_KG.reshape(self.kv_heads * self.repeats, -1)
+        """Numbers of all heads, [K, G] or [K, 1, ...], for those that a device has after the exchange."""
+        by_head = by_head_KG.reshape(self.kv_heads * self.repeats, -1, *by_head_KG.shape[2:])
         if not self.axes:
             return by_head
         num_own = by_head.shape[0] // jax.lax.axis_size(self.axes)
         return jax.lax.dynamic_slice_in_dim(by_head, jax.lax.axis_index(self.axes) * num_own, num_own)
-
-    def _repeated(self, x_BTKH: jax.Array) -> jax.Array:
-        return x_BTKH if self.repeats == 1 else jnp.repeat(x_BTKH, self.repeats, axis=2)
 
     def _all_to_all(self, x: jax.Array, *, split: int, concat: int) -> jax.Array:
         return jax.lax.all_to_all(x, self.axes, split_axis=split, concat_axis=concat, tiled=True)

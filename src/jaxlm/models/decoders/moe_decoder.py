@@ -131,16 +131,14 @@ class RoutedConfig(ExpertsConfig):
             "balance_weight": self.router_aux_loss_coef,
             "z_weight": self.router_z_loss_coef,
         }
-        if self.scores != "sigmoid":
-            return (SoftmaxRouting if self.scores == "softmax" else ChosenSoftmaxRouting)(**options)
-        return SigmoidRouting(
-            correction_bias=hax.zeros(Axis(ROUTES, self.num_experts)),
-            num_groups=self.num_expert_groups,
-            groups_chosen=self.num_groups_per_token,
-            scale=self.routed_scaling_factor,
-            bias_step=self.router_bias_step,
-            **options,
-        )
+        if self.scores == "logits":
+            return ChosenSoftmaxRouting(**options)
+        options |= {"num_groups": self.num_expert_groups, "groups_chosen": self.num_groups_per_token}
+        options |= {"scale": self.routed_scaling_factor}
+        if self.scores == "softmax":
+            return SoftmaxRouting(**options)
+        bias = hax.zeros(Axis(ROUTES, self.num_experts))
+        return SigmoidRouting(correction_bias=bias, bias_step=self.router_bias_step, **options)
 
 
 class MoeConfig(RoutedConfig, PreNormConfig):
@@ -255,23 +253,20 @@ class MixedMoeConfig(MoeConfig):
 
 
 @dataclass(frozen=True)
-class BalancedMoeConfig(MixedMoeConfig):
-    """A family whose routers have a correction bias, with an expert that all tokens share (DeepSeek-V3, GLM-4.5).
+class GroupedMoeConfig(MixedMoeConfig):
+    """A family whose experts form groups, with an expert that all tokens share.
 
     Attributes:
-        router_aux_loss_coef: coefficient of the load-balancing loss; the bias balances the experts without it.
+        router_aux_loss_coef: coefficient of the load-balancing loss.
     """
 
-    mlp_only_layers: list[NonNegativeInt] = field(default_factory=lambda: [0])
     shared_expert_intermediate_dim: PositiveInt = 1408
     shared_expert_has_gate: ClassVar[bool] = False
-    scores = "sigmoid"
     router_aux_loss_coef: NonNegativeFloat = 0.0
     norm_topk_prob: bool = True
     routed_scaling_factor: PositiveFloat = 1.0
     num_expert_groups: PositiveInt = 1
     num_groups_per_token: PositiveInt = 1
-    router_bias_step: NonNegativeFloat = 0.001
     key_rules: ClassVar[Rules] = (ordered("num_groups_per_token", "num_expert_groups"),)
 
     def check(self) -> None:
@@ -281,3 +276,16 @@ class BalancedMoeConfig(MixedMoeConfig):
         check_at_least("model.num_groups_per_token", self.num_groups_per_token, -(-self.num_experts_per_token // size))
         if self.num_expert_groups > 1:
             check_at_least("model.num_experts", self.num_experts, 2 * self.num_expert_groups)
+
+
+@dataclass(frozen=True)
+class BalancedMoeConfig(GroupedMoeConfig):
+    """The same with routers that have a correction bias (DeepSeek-V3, GLM-4.5).
+
+    Attributes:
+        router_aux_loss_coef: coefficient of the load-balancing loss; the bias balances the experts without it.
+    """
+
+    mlp_only_layers: list[NonNegativeInt] = field(default_factory=lambda: [0])
+    scores = "sigmoid"
+    router_bias_step: NonNegativeFloat = 0.001

@@ -15,12 +15,25 @@ import jax
 import jax.numpy as jnp
 from haliax import Axis, NamedArray
 
-from jaxlm.core.axes import CACHE_ROW, HEAD_SIZE, HEADS, KEY_POSITION, KV_HEADS, LATENT, LATENT_KEY, axes_of
+from jaxlm.core.axes import (
+    BATCH,
+    CACHE_ROW,
+    HEAD_SIZE,
+    HEADS,
+    KEY_POSITION,
+    KV_HEADS,
+    LATENT,
+    LATENT_KEY,
+    POSITION,
+    axes_of,
+)
+from jaxlm.core.products.fp8 import multiplies_in_fp8
 from jaxlm.core.products.matmul import dot
 from jaxlm.core.products.stored_weights import StoredWeight
 from jaxlm.core.tree import is_named
 from jaxlm.models.attention.api import AttentionSpec, as_keys, attention
 from jaxlm.models.attention.choose import AttentionTask
+from jaxlm.models.attention.context.keys import LatentKeys
 from jaxlm.models.attention.sharding import AttentionSharding
 from jaxlm.models.flops import MixerWork
 from jaxlm.models.inference.cached_attention import cached_latent_attention
@@ -159,13 +172,28 @@ class LatentAttention(Attention):
         """Attention to keys and values of each head, {batch, position, heads, head_size}."""
         sizes = self._sizes
         k_plain, v = _split(self.kv_b_proj(latents), sizes.plain, sizes.value)
-        keys = keys.broadcast_axis(k_plain.resolve_axis(HEADS)).rearrange(
+        rotated = keys.broadcast_axis(k_plain.resolve_axis(HEADS)).rearrange(
             (*(a.name for a in k_plain.axes[:-1]), HEAD_SIZE)
         )
-        k, v = (a.rename({HEADS: KV_HEADS}) for a in (hax.concatenate(HEAD_SIZE, [k_plain, keys]), v))
+        k, v = (a.rename({HEADS: KV_HEADS}) for a in (hax.concatenate(HEAD_SIZE, [k_plain, rotated]), v))
         q, k, v = checkpoint_name(q, QUERY), checkpoint_name(k, KEY), checkpoint_name(v, VALUE)
         spec = dataclasses.replace(spec, sharding=AttentionSharding.of(q, k))
-        return attention(q, as_keys(k), as_keys(v), spec)
+        source = self._latent_keys(latents, keys) if spec.sharding.context.axes else None
+        return attention(q, as_keys(k), as_keys(v), spec, latents=source)
+
+    def _latent_keys(self, latents: NamedArray, keys: NamedArray) -> LatentKeys | None:
+        """What keys and values are computed from, if it takes one product in the dtype of the weight or of the latents."""
+        layer = self.kv_b_proj
+        if not isinstance(layer, Linear) or (layer.fp8 is not None and multiplies_in_fp8()):
+            return None
+        weight = layer.weight
+        weight = weight.floats(latents.dtype) if isinstance(weight, StoredWeight) else weight
+        latents, keys = (checkpoint_name(a, name) for a, name in ((latents, KEY), (keys, VALUE)))
+        return LatentKeys(
+            latents.rearrange((BATCH, POSITION, LATENT)).array,
+            keys.rearrange((BATCH, POSITION, HEAD_SIZE)).array,
+            weight.rearrange((HEADS, HEAD_SIZE, LATENT)).array[:, None],
+        )
 
     def _attend_cached(self, q_plain, q_rotated, latents, keys, cache: LatentCache, spec: AttentionSpec) -> NamedArray:
         """The same from a cache, whose keys and values are not computed."""

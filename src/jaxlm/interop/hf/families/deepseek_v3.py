@@ -9,7 +9,7 @@ from dataclasses import field
 from jaxlm.core.field_types import NonNegativeInt, NumLayers, PositiveFloat, PositiveInt
 from jaxlm.interop.hf.balanced_experts import balanced_experts, further_layers
 from jaxlm.interop.hf.family import Family, FixedKey
-from jaxlm.interop.hf.latent import latent_keys, latent_moe_tensors
+from jaxlm.interop.hf.latent import balanced_expert_rows, latent_keys, latent_moe_tensors
 from jaxlm.interop.hf.mtp import COPIES_BEHIND_LAYERS
 from jaxlm.models.base import ModelConfig
 from jaxlm.models.decoders.latent import LatentConfig
@@ -53,7 +53,7 @@ FAMILY = Family(
         further_layers(),
         FixedKey("moe_layer_freq", 1),
     ),
-    tensors=latent_moe_tensors,
+    tensors=lambda config: latent_moe_tensors(config, balanced_expert_rows()),
     further="eh_proj.weight",
     copies=COPIES_BEHIND_LAYERS,
 )

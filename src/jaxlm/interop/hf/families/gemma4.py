@@ -207,6 +207,7 @@ FAMILY = Family(
     respelled=RESPELLED_WINDOWS,
     idle=_idle,
     experts="experts",
+    router="",
     vocab_keys=("vocab_size", "vocab_size_per_layer_input"),
     text=(
         TextPart(

@@ -8,7 +8,7 @@ from dataclasses import field
 from jaxlm.core.field_types import NumLayers, PositiveFloat, PositiveInt
 from jaxlm.interop.hf.balanced_experts import balanced_experts
 from jaxlm.interop.hf.family import Family, KeyGroup
-from jaxlm.interop.hf.latent import latent_keys, latent_moe_tensors
+from jaxlm.interop.hf.latent import balanced_expert_rows, latent_keys, latent_moe_tensors
 from jaxlm.interop.hf.mtp import COPIES_BEHIND_LAYERS
 from jaxlm.models.base import ModelConfig
 from jaxlm.models.decoders.latent import LatentConfig
@@ -48,7 +48,7 @@ FAMILY = Family(
         ),
         KeyGroup((_MTP,), lambda theirs: {}, lambda config: {_MTP: 1} if config.mtp else {}),
     ),
-    tensors=latent_moe_tensors,
+    tensors=lambda config: latent_moe_tensors(config, balanced_expert_rows()),
     further="eh_proj.weight",
     copies=COPIES_BEHIND_LAYERS,
 )

@@ -116,4 +116,5 @@ FAMILY = Family(
         ),
     ),
     respelled=RESPELLED_WINDOWS,
+    router="mlp.router",
 )

@@ -52,4 +52,5 @@ FAMILY = Family(
         ),
     ),
     experts="block_sparse_moe.experts",
+    router="block_sparse_moe.router",
 )

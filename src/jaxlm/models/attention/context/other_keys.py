@@ -16,6 +16,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from jaxlm.core.tracing import CustomVjp
 from jaxlm.models.attention.backends.blockwise import ATTENTION
+from jaxlm.models.attention.context.keys import Keys
 from jaxlm.models.attention.context.partial import Factors, Partial, PartialAttention, Tokens
 from jaxlm.models.attention.null_slot import sink_gradient
 
@@ -23,45 +24,57 @@ Axes = tuple[str, ...]
 
 
 def attend_gathered(
-    axes: Axes, kernel: PartialAttention, q, k, v, tokens: Tokens, factors: Factors, sink_KG: jax.Array | None = None
+    axes: Axes,
+    kernel: PartialAttention,
+    q,
+    keys: Keys,
+    tokens: Tokens,
+    factors: Factors,
+    sink_KG: jax.Array | None = None,
 ) -> jax.Array:
-    """Attention to the keys of all devices along mesh axes; returns [B, K, G, T, V] in the dtype of `v`.
+    """Attention to the keys of all devices along mesh axes; returns [B, K, G, T, V] in the dtype of the values.
 
     Args:
         tokens: of this device's queries, keys and values.
         sink_KG: a score beside those of all keys, for this device's heads; None for none.
     """
-    return _attend(_gathered, _gathered_gradients, axes, kernel, q, k, v, tokens, factors, sink_KG)
+    return _attend(_gathered, _gathered_gradients, axes, kernel, q, keys, tokens, factors, sink_KG)
 
 
 def attend_in_ring(
-    axes: Axes, kernel: PartialAttention, q, k, v, tokens: Tokens, factors: Factors, sink_KG: jax.Array | None = None
+    axes: Axes,
+    kernel: PartialAttention,
+    q,
+    keys: Keys,
+    tokens: Tokens,
+    factors: Factors,
+    sink_KG: jax.Array | None = None,
 ) -> jax.Array:
     """As `attend_gathered`, with the keys of one device at a time in memory."""
-    return _attend(_ring, _ring_gradients, axes, kernel, q, k, v, tokens, factors, sink_KG)
+    return _attend(_ring, _ring_gradients, axes, kernel, q, keys, tokens, factors, sink_KG)
 
 
 @functools.partial(CustomVjp, nondiff_argnums=(0, 1, 2, 3))
-def _attend(forward, backward, axes, kernel, q, k, v, tokens, factors, sink_KG):
-    return _attend_forward(forward, backward, axes, kernel, q, k, v, tokens, factors, sink_KG)[0]
+def _attend(forward, backward, axes, kernel, q, keys, tokens, factors, sink_KG):
+    return _attend_forward(forward, backward, axes, kernel, q, keys, tokens, factors, sink_KG)[0]
 
 
-def _attend_forward(forward, backward, axes, kernel, q, k, v, tokens, factors, sink_KG):
-    whole: Partial = forward(axes, kernel, q, k, v, tokens, factors)
+def _attend_forward(forward, backward, axes, kernel, q, keys, tokens, factors, sink_KG):
+    whole: Partial = forward(axes, kernel, q, keys, tokens, factors)
     whole = whole if sink_KG is None else whole.with_sink(sink_KG)
-    out = checkpoint_name(_without_padding(whole.out.astype(v.dtype), tokens), ATTENTION)
+    out = checkpoint_name(_without_padding(whole.out.astype(keys.parts[1].dtype), tokens), ATTENTION)
     lse = checkpoint_name(whole.lse, ATTENTION)
-    return out, (q, k, v, tokens, factors, sink_KG, Partial(out, lse))
+    return out, (q, keys, tokens, factors, sink_KG, Partial(out, lse))
 
 
 def _attend_backward(forward, backward, axes, kernel, residuals, d_out):
-    q, k, v, tokens, factors, sink, whole = residuals
+    q, keys, tokens, factors, sink, whole = residuals
     d_out = _without_padding(d_out, tokens)
-    gradients = backward(axes, kernel, q, k, v, tokens, factors, whole, d_out)
+    gradients = backward(axes, kernel, q, keys, tokens, factors, whole, d_out)
     if sink is not None:
         delta = jnp.sum(d_out.astype(jnp.float32) * whole.out.astype(jnp.float32), axis=-1)
         sink = jnp.sum(sink_gradient(sink[..., None], whole.lse, delta), axis=(0, 3))
-    return *(g.astype(x.dtype) for g, x in zip(gradients, (q, k, v), strict=True)), None, None, sink
+    return *jax.tree.map(lambda g, x: g.astype(x.dtype), gradients, (q, keys)), None, None, sink
 
 
 _attend.defvjp(_attend_forward, _attend_backward)
@@ -71,20 +84,24 @@ def _without_padding(x_BKGTV: jax.Array, tokens: Tokens) -> jax.Array:
     return jnp.where((tokens.segments != 0)[:, None, None, :, None], x_BKGTV, 0)
 
 
-def _all_gathered(axes: Axes, k, v, tokens: Tokens):
+def _all_gathered(axes: Axes, keys: Keys, tokens: Tokens) -> tuple[Keys, Tokens]:
     gather = functools.partial(jax.lax.all_gather, axis_name=axes, tiled=True)
-    return gather(k, axis=2), gather(v, axis=2), Tokens(*(gather(a, axis=1) for a in tokens))
+    return keys.of(gather(a, axis=2) for a in keys.parts), Tokens(*(gather(a, axis=1) for a in tokens))
 
 
-def _gathered(axes: Axes, kernel: PartialAttention, q, k, v, tokens: Tokens, factors: Factors) -> Partial:
-    keys, values, key_tokens = _all_gathered(axes, k, v, tokens)
-    return kernel.attend(q, keys, values, tokens, key_tokens, factors)
+def _gathered(axes: Axes, kernel: PartialAttention, q, keys: Keys, tokens: Tokens, factors: Factors) -> Partial:
+    all_keys, key_tokens = _all_gathered(axes, keys, tokens)
+    return kernel.attend(q, *all_keys.expanded(), tokens, key_tokens, factors)
 
 
-def _gathered_gradients(axes: Axes, kernel: PartialAttention, q, k, v, tokens, factors, whole: Partial, d_out):
-    keys, values, key_tokens = _all_gathered(axes, k, v, tokens)
-    dq, dk, dv = kernel.gradients(q, keys, values, tokens, key_tokens, factors, whole, d_out)
-    return dq, *(jax.lax.psum_scatter(g, axes, scatter_dimension=2, tiled=True) for g in (dk, dv))
+def _gathered_gradients(
+    axes: Axes, kernel: PartialAttention, q, keys: Keys, tokens: Tokens, factors: Factors, whole: Partial, d_out
+):
+    all_keys, key_tokens = _all_gathered(axes, keys, tokens)
+    (k, v), gradients_of = all_keys.with_gradients()
+    dq, *d_keys = kernel.gradients(q, k, v, tokens, key_tokens, factors, whole, d_out)
+    found = gradients_of(*d_keys)
+    return dq, found.of(jax.lax.psum_scatter(g, axes, scatter_dimension=2, tiled=True) for g in found.parts)
 
 
 def _passed_on(axes: Axes, arrays: Any) -> Any:
@@ -103,30 +120,33 @@ def _around(axes: Axes, hop, first):
     return jax.lax.fori_loop(1, jax.lax.axis_size(axes), hop, first)
 
 
-def _ring(axes: Axes, kernel: PartialAttention, q, k, v, tokens: Tokens, factors: Factors) -> Partial:
+def _ring(axes: Axes, kernel: PartialAttention, q, keys: Keys, tokens: Tokens, factors: Factors) -> Partial:
     def hop(number, state):
         arrived, part = state
         following = _passed_on(axes, arrived)  # travels while the device computes
-        keys, values, key_tokens = arrived
-        return following, part.merged(kernel.attend(q, keys, values, tokens, key_tokens, factors, hop=number))
+        parts, key_tokens = arrived
+        here = keys.of(parts).expanded()
+        return following, part.merged(kernel.attend(q, *here, tokens, key_tokens, factors, hop=number))
 
-    first = kernel.attend(q, k, v, tokens, tokens, factors, hop=0)
-    return _around(axes, hop, (_passed_on(axes, (k, v, tokens)), first))[1]
+    first = kernel.attend(q, *keys.expanded(), tokens, tokens, factors, hop=0)
+    return _around(axes, hop, (_passed_on(axes, (keys.parts, tokens)), first))[1]
 
 
 def _ring_gradients(
-    axes: Axes, kernel: PartialAttention, q, k, v, tokens: Tokens, factors: Factors, whole: Partial, d_out
+    axes: Axes, kernel: PartialAttention, q, keys: Keys, tokens: Tokens, factors: Factors, whole: Partial, d_out
 ):
-    def gradients(hop, keys, values, key_tokens):
-        return kernel.gradients(q, keys, values, tokens, key_tokens, factors, whole, d_out, hop=hop)
+    def gradients(hop, parts, key_tokens):
+        (k, v), gradients_of = keys.of(parts).with_gradients()
+        dq, *d_keys = kernel.gradients(q, k, v, tokens, key_tokens, factors, whole, d_out, hop=hop)
+        return dq, gradients_of(*d_keys)
 
     def hop(number, state):
         arrived, passed, dq = state
         following = _passed_on(axes, arrived)
-        passed = _passed_on(axes, passed)
-        dq_hop, dk, dv = gradients(number, *arrived)
-        return following, (passed[0] + dk, passed[1] + dv), dq + dq_hop
+        passed = passed.of(_passed_on(axes, passed.parts))
+        dq_hop, d_keys = gradients(number, *arrived)
+        return following, jax.tree.map(jnp.add, passed, d_keys), dq + dq_hop
 
-    dq, dk, dv = gradients(0, k, v, tokens)
-    _, passed, dq = _around(axes, hop, (_passed_on(axes, (k, v, tokens)), (dk, dv), dq))
-    return dq, *_passed_on(axes, passed)
+    dq, d_keys = gradients(0, keys.parts, tokens)
+    _, passed, dq = _around(axes, hop, (_passed_on(axes, (keys.parts, tokens)), d_keys, dq))
+    return dq, passed.of(_passed_on(axes, passed.parts))
