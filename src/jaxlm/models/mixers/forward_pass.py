@@ -73,6 +73,7 @@ class ForwardPass:
 
 
 def layers_between(tree: T, start: int, stop: int) -> T:
+    """Layers `start` to `stop` of named arrays {layers, ...}."""
     is_whole = lambda leaf: (start, stop) == (0, leaf.axis_size(LAYERS))  # noqa: E731
     return jax.tree.map(lambda leaf: leaf if is_whole(leaf) else leaf[LAYERS, start:stop], tree, is_leaf=is_named)
 
