@@ -136,7 +136,7 @@ class DispatchConfig(DecoderConfig):
     expert_products: Literal["auto", "mosaic", "ragged_dot", "blocks"] = field("auto", on_resume="rounding")
     expert_parts: PositiveInt = field(1, on_resume="rounding")
 
-    def balance(self) -> dict[str, float]:
+    def balance(self) -> dict[str, Any]:
         """The coefficients of the router's losses, as arguments of `Routing`."""
         return {"balance_weight": self.router_aux_loss_coef, "z_weight": self.router_z_loss_coef}
 
