@@ -281,6 +281,13 @@ FOLDERS: dict[str, Folder] = {
         *(8_918_026_240, (309, 222), _WRAPPED),
         is_published=False,
     ),
+    "Mistral-Small-4-119B": Folder(
+        _mistral3(_text("Mistral-Small-4-119B"), tie_word_embeddings=False),
+        119_401_298_944,
+        (543, 222),
+        _WRAPPED,
+        is_published=False,
+    ),
     **{
         name: Folder(gemma4_folder(_text(name), audio=True), *counts, is_published=False, further=UNUSED[name])
         for name, counts in {

@@ -24,8 +24,8 @@ _QWEN = (
     " qwen3_vl qwen3_vl_moe"
 )
 _TYPES = (
-    "arcee code_llama cohere cohere2 cwm exaone4 gemma4_text gpt2 gpt_neo gpt_neox gpt_oss gptj helium hunyuan_v1_dense"
-    " jaxlm_dba llama mpt olmo olmoe opt phi roberta seed_oss smollm3 starcoder2"
+    "arcee code_llama cohere cohere2 cwm deepseek_v3 exaone4 gemma4_text gpt2 gpt_neo gpt_neox gpt_oss gptj helium"
+    " hunyuan_v1_dense jaxlm_dba kimi_k2 llama mistral4 mpt olmo olmoe opt phi roberta seed_oss smollm3 starcoder2"
 )
 REBUILT = (None, *f"{_TYPES} {_QWEN}".split())
 
