@@ -7,6 +7,7 @@ enter the next. A run that has a checkpoint continues from it, bit for bit.
 """
 
 import contextlib
+import functools
 import sys
 import types
 from collections.abc import Callable, Iterator, Sequence
@@ -37,7 +38,8 @@ from jaxlm.engine.state import RunState
 from jaxlm.engine.sync import Done, Interrupted, Outcome, StoppedError
 from jaxlm.engine.watchdog import Watchdog
 from jaxlm.models.base import token_leaves
-from jaxlm.observe.console import Console, table
+from jaxlm.observe.console import Console
+from jaxlm.observe.events import PhaseStart, RunStart
 from jaxlm.observe.log_file import LogStore
 from jaxlm.observe.records import TRAIN_LOG
 from jaxlm.observe.trackers import check_trackers
@@ -134,13 +136,14 @@ def train(config: RunConfig, console: Console | None = None, clock: ActivityCloc
         return TrainResult(None, Done(), None, plan)
     state, outcome = None, Done()
     with (
-        _prepared(plan, console) as (plan, tokenizer, init_from, logs, check_lease),
+        _prepared(plan, console) as (plan, tokenizer, init_from, started, logs, check_lease),
         plan.layout.use(),
         stop_on_signals() as stop,
         watch_notices(stop, metadata_host() if config.trainer.preemption_notices else None),
         Watchdog(config.trainer.watchdog, clock, plan.log_folder),
         open_run(plan, tokenizer, console, stop, init_from, logs, check_lease, clock) as run,
     ):
+        run.records.write(init_from.resume_step or 0, started)
         if init_from.state is not None:
             with clock.during(Activity.RESTORE):
                 state = _restore(run, init_from)
@@ -202,9 +205,11 @@ def _make_checked_plan(config: RunConfig, console: Console) -> Plan:
 
 
 @contextlib.contextmanager
-def _prepared(plan: Plan, console: Console) -> Iterator[tuple[Plan, Tokenizer, InitFrom, LogStore, LeaseCheck]]:
-    """Loads the tokenizer and finds the checkpoint to start from. Yields the plan updated for the tokenizer, both, the store
-    of the logs, and what to call before each save.
+def _prepared(
+    plan: Plan, console: Console
+) -> Iterator[tuple[Plan, Tokenizer, InitFrom, RunStart, LogStore, LeaseCheck]]:
+    """Loads the tokenizer and finds the checkpoint to start from. Yields the plan updated for the tokenizer, both, the table
+    of the start, the store of the logs, and what to call before each save.
 
     From the first write on, and while the context is open, a second start of the run is refused.
     """
@@ -262,7 +267,7 @@ def _upload(logs: LogStore, check_lease: LeaseCheck) -> None:
 
 def _start(
     plan: Plan, tokenizer: Tokenizer, saved: SavedRun | None, console: Console
-) -> tuple[Plan, Tokenizer, InitFrom]:
+) -> tuple[Plan, Tokenizer, InitFrom, RunStart]:
     """Opens the log and finds the checkpoint to start from.
 
     Args:
@@ -281,7 +286,8 @@ def _start(
     if (resumed_plan := read_again(plan, init_from)).retired_refs != plan.retired_refs:
         plan = resumed_plan
         check_references(plan, tokenizer, console.log)
-    console.log(table("run", describe(plan, init_from.describe(plan))))
+    started = RunStart(describe(plan, init_from.describe(plan)))
+    console.log(started.text)
     if init_from.initializes(plan):
         plan = plan.with_token_leaves(leaves_from_tokens(plan, tokenizer, console.log))
     plan = plan.with_phase_ends(init_from.history.phase_ends)
@@ -290,7 +296,7 @@ def _start(
         num_sequences, options = init_from.state.position()["examples"], step_options(plan)  # all processes call both
         for line in changes(saved, config, options, init_from.resume_step, num_sequences) if saved else []:
             console.log(f"changed since the last start: {line}")
-    return plan, tokenizer, init_from
+    return plan, tokenizer, init_from, started
 
 
 def _restore(run: Run, init_from: InitFrom) -> RunState:
@@ -340,7 +346,9 @@ def _open_phase(
             skipped = int(state.guard.skipped)
             note = run.records.decided
             control = Control(phase, saver, plan.layout, hooks.evaluations, skipped=skipped, note=note)
-            log(table(f"phase '{phase.name}': parameters", phase_rows(plan, phase, state.model, state.opt_state)))
+            rows = phase_rows(plan, phase, state.model, state.opt_state)
+            entered = PhaseStart(phase.name, phase.start, phase.end, len(plan.phases), rows)
+            run.records.report(data.first_step, entered)
             steps.write(plan.config.trainer, plan.log_folder / "artifacts", phase.name)
             opened = OpenPhase(
                 phase,
@@ -375,7 +383,7 @@ def _entry(
         num_applied=num_applied,
         refs=refs,
         open_batches=data.reopened,
-        log=log,
+        report=functools.partial(run.records.report, phase.start),
     )
 
 

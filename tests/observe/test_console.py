@@ -1,7 +1,8 @@
 import io
 
 from jaxlm.core.devices import peak_flops
-from jaxlm.observe.console import Console, duration, exact_duration, folded, table
+from jaxlm.core.errors import table
+from jaxlm.observe.console import Console, duration, exact_duration, folded
 
 
 class Terminal(io.StringIO):

@@ -1,185 +1,131 @@
-"""What pictures mark in a run: resumes, skipped steps, changes of the batch size, and what each phase did."""
+"""What happens in a run, as typed records of `events.jsonl`. The console shows the text of each."""
 
-import re
-from collections.abc import Iterator, Mapping, Sequence
-from typing import NamedTuple
+import dataclasses
+import math
+import typing
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar, Protocol
 
-import numpy as np
+from jaxlm.core.errors import table
+from jaxlm.core.values.logged import LayerTable
+from jaxlm.observe.records import is_count
 
-from jaxlm.core.guards import SKIPPED
-from jaxlm.core.values.logged import (
-    DURATION,
-    EVAL_LOSS,
-    EXAMPLES_PER_SECOND,
-    IS_SPIKE,
-    RESUMED_FROM,
-    TOTAL_TOKENS,
-    TRAIN_LOSS,
-)
-from jaxlm.observe.decision_notes import Band, strategy_bands
-from jaxlm.observe.logged_run import LoggedRun, Series
-
-STEPS_ROW, LAYERS_ROW, TRAINS_ROW, HIDDEN_ROW = "steps", "layers", "trains", "hidden tokens"
-"""Rows of the table of a phase in the console output, which this module reads back."""
-_ENTRY = re.compile(r"^phase '(.+)': parameters\n((?:  \S.*\n)+)", re.MULTILINE)
-_ROW = re.compile(r"^  (\S.*?)  +(.*)$", re.MULTILINE)
-_STORED = re.compile(r"^phase '(.+)': reads (.+) stored (sequences .+) from (.*)$", re.MULTILINE)
-_COLUMNS = ("steps", "layers", "trains", "hidden tokens", "stored", "training loss", "validation loss", "tokens")
+Rows = Sequence[tuple[str, str]]
+LAYERS_ROW, TRAINS_ROW, HIDDEN_ROW = "layers", "trains", "hidden tokens"
+"""Rows of a phase that the table of all phases shows too."""
 
 
-class PhaseRecord(NamedTuple):
-    """A phase that has begun. Texts are empty for what the phase does not have.
+class Event(Protocol):
+    """A dataclass whose fields are JSON. Attributes: type: its name in the file."""
+
+    type: ClassVar[str]
+
+    @property
+    def text(self) -> str:
+        """What the console shows."""
+        ...
+
+
+@dataclass(frozen=True)
+class RunStart:
+    """A start of the run. Attributes: rows: what runs, on which devices, and why each choice was made."""
+
+    type: ClassVar[str] = "start"
+    rows: Rows
+
+    @property
+    def text(self) -> str:
+        return table("run", self.rows)
+
+
+@dataclass(frozen=True)
+class PhaseStart:
+    """A phase that a start enters or continues.
 
     Attributes:
-        start, end: steps of the run before the phase and after it, as planned when it was entered.
-        hidden: how many tokens of its sequences are hidden.
-        stored: sequences and bytes of what its objective reads from disk, such as the output of a frozen trunk.
-        losses: first and last training loss; empty before the first step.
-        validation_loss: the last one; None if there is none.
-        num_tokens: tokens that it has trained on.
+        start, end: steps of the run before the phase and after it, as planned now.
+        num_phases: of the whole run.
+        rows: its layers, what it trains, and how.
     """
 
+    type: ClassVar[str] = "phase"
     name: str
     start: int
     end: int
-    layers: str
-    trains: str
-    hidden: str
-    stored: str
-    losses: tuple[float, ...]
-    validation_loss: float | None
-    num_tokens: int
+    num_phases: int
+    rows: Rows
 
     @property
-    def cells(self) -> tuple[str, ...]:
-        """The texts that tables show of it, in the order of `_COLUMNS`."""
-        losses = " to ".join(f"{loss:.4f}" for loss in self.losses)
-        validation = "" if self.validation_loss is None else f"{self.validation_loss:.4f}"
-        texts = (f"{self.start} to {self.end}", self.layers, self.trains, self.hidden, self.stored)
-        return (*texts, losses, validation, f"{self.num_tokens:,}")
+    def text(self) -> str:
+        return table(f"phase '{self.name}': parameters", self.rows)
+
+
+@dataclass(frozen=True)
+class StoredSequences:
+    """What the objective of a phase reads from disk, such as the output of a frozen trunk."""
+
+    type: ClassVar[str] = "stored"
+    phase: str
+    count: int
+    megabytes: float
+    folder: str
 
     @property
-    def summary(self) -> str:
-        """The same as one line."""
-        return "; ".join(f"{name} {cell}" for name, cell in zip(_COLUMNS, self.cells, strict=True) if cell)
+    def size(self) -> str:
+        return f"sequences ({self.megabytes:,.1f} MB)"
+
+    @property
+    def text(self) -> str:
+        return f"phase '{self.phase}': reads {self.count:,} stored {self.size} from {self.folder}"
 
 
-def phase_history(run: LoggedRun) -> list[PhaseRecord]:
-    """The phases that a run has entered, in order; none for a run of a single phase, about which other tables say it."""
-    planned = sum(name.startswith("phase ") for name, _ in run.start_table())
-    entries = {entry[1]: entry for entry in _ENTRY.finditer(run.log)}  # the last of each, for one that has resumed
-    return [] if max(planned, len(entries)) < 2 else list(_records(run, entries))
+@dataclass(frozen=True)
+class SkippedStep:
+    """A step that made no update.
 
+    Attributes:
+        reason: empty if it is not known.
+        batch: what its batch was made of.
+        num_skipped: in the whole run, with this one.
+    """
 
-def _records(run: LoggedRun, entries: Mapping[str, re.Match[str]]) -> Iterator[PhaseRecord]:
-    for name, entry in entries.items():
-        rows = dict(_ROW.findall(entry[2]))
-        steps = re.fullmatch(r"(\d+) to (\d+)", rows.get(STEPS_ROW, ""))
-        if steps is None:  # of a run that an earlier version has logged
-            continue
-        start, end = map(int, steps.groups())
-        losses = _between(run, TRAIN_LOSS, start, end)
-        validation = _between(run, EVAL_LOSS, start, end)
-        after, before = ([0.0, *_between(run, TOTAL_TOKENS, 0, step)][-1] for step in (end, start))
-        found = (one for one in _STORED.finditer(run.log, entry.end()) if one[1] == name)
-        stored = {one[4]: f"{one[2]} {one[3]}" for one in found}  # the last of each folder, for one that went back
-        yield PhaseRecord(
-            name,
-            start,
-            end,
-            rows.get(LAYERS_ROW, ""),
-            rows.get(TRAINS_ROW, ""),
-            rows.get(HIDDEN_ROW, ""),
-            " and ".join(stored.values()),
-            (losses[0], losses[-1]) if len(losses) else (),
-            validation[-1] if len(validation) else None,
-            int(after - before),
-        )
-
-
-def _between(run: LoggedRun, name: str, start: int, end: int) -> list[float]:
-    """The finite values of a metric after the steps from `start + 1` to `end`."""
-    steps, values = run[name]
-    return values[(steps > start) & (steps <= end) & np.isfinite(values)].tolist()
-
-
-def phase_table(records: Sequence[PhaseRecord]) -> tuple[list[str], list[list[str]]]:
-    """Names of the columns that any of the phases has something in, and a row for each phase, beginning with its name."""
-    cells = [record.cells for record in records]
-    used = [number for number in range(len(_COLUMNS)) if any(row[number] for row in cells)]
-    rows = [[record.name, *(row[number] for number in used)] for record, row in zip(records, cells, strict=True)]
-    return [_COLUMNS[number] for number in used], rows
-
-
-MAX_MARKS = 30  # vertical lines of each kind and run; more of them would hide the curves
-_MAX_BANDS = 200
-_MESSAGE = re.compile(r"^step (\d+): (.*); update skipped \(\d+ skipped so far\)\. Batch: ?(.*)$", re.MULTILINE)
-
-
-class Mark(NamedTuple):
-    """A vertical line at a step."""
-
-    step: int
-    text: str
-
-
-class SkippedStep(NamedTuple):
-    """A skipped step. Reason and batch are empty if the console output does not have them."""
-
+    type: ClassVar[str] = "skip"
     step: int
     reason: str
     batch: str
+    num_skipped: int
+
+    @property
+    def text(self) -> str:
+        skipped = f"update skipped ({self.num_skipped} skipped so far)"
+        return f"step {self.step}: {self.reason}; {skipped}. Batch: {self.batch}"
 
 
-def events(run: LoggedRun) -> Iterator[tuple[str, list[Mark]]]:
-    """Lists what pictures mark with vertical lines, by kind, oldest first."""
-    yield "resumes", [Mark(step, "resumed") for step in resumes(run)]
-    phases = [
-        (re.match(r"steps (\d+) to", value), name) for name, value in run.start_table() if name.startswith("phase ")
-    ]
-    yield "phases", [Mark(int(begin[1]), name) for begin, name in phases[1:] if begin]
-    steps, sizes = batch_sizes(run)
-    changes = np.flatnonzero(np.diff(sizes)) + 1
-    yield "batch sizes", [Mark(int(steps[index]) - 1, f"batch {sizes[index]:.0f}") for index in changes]
-    yield "skipped steps", [Mark(skipped.step, "skipped") for skipped in skipped_steps(run)]
-    yield "spikes", [Mark(step, "spike") for step in spikes(run)]
-    rollbacks = [decision for decision in run.decisions if decision.is_rollback and decision.is_done]
-    yield "rollbacks", [Mark(decision.shown_at, "went back") for decision in rollbacks]
+_TYPES = {kind.type: kind for kind in (RunStart, PhaseStart, StoredSequences, SkippedStep, LayerTable)}
 
 
-def strategies(run: LoggedRun) -> list[Band]:
-    """Lists which strategy of a portfolio of optimizers trained which steps. Of very many bands, the newest."""
-    end = max((int(series.steps.max()) for series in run.series.values() if len(series.steps)), default=0)
-    return strategy_bands(run.decisions, end)[-_MAX_BANDS:]
+def parse_event(record: Mapping[str, Any]) -> Event | None:
+    """The event that a record of the file describes; None if it is damaged."""
+    try:
+        kind = _TYPES[record["type"]]
+        hints = typing.get_type_hints(kind)
+        return kind(
+            **{field.name: _decoded(record[field.name], hints[field.name]) for field in dataclasses.fields(kind)}
+        )
+    except (KeyError, TypeError, ValueError, OverflowError):
+        return None
 
 
-def spikes(run: LoggedRun) -> list[int]:
-    """The first of each stretch of steps that the telemetry calls a spike."""
-    steps, values = run[IS_SPIKE]
-    flagged = steps[values > 0]
-    return flagged[np.diff(flagged, prepend=-2) > 1].tolist()
-
-
-def resumes(run: LoggedRun) -> list[int]:
-    """The steps of the checkpoints from which the run was resumed."""
-    steps = run[RESUMED_FROM].values
-    return [int(step) for step in steps[np.isfinite(steps)]]
-
-
-def batch_sizes(run: LoggedRun) -> Series:
-    """The number of sequences in the batch of each step, where it is known."""
-    steps, seconds = run[DURATION]
-    rates = dict(zip(*run[EXAMPLES_PER_SECOND], strict=True))
-    sizes = np.array([rates.get(step, np.nan) for step in steps]) * seconds
-    known = np.isfinite(sizes)
-    return Series(steps[known], sizes[known].round())
-
-
-def skipped_steps(run: LoggedRun) -> Sequence[SkippedStep]:
-    """The skipped steps of a run, in order, without those that it went back over."""
-    steps, counts = run[SKIPPED]
-    known = np.isfinite(counts)
-    steps, counts = steps[known], counts[known]
-    increases = np.diff(counts, prepend=0.0) > 0
-    logged = {int(step): (reason, batch) for step, reason, batch in _MESSAGE.findall(run.log)}
-    return [SkippedStep(step, *logged.get(step, ("", ""))) for step in steps[increases].tolist()]
+def _decoded(value: Any, kind: Any) -> Any:
+    """A JSON value as the type of a field. A number that is null is NaN."""
+    of = typing.get_args(kind)
+    if isinstance(value, list) and typing.get_origin(kind) is Sequence:
+        return [_decoded(one, of[0]) for one in value]
+    if isinstance(value, list) and typing.get_origin(kind) is tuple:
+        return tuple(_decoded(one, part) for one, part in zip(value, of, strict=True))
+    if kind is float and (value is None or isinstance(value, int | float)):
+        return math.nan if value is None else float(value)
+    if (kind is str and isinstance(value, str)) or (kind is int and is_count(value)):
+        return value
+    raise ValueError

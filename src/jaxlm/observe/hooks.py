@@ -27,6 +27,7 @@ from jaxlm.evals.base import Eval, Limits, failed
 from jaxlm.models.base import LanguageModel
 from jaxlm.observe.completions import CompletionLog
 from jaxlm.observe.console import Console, duration
+from jaxlm.observe.events import SkippedStep
 from jaxlm.observe.records import METRICS
 from jaxlm.observe.trackers import Tracker
 
@@ -67,10 +68,11 @@ class _StepTime(NamedTuple):
 
 @dataclass(eq=False)
 class ProgressListener:
-    """Shows a progress line on the console, and logs skipped steps.
+    """Shows a progress line on the console, and reports skipped steps.
 
     Attributes:
         records: describes the contents of a batch, given its step counted from 0; called for skipped steps.
+        report: receives each skipped step.
         skipped: number of steps skipped so far; at first, before this process started or resumed the phase.
         guards: the guards of the phase, which say why they skip updates.
         can_show_batches: whether the batch of each step follows from the configuration.
@@ -80,6 +82,7 @@ class ProgressListener:
     console: Console
     phase: Phase
     records: Callable[[int], str]
+    report: Callable[[int, SkippedStep], None]
     skipped: int = field(kw_only=True)
     guards: Sequence[StepGuard] = ()
     can_show_batches: bool = True
@@ -140,10 +143,8 @@ class ProgressListener:
                 if self.can_show_batches
                 else ""
             )
-            self.console.log(
-                f"step {info.step}: {reason}; update skipped ({skipped} skipped so far). Batch:"
-                f" {self.records(info.step - 1)}{command}"
-            )
+            batch = f"{self.records(info.step - 1)}{command}"
+            self.report(info.step, SkippedStep(info.step, reason, batch, skipped))
 
 
 class Generated:

@@ -2,11 +2,10 @@
 
 import json
 import os
-import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
@@ -15,12 +14,14 @@ from jaxlm.core.redaction import redact, redacted
 from jaxlm.core.safe_io import read_bytes, read_stored
 from jaxlm.core.stores import inaccessible, is_url, open_store, storage_errors
 from jaxlm.observe.decision_notes import LoggedDecision, parse_decisions
+from jaxlm.observe.events import Event, Rows, RunStart, parse_event
 from jaxlm.observe.ledger import account, parse_lines
 from jaxlm.observe.records import (
     COMPLETIONS,
     CONFIG,
     DECISIONS,
     ENVIRONMENT,
+    EVENTS,
     LEDGER,
     METRICS,
     SAMPLES,
@@ -31,6 +32,8 @@ from jaxlm.observe.records import (
 )
 
 LOGS = Path("logs")
+_OF_EVENTS = "the start-up table, the phases, the numbers of layers, and why steps were skipped"
+_Event = TypeVar("_Event", bound=Event)
 _LARGEST = 1e300
 
 
@@ -51,7 +54,7 @@ class LoggedRun:
         samples: records with `step`, `name`, `prompt` and `text`.
         completions: records with `step`, `name`, `prompt`, `completion`, `rewards`, `reward` and `advantage`.
         config: the resolved configuration as YAML.
-        log: the console output.
+        events: in the order in which they were written, without what the run went back over.
         goodput: activity -> seconds.
         unread: what the page lacks because files are damaged; one sentence for each file.
         decisions: of controllers, in the order in which they were made.
@@ -62,7 +65,7 @@ class LoggedRun:
     samples: Sequence[Mapping[str, Any]] = ()
     completions: Sequence[Mapping[str, Any]] = ()
     config: str = ""
-    log: str = ""
+    events: Sequence[Event] = ()
     environment: Mapping[str, str] = field(default_factory=dict)
     goodput: Mapping[str, float] = field(default_factory=dict)
     unread: Sequence[str] = ()
@@ -78,11 +81,13 @@ class LoggedRun:
         finite = values[np.isfinite(values)]
         return float(finite[-1]) if len(finite) else None
 
-    def start_table(self) -> list[tuple[str, str]]:
-        """The table of the newest start in the console output, which says what runs on which devices."""
-        starts = re.findall(r"^run\n((?:  \S.*\n)+)", self.log, re.MULTILINE)
-        rows = re.findall(r"^  (\S.*?)(?:  +(.*))?$", starts[-1], re.MULTILINE) if starts else []
-        return [(name, value) for name, value in rows]
+    def of(self, kind: type[_Event]) -> list[_Event]:
+        """The events of one type."""
+        return [event for event in self.events if isinstance(event, kind)]
+
+    def start_table(self) -> Rows:
+        """The table of the newest start, which says what runs on which devices."""
+        return self.of(RunStart)[-1].rows if self.of(RunStart) else ()
 
 
 def read_runs(locations: Sequence[str]) -> list[LoggedRun]:
@@ -156,6 +161,9 @@ def _read(name: str, location: str, read: Callable[[str], bytes]) -> LoggedRun:
     ends = attempt_ends(records)
     samples = parsed(SAMPLES, lambda content: _valid(content, _is_sample))
     completions = parsed(COMPLETIONS, lambda content: _valid(content, _is_completion))
+    events = parsed(EVENTS, lambda content: _valid(content, lambda one: parse_event(one) is not None))
+    if not optional(EVENTS) and optional(TRAIN_LOG):
+        unread.append(f"{EVENTS} is missing, as in runs of earlier versions. It has {_OF_EVENTS}")
     decisions = parsed(DECISIONS, lambda content: parse_decisions(content, ends))
     goodput = None
     try:
@@ -168,7 +176,7 @@ def _read(name: str, location: str, read: Callable[[str], bytes]) -> LoggedRun:
         surviving(samples, ends),
         surviving(completions, ends),
         text(CONFIG),
-        text(TRAIN_LOG),
+        [event for one in surviving(events, ends) if (event := parse_event(one)) is not None],
         _texts(text(ENVIRONMENT)),
         {} if goodput is None else goodput.seconds,
         unread,

@@ -18,13 +18,14 @@ SAMPLES = "samples.jsonl"
 COMPLETIONS = "completions.jsonl"
 EARLIER_COMPLETIONS = "completions.1.jsonl"
 DECISIONS = "decisions.jsonl"
+EVENTS = "events.jsonl"
 LEDGER = "goodput.jsonl"
 CONFIG = "config.yaml"
 ENVIRONMENT = "environment.json"
 TRAIN_LOG = "train.log"
 REPORT_PAGE = "report.html"
 
-_REWRITTEN = (METRICS, HISTOGRAMS, SAMPLES, COMPLETIONS, EARLIER_COMPLETIONS, DECISIONS, CONFIG, ENVIRONMENT)
+_REWRITTEN = (METRICS, HISTOGRAMS, SAMPLES, COMPLETIONS, EARLIER_COMPLETIONS, DECISIONS, EVENTS, CONFIG, ENVIRONMENT)
 _MAX_STEP = 2**53
 _MAX_METRIC = 1e100  # products of two such numbers are finite
 

@@ -35,6 +35,7 @@ from jaxlm.engine.activity import ActivityClock
 from jaxlm.engine.phases import Phase
 from jaxlm.models.base import LanguageModel
 from jaxlm.objectives.base import ITSELF
+from jaxlm.observe.events import StoredSequences
 from jaxlm.plan.plan import Plan
 from jaxlm.reading.decode import encode
 from jaxlm.session.compilation.step import abstract_batch
@@ -50,6 +51,7 @@ def with_annotations(
     phase: Phase,
     data: Data,
     log: Log,
+    report: Callable[[int, StoredSequences], None],
     open_batches: Callable[[], Batches],
     first_step: int,
     position: Mapping[str, Any],
@@ -63,6 +65,7 @@ def with_annotations(
     `plan.layout.use()`.
 
     Args:
+        report: receives what is read from disk, with the step before which it is read.
         open_batches: opens the phase's batches, for `check_sanity`.
         first_step, position: the step from which the phase is entered or goes on, and the data position there
             (`Batches.state`).
@@ -96,9 +99,9 @@ def with_annotations(
             read = reader.mixture.drawn(0, last)
             for name, folder in folders.items():
                 annotations[name].cache = cache = _opened(folder)
-                count = np.count_nonzero(cache.stored(read[name]))
+                count = int(np.count_nonzero(cache.stored(read[name])))
                 size = count * annotator.example_bytes / 1e6
-                log(f"phase '{phase.name}': reads {count:,} stored sequences ({size:,.1f} MB) from {folder.path}")
+                report(step, StoredSequences(phase.name, count, size, str(folder.path)))
 
         return AskingBatches(data.make_batches(reader, context), ask)
 

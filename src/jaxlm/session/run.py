@@ -30,6 +30,7 @@ from jaxlm.observe.callbacks import CallbackContext, Callbacks, open_callbacks
 from jaxlm.observe.completions import CompletionLog
 from jaxlm.observe.console import Console
 from jaxlm.observe.decision_notes import described, numbers
+from jaxlm.observe.events import Event
 from jaxlm.observe.ledger import Ledger
 from jaxlm.observe.log_file import LogStore, describe_start
 from jaxlm.observe.loop_state import LoopState
@@ -50,15 +51,20 @@ class OnStart:
 
     def __init__(self) -> None:
         self._actions: list[Callable[[], object]] = []
+        self._has_begun = False
 
     def add(self, action: Callable[[], object]) -> None:
-        """Adds what is done next."""
-        self._actions.append(action)
+        """Adds what is done next; at once if the run has begun."""
+        if self._has_begun:
+            action()
+        else:
+            self._actions.append(action)
 
     def run(self) -> None:
-        """Does what has been added since the last call. All processes must call this."""
+        """Does what has been added: the run has begun. All processes must call this."""
         while self._actions:
             self._actions.pop(0)()
+        self._has_begun = True
 
 
 @dataclass(frozen=True)
@@ -72,7 +78,8 @@ class RunRecords:
         ledgers: the ledger of the run's time; empty on processes other than 0.
         trackers: where metrics are logged; empty until the run begins, and on processes other than 0.
         workloads: what a step of each phase that this process has begun amounts to, by its number.
-        files: the first of the trackers, which has the decisions of controllers; empty like `trackers`.
+        files: the first of the trackers, which has the decisions of controllers and other events; empty like `trackers`.
+        on_start: what is written when the run begins.
     """
 
     plan: Plan
@@ -84,6 +91,7 @@ class RunRecords:
     trackers: list[Tracker] = field(default_factory=list)
     files: list[JsonlTracker] = field(default_factory=list)
     workloads: dict[int, Workload] = field(default_factory=dict)
+    on_start: OnStart = field(default_factory=OnStart)
 
     def completions(self) -> CompletionLog:
         return CompletionLog(self.plan.config.trainer.completions, self.trackers, self.console)
@@ -100,6 +108,15 @@ class RunRecords:
         for tracker in self.trackers:
             tracker.log(step, numbers(controller, note))
         self.console.log(f"step {step}: {controller} {described(note)}")
+
+    def report(self, step: int, event: Event) -> None:
+        """Shows what has happened after `step` steps on the console, and writes it."""
+        self.console.log(event.text)
+        self.write(step, event)
+
+    def write(self, step: int, event: Event) -> None:
+        """Writes what has happened after `step` steps, as soon as the run has begun."""
+        self.on_start.add(lambda: [file.log_event(step, event) for file in self.files])
 
     def begin_attempt(self, history: History, step: int) -> None:
         """Tells the trackers and the ledger that the run went back to `step`."""
@@ -130,7 +147,7 @@ def open_records(
     configs = plan.config.trainer.callbacks
     context = CallbackContext(run_info(plan, init_from), console.log)
     callbacks = main_only(lambda: open_callbacks(configs, context)) or Callbacks({}, console.log)
-    opened = RunRecords(plan, console, loop_state, totals_at(metrics, begin), callbacks, ledgers)
+    opened = RunRecords(plan, console, loop_state, totals_at(metrics, begin), callbacks, ledgers, on_start=on_start)
     with contextlib.ExitStack() as closing:
 
         def write() -> None:
@@ -164,7 +181,7 @@ def _open_trackers(
     trainer = plan.config.trainer
     files = JsonlTracker(
         plan.log_folder / records.METRICS,
-        resume_step=init_from.resume_step or 0,
+        resume_step=init_from.resume_step,
         attempt=init_from.history.attempt,
         warn=console.log,
         max_completions_bytes=trainer.completions.max_bytes,

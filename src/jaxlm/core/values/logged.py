@@ -7,10 +7,9 @@ what they mean.
 """
 
 import enum
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 from jaxlm.core.guards import EVAL_PREFIX as EVAL_PREFIX
 
@@ -156,9 +155,6 @@ class Sample:
     text: str
 
 
-_LINE = re.compile(r"^(\w+): (.*), by layer \((.*)\): (0: .*)$", re.MULTILINE)
-
-
 @dataclass(frozen=True)
 class LayerTable:
     """Numbers of every layer.
@@ -170,30 +166,17 @@ class LayerTable:
         rows: the numbers of each layer, from 0.
     """
 
+    type: ClassVar[str] = "layers"
     source: str
     title: str
     columns: Sequence[str]
     rows: Sequence[Sequence[float]]
 
-    def line(self) -> str:
-        """As one line without its end. Numbers have 4 decimals."""
+    @property
+    def text(self) -> str:
+        """As one line. Numbers have 4 decimals."""
         layers = (f"{layer}: {', '.join(f'{x:.4f}' for x in row)}" for layer, row in enumerate(self.rows))
         return f"{self.source}: {self.title}, by layer ({', '.join(self.columns)}): {'; '.join(layers)}"
-
-
-def tables_in(log: str) -> list[LayerTable]:
-    """The tables in the lines of a log, each once. Lines that are cut off or changed are left out."""
-    tables: dict[str, LayerTable] = {}
-    for match in _LINE.finditer(log):
-        source, title, columns, layers = match.groups()
-        try:
-            rows = [[float(x) for x in row.partition(": ")[2].split(", ")] for row in layers.split("; ")]
-        except ValueError:
-            continue
-        table = LayerTable(source, title, columns.split(", "), rows)
-        if all(len(row) == len(table.columns) for row in rows):
-            tables[match[0]] = table
-    return list(tables.values())
 
 
 class Activity(enum.StrEnum):

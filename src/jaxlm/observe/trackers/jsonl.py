@@ -10,11 +10,13 @@ from typing import Any
 from jaxlm.core.redaction import redact
 from jaxlm.core.values.logged import DURATION, RESUMED_FROM, Completion, Histogram, Sample
 from jaxlm.engine.checkpoint.lease import LeaseCheck
+from jaxlm.observe.events import Event
 from jaxlm.observe.log_file import LogFile
 from jaxlm.observe.records import (
     COMPLETIONS,
     DECISIONS,
     EARLIER_COMPLETIONS,
+    EVENTS,
     HISTOGRAMS,
     SAMPLES,
     drop_after,
@@ -28,22 +30,24 @@ class JsonlTracker:
 
     Records have an `attempt` after the run went back to an earlier checkpoint. Histograms go to a second file with `name`,
     `low`, `high` and `counts`, samples to a third with `name`, `prompt` and `text`, completions with their rewards to a
-    fourth, and decisions with the `controller` to a fifth. They are created with their first record. The first training
-    record of a start that resumes has `throughput/resumed_from`: the step of its checkpoint.
+    fourth, decisions with the `controller` to a fifth, and other events with their `type` to a sixth. They are created with
+    their first record. The first training record of a start that resumes has `throughput/resumed_from`: the step of its
+    checkpoint.
     """
 
     def __init__(
         self,
         path: Path,
         *,
-        resume_step: int,
+        resume_step: int | None,
         attempt: int = 0,
         warn: Callable[[str], None] = print,
         max_completions_bytes: float = math.inf,
         check_lease: LeaseCheck = lambda: None,
     ):
         """Args:
-            resume_step: records of later steps are removed from the file, because the run logs them again.
+            resume_step: records of later steps are removed from the files, because the run logs them again; None removes
+                all, because the run begins.
             attempt: how often the run had gone back. The records of earlier attempts stay.
             warn: prints a warning, if a file cannot be written or has lines that are not records.
             max_completions_bytes: a larger `completions.jsonl` replaces `completions.1.jsonl`, and a new one begins.
@@ -51,13 +55,14 @@ class JsonlTracker:
         Raises:
             ConfigError: the files cannot be read and written.
         """
-        others = (HISTOGRAMS, SAMPLES, DECISIONS, COMPLETIONS, EARLIER_COMPLETIONS)
+        others = (HISTOGRAMS, SAMPLES, DECISIONS, EVENTS, COMPLETIONS, EARLIER_COMPLETIONS)
         *simple, completions, earlier = (path.with_name(name) for name in others)
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             # All are read before one is changed: a start that is refused changes none.
             dropping = [
-                drop_after(file, (attempt, resume_step), warn) for file in (path, *simple, completions, earlier)
+                drop_after(file, (attempt, -1 if resume_step is None else resume_step), warn)
+                for file in (path, *simple, completions, earlier)
             ]
             for drop in dropping:
                 drop()
@@ -65,7 +70,8 @@ class JsonlTracker:
             self._file.open()
         except OSError as error:
             raise unusable(path, error) from error
-        self._histograms, self._samples, self._decisions = (LogFile(file, warn, check_lease) for file in simple)
+        files = (LogFile(file, warn, check_lease) for file in simple)
+        self._histograms, self._samples, self._decisions, self._events = files
         self._completions = _RotatedFile(completions, earlier, max_completions_bytes, warn, check_lease)
         self._attempt = attempt
         self._resumed_from = resume_step
@@ -107,10 +113,16 @@ class JsonlTracker:
 
     def log_decision(self, step: int, controller: str, note: Mapping[str, Any]) -> None:
         """Logs a decision of a controller. Args: step: whose metrics led to it. note: JSON, with an `event`."""
-        record = self._key(step) | {"controller": controller, **note}
+        self._append(self._decisions, self._key(step) | {"controller": controller, **note})
+
+    def log_event(self, step: int, event: Event) -> None:
+        """Logs what has happened after `step` steps."""
+        self._append(self._events, self._key(step) | {"type": event.type, **vars(event)})
+
+    def _append(self, file: LogFile, record: Mapping[str, Any]) -> None:
         numbers = json.loads(json.dumps(redact(record)), parse_constant=lambda _: None)  # NaN and infinity are null
-        self._decisions.append(json.dumps(numbers) + "\n")
-        self._decisions.flush(sync=False)
+        file.append(json.dumps(numbers) + "\n")
+        file.flush(sync=False)
 
     def begin_attempt(self, attempt: int, step: int, abandoned_steps: int) -> None:
         self._attempt = attempt
@@ -121,9 +133,10 @@ class JsonlTracker:
     def flush(self) -> None:
         self._file.flush()
         self._decisions.flush()
+        self._events.flush()
 
     def close(self) -> None:
-        for file in (self._file, self._histograms, self._samples, self._decisions, self._completions):
+        for file in (self._file, self._histograms, self._samples, self._decisions, self._events, self._completions):
             file.close()
 
 
