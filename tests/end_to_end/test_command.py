@@ -22,7 +22,7 @@ RUN = ("--config_path", "run.yaml")
 def test_files_of_a_finished_run(finished):
     logs = finished.folder / "logs" / "run"
     assert {path.name for path in logs.iterdir()} == {
-        *("config.yaml", "environment.json", "goodput.jsonl", "metrics.jsonl", "train.log"),
+        *("config.yaml", "environment.json", "goodput.jsonl", "metrics.jsonl", "train.log", "events.jsonl"),
         *("loss.png", "schedule.png", "step_time.png", "report.html"),
     }
     for picture in logs.glob("*.png"):
@@ -36,6 +36,8 @@ def test_files_of_a_finished_run(finished):
     evals = [r for r in records if "eval/loss" in r]
     assert [r["step"] for r in evals] == [9, 18, 24]
     assert all({"eval/loss", "eval/bpb"} <= r.keys() for r in evals)
+    events = [json.loads(line) for line in (logs / "events.jsonl").read_text().splitlines()]
+    assert [(event["step"], event["type"]) for event in events] == [(0, "start"), (0, "phase")]
     text = (logs / "train.log").read_text()
     for part in (
         "devices",
