@@ -97,7 +97,9 @@ ENTRY %main (q: bf16[2,64,8,16], k: bf16[2,{num_keys},2,16]) -> bf16[2,64,8,16] 
     assert roofline(text, Speed(1.0, 400.0, 1.0, 560.0)) == Seconds(attention=pytest.approx(flops / rate))
 
 
-@pytest.mark.parametrize(("window", "tiles"), [(128, 1 + 31 * 2), (129, 1 + 31 * 2), (130, 1 + 2 + 30 * 3), (4096, 512)])
+@pytest.mark.parametrize(
+    ("window", "tiles"), [(128, 1 + 31 * 2), (129, 1 + 31 * 2), (130, 1 + 2 + 30 * 3), (4096, 512)]
+)
 @pytest.mark.parametrize(("kind", "passes"), [("", 1), ("Backward", 2.5)])
 def test_attention_with_a_window_counts_the_tiles_that_it_touches(window, tiles, kind, passes):
     line = ATTENTION.format(kind=kind).replace('"64", "64"', '"4096", "4096"')

@@ -1,8 +1,8 @@
 """Estimates how long a compiled program takes on the devices of a topology, if each kernel runs at the roofline.
 
-The time of a matrix product is that of its FLOPs or of its memory traffic, whichever is longer, and so is that of fused attention
-with a window; of other fused attention, that of its FLOPs; of everything else, that of its memory traffic. Launch overhead is not counted, and collectives are counted by
-themselves (`communication_seconds`).
+The time of a matrix product is that of its FLOPs or of its memory traffic, whichever is longer, and so is that of fused
+attention with a window; of other fused attention, that of its FLOPs; of everything else, that of its memory traffic. Launch
+overhead is not counted, and collectives are counted by themselves (`communication_seconds`).
 
 Programs for NVIDIA GPUs are read as XLA prints them: each instruction outside fused computations is one kernel.
 
