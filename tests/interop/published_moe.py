@@ -391,7 +391,7 @@ MOE: dict[str, tuple[Any, ...]] = {
         _glm(5120, 12288, 92, **_LARGE, max_position_embeddings=202752),
         352_797_829_024,
     ),
-    "GLM-4.7-Flash": (_GLM_FLASH, 29_943_393_920, "num_nextn_predict_layers"),
+    "GLM-4.7-Flash": (_GLM_FLASH, 29_943_393_920),
     "DeepSeek-V3": (_DEEPSEEK, 671_026_419_200, "ep_size"),
     "Kimi-K2": (_KIMI, 1_026_408_232_448, "aux_loss_alpha", "seq_aux"),
     "Mistral-Small-4-119B": (_MISTRAL4, 118_972_826_624),

@@ -15,8 +15,8 @@ pytest.importorskip("transformers")
 
 LENGTHS, NEW_TOKENS = (12, 5), 64
 FAMILIES = (
-    *("qwen3_5", "qwen3_5_moe", "qwen3_next", "olmo_hybrid"),
-    *("glm4_moe", "glm4_moe_lite", "minimax_m2", "olmoe", "granitemoe", "gpt_oss"),
+    *("qwen3_5_moe", "gpt_oss", "qwen3_5", "qwen3_next", "olmo_hybrid"),
+    *("glm4_moe", "glm4_moe_lite", "minimax_m2", "olmoe", "granitemoe"),
 )
 
 
@@ -32,7 +32,7 @@ def without_cache(model, prompts):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", one_of(FAMILIES, but=3))
+@pytest.mark.parametrize("name", one_of(FAMILIES, but=2))
 def test_greedy_text(name, tmp_path, monkeypatch):
     kind, options = CASES[name]
     monkeypatch.setitem(CASES, "longer", (kind, options | {"max_position_embeddings": max(LENGTHS) + NEW_TOKENS}))

@@ -70,10 +70,12 @@ def test_logits_of_a_scaled_down_published_model(name, tmp_path):
         config, dtype=torch.float32, attn_implementation="eager"
     ).eval()
     generator = torch.Generator().manual_seed(0)
+    # Recurrent layers amplify rounding: 1e-4 of the logits with twice these weights, 1e-6 with these.
+    scale = 0.1 if "linear_num_key_heads" in content else 0.2
     ids = torch.tensor(np.random.default_rng(1).integers(0, content["vocab_size"], size=(2, 48)))
     with torch.no_grad():
         for parameter in theirs.parameters():
-            parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.2)
+            parameter.copy_(torch.randn(parameter.shape, generator=generator) * scale)
         expected = theirs(ids).logits.numpy()
     theirs.save_pretrained(tmp_path)
     opened = open_folder(folder_of(tmp_path, content))

@@ -245,7 +245,7 @@ def test_loops_and_recomputation_change_nothing(name, initial, monkeypatch):
 
 @pytest.mark.slow
 @ONE
-@pytest.mark.parametrize("shards", [{"model": 2}, {}], ids=["tp 2 x fsdp 4", "fsdp 8"])
+@pytest.mark.parametrize("shards", one_of([{"model": 2}, {}]), ids=["tp 2 x fsdp 4", "fsdp 8"])
 def test_eight_devices_compute_what_one_does(name, shards, initial):
     model, rows = initial(MODELS[name]), [documents(seed) for seed in range(8)]
     read = inputs_of(rows, 208, PADDING)

@@ -214,7 +214,7 @@ def dispatch(
         make = _padded if backend == PADDED else _ragged
         send, give_back, is_kept_TK, most = make(device_TK, exchanged, size, mean, capacity)
         num_dropped = jnp.sum((device_TK >= 0) & ~is_kept_TK)
-        # Empty rows arrive as 0, which is no expert.
+        # Experts are numbered from 1 on the way: rows that nobody fills arrive as 0.
         *floats, chosen_RK = (send(a) for a in (x_TD, share_TK, jnp.where(is_kept_TK, chosen_TK, -1) + 1))
         arrived = floats[0], chosen_RK - 1 - first, floats[1]
     x_RD, local_RK, share_RK = arrived
