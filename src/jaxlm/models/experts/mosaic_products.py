@@ -69,14 +69,8 @@ def _mosaic_backward(block, any_rest, any_gradient, residuals, d_out_PO):
     from jax.experimental.pallas.ops.gpu.transposed_ragged_dot_mgpu import transposed_ragged_dot
 
     x_PI, w_GIO, sizes_G = residuals
-    rows, columns = 2 * _TILE if x_PI.shape[1] % (2 * _TILE) == 0 else _TILE, _columns(d_out_PO.shape[1])
-    tiles: dict[str, Any] = {
-        "block_m": rows,
-        "block_n": columns,
-        "block_k": _TILE,
-        "max_concurrent_steps": 4,
-        "grid_block_n": 1,
-    }
+    rows = 2 * _TILE if x_PI.shape[1] % (2 * _TILE) == 0 else _TILE
+    tiles = _tiles(rows, _columns(d_out_PO.shape[1]))
     with jax.named_scope(SCOPE):
         d_w_GIO = transposed_ragged_dot(x_PI, d_out_PO, group_sizes=sizes_G, **tiles)
     d_x_PI = _rows_products(d_out_PO, w_GIO, sizes_G, block, transposed=True, any_rest=any_gradient)
@@ -100,18 +94,15 @@ def _rows_products(
 
     columns = _columns(w.shape[1 if transposed else 2])
     rows = 2 * _TILE if block % (2 * _TILE) == 0 and columns <= 2 * _TILE else _TILE
-    tiles: dict[str, Any] = {
-        "block_m": rows,
-        "block_n": columns,
-        "block_k": _TILE,
-        "max_concurrent_steps": 4,
-        "grid_block_n": 1,
-    }
     with jax.named_scope(SCOPE):
-        out_PO = ragged_dot(x_PI, w, group_sizes=sizes_G, transpose_rhs=transposed, **tiles)
+        out_PO = ragged_dot(x_PI, w, group_sizes=sizes_G, transpose_rhs=transposed, **_tiles(rows, columns))
     if any_rest:
         return out_PO
     return jnp.where((jnp.arange(len(out_PO)) < jnp.sum(sizes_G))[:, None], out_PO, 0)
+
+
+def _tiles(rows: int, columns: int) -> dict[str, Any]:
+    return {"block_m": rows, "block_n": columns, "block_k": _TILE, "max_concurrent_steps": 4, "grid_block_n": 1}
 
 
 def _columns(size: int) -> int:
