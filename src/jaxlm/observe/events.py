@@ -1,17 +1,20 @@
 """What happens in a run, as typed records of `events.jsonl`. The console shows the text of each."""
 
 import dataclasses
+import functools
 import math
+import types
 import typing
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar, Protocol, TypeVar
 
 from jaxlm.core.errors import table
 from jaxlm.core.values.logged import LayerTable
 from jaxlm.observe.records import is_count
 
 Rows = Sequence[tuple[str, str]]
+_Kind = TypeVar("_Kind")
 LAYERS_ROW, TRAINS_ROW, HIDDEN_ROW = "layers", "trains", "hidden tokens"
 """Rows of a phase that the table of all phases shows too."""
 
@@ -102,30 +105,44 @@ class SkippedStep:
         return f"step {self.step}: {self.reason}; {skipped}. Batch: {self.batch}"
 
 
-_TYPES = {kind.type: kind for kind in (RunStart, PhaseStart, StoredSequences, SkippedStep, LayerTable)}
+_TYPES: Mapping[str, type] = {
+    kind.type: kind for kind in (RunStart, PhaseStart, StoredSequences, SkippedStep, LayerTable)
+}
 
 
 def parse_event(record: Mapping[str, Any]) -> Event | None:
     """The event that a record of the file describes; None if it is damaged."""
+    kind = _TYPES.get(str(record.get("type")))
+    return None if kind is None else parse_record(kind, record)
+
+
+def parse_record(kind: type[_Kind], record: Mapping[str, Any]) -> _Kind | None:
+    """A dataclass from a record that was written of it; None if the record is damaged."""
     try:
-        kind = _TYPES[record["type"]]
-        hints = typing.get_type_hints(kind)
-        return kind(
-            **{field.name: _decoded(record[field.name], hints[field.name]) for field in dataclasses.fields(kind)}
-        )
+        return kind(**{name: _decoded(record[name], hint) for name, hint in _hints(kind).items()})
     except (KeyError, TypeError, ValueError, OverflowError):
         return None
 
 
-def _decoded(value: Any, kind: Any) -> Any:
+@functools.cache
+def _hints(kind: type) -> dict[str, Any]:
+    hints = typing.get_type_hints(kind)
+    return {field.name: hints[field.name] for field in dataclasses.fields(kind)}
+
+
+def _decoded(value: Any, hint: Any) -> Any:
     """A JSON value as the type of a field. A number that is null is NaN."""
-    of = typing.get_args(kind)
-    if isinstance(value, list) and typing.get_origin(kind) is Sequence:
+    container, of = typing.get_origin(hint), typing.get_args(hint)
+    if container is types.UnionType:
+        return None if value is None else _decoded(value, of[0])
+    if isinstance(value, list) and container is Sequence:
         return [_decoded(one, of[0]) for one in value]
-    if isinstance(value, list) and typing.get_origin(kind) is tuple:
+    if isinstance(value, list) and container is tuple:
         return tuple(_decoded(one, part) for one, part in zip(value, of, strict=True))
-    if kind is float and (value is None or isinstance(value, int | float)):
+    if isinstance(value, dict) and container is Mapping:
+        return {name: _decoded(one, of[1]) for name, one in value.items()}
+    if hint is float and (value is None or isinstance(value, int | float)):
         return math.nan if value is None else float(value)
-    if (kind is str and isinstance(value, str)) or (kind is int and is_count(value)):
+    if is_count(value) if hint is int else hint in (str, bool) and isinstance(value, hint):
         return value
     raise ValueError

@@ -1,5 +1,6 @@
 """What a run's log folder holds, read for pictures and pages. It may be damaged, incomplete, or still being written."""
 
+import functools
 import json
 import os
 from collections.abc import Callable, Mapping, Sequence
@@ -13,8 +14,9 @@ from jaxlm.core.errors import ConfigError, listed
 from jaxlm.core.redaction import redact, redacted
 from jaxlm.core.safe_io import read_bytes, read_stored
 from jaxlm.core.stores import inaccessible, is_url, open_store, storage_errors
+from jaxlm.core.values.logged import Completion, Sample
 from jaxlm.observe.decision_notes import LoggedDecision, parse_decisions
-from jaxlm.observe.events import Event, Rows, RunStart, parse_event
+from jaxlm.observe.events import Event, Rows, RunStart, parse_event, parse_record
 from jaxlm.observe.ledger import account, parse_lines
 from jaxlm.observe.records import (
     COMPLETIONS,
@@ -159,9 +161,9 @@ def _read(name: str, location: str, read: Callable[[str], bytes]) -> LoggedRun:
         return lines
 
     ends = attempt_ends(records)
-    samples = parsed(SAMPLES, lambda content: _valid(content, _is_sample))
-    completions = parsed(COMPLETIONS, lambda content: _valid(content, _is_completion))
-    events = parsed(EVENTS, lambda content: _valid(content, lambda one: parse_event(one) is not None))
+    samples = parsed(SAMPLES, lambda content: _valid(content, functools.partial(parse_record, Sample)))
+    completions = parsed(COMPLETIONS, lambda content: _valid(content, functools.partial(parse_record, Completion)))
+    events = parsed(EVENTS, lambda content: _valid(content, parse_event))
     if not optional(EVENTS) and optional(TRAIN_LOG):
         unread.append(f"{EVENTS} is missing, as in runs of earlier versions. It has {_OF_EVENTS}")
     decisions = parsed(DECISIONS, lambda content: parse_decisions(content, ends))
@@ -184,24 +186,11 @@ def _read(name: str, location: str, read: Callable[[str], bytes]) -> LoggedRun:
     )
 
 
-def _valid(content: bytes, is_valid: Callable[[dict[str, Any]], bool]) -> tuple[list[dict[str, Any]], int]:
-    """The records of a file that are valid, without secrets, which earlier versions wrote, and the number of other lines."""
+def _valid(content: bytes, parse: Callable[[dict[str, Any]], Any]) -> tuple[list[dict[str, Any]], int]:
+    """The records that `parse` reads, without secrets, which earlier versions wrote, and the number of other lines."""
     records, num_others = parse_jsonl(content)
-    valid = list(filter(is_valid, records))
+    valid = [record for record in records if parse(record) is not None]
     return redact(valid), num_others + len(records) - len(valid)
-
-
-def _is_sample(record: Mapping[str, Any]) -> bool:
-    return all(isinstance(record.get(key), str) for key in ("name", "prompt", "text"))
-
-
-def _is_completion(record: Mapping[str, Any]) -> bool:
-    rewards = record.get("rewards")
-    if not (isinstance(rewards, dict) and rewards):
-        return False
-    numbers = [one for one in (record.get("reward"), record.get("advantage"), *rewards.values()) if one is not None]
-    are_numbers = all(type(one) in (int, float) and abs(one) < _LARGEST for one in numbers)
-    return are_numbers and all(isinstance(record.get(key), str) for key in ("name", "prompt", "completion"))
 
 
 def _left_out(file: str, num_read: int, num_damaged: int) -> list[str]:

@@ -4,7 +4,6 @@ import contextlib
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any
 
 from jaxlm.core.runtime import from_main, is_main_process, main_only
@@ -141,13 +140,15 @@ def open_records(
         ConfigError: a file of an earlier start, or the log folder, cannot be read and written.
     """
     main_only(lambda: records.check_rewritable(plan.log_folder))
-    begin, metrics = init_from.resume_step or 0, plan.log_folder / records.METRICS
-    loop_state = LoopState(records.read_metrics(metrics) if begin else (), begin)
+    begin = init_from.resume_step or 0
+    before = records.read_metrics(plan.log_folder / records.METRICS) if begin else []
     ledgers = (Ledger(plan.log_folder, clock, begin, console.log),) if is_main_process() else ()
     configs = plan.config.trainer.callbacks
     context = CallbackContext(run_info(plan, init_from), console.log)
     callbacks = main_only(lambda: open_callbacks(configs, context)) or Callbacks({}, console.log)
-    opened = RunRecords(plan, console, loop_state, totals_at(metrics, begin), callbacks, ledgers, on_start=on_start)
+    opened = RunRecords(
+        plan, console, LoopState(before, begin), totals_at(before, begin), callbacks, ledgers, on_start=on_start
+    )
     with contextlib.ExitStack() as closing:
 
         def write() -> None:
@@ -165,9 +166,9 @@ def open_records(
             yield opened
 
 
-def totals_at(metrics: Path, step: int) -> Totals:
-    """A run's totals after `step`, from its metrics file; zeros if the file has no such record."""
-    for record in reversed(records.read_metrics(metrics) if step else []):
+def totals_at(metrics: Sequence[Mapping[str, Any]], step: int) -> Totals:
+    """A run's totals after `step`, from the records of its metrics; zeros if there is no such record."""
+    for record in reversed(metrics):
         tokens, gflops = record.get(TOTAL_TOKENS), record.get(TOTAL_GFLOPS)
         if record["step"] == step and tokens is not None and gflops is not None:
             return Totals(step, tokens, gflops)

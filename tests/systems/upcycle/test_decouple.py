@@ -344,7 +344,7 @@ def test_measured_inputs_choose_pairs_and_approximation():
     assert np.all(np.asarray(errors[0].low_rank) < np.asarray(errors[1].low_rank))
     np.testing.assert_array_equal(errors[0].unrotated, errors[1].unrotated)  # the same pairs
     table = whitened.describe(model, sums)
-    assert (table.source, table.columns) == ("decouple", ["un-rotation", "rank"])
+    assert (table.source, table.columns) == ("decouple", ("un-rotation", "rank"))
     assert "over 192 tokens" in table.title
     np.testing.assert_allclose(
         table.rows, np.stack([errors[0].unrotated, errors[0].low_rank], 1) / errors[0].signal[:, None], atol=1e-4

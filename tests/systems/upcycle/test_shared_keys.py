@@ -182,7 +182,7 @@ def test_everything_but_queries_and_keys_is_the_teachers_and_errors_are_shown_by
     assert int(made["body.layers.stacked.attn.pairs"].array.max()) < HEAD // 2
     table = surgery.describe(model, sums)
     errors = jax.jit(surgery.errors)(model, sums)
-    assert (table.source, table.columns) == ("decouple", ["un-rotation", "rank"])
+    assert (table.source, table.columns) == ("decouple", ("un-rotation", "rank"))
     expected = np.stack([errors.unrotated, errors.low_rank], 1) / np.asarray(errors.signal)[:, None]
     np.testing.assert_allclose(table.rows, expected, atol=1e-4)
 

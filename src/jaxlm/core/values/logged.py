@@ -121,7 +121,7 @@ class StepInfo:
 
 @dataclass(frozen=True)
 class Completion:
-    """Holds what the policy wrote to a prompt, and its rewards.
+    """Holds what the policy wrote to a prompt, and its rewards: a record of `completions.jsonl`.
 
     Attributes:
         name: `train` for a rollout, `eval` for an evaluation, or `eval/<name>` for one of an average of the weights.
@@ -129,22 +129,22 @@ class Completion:
         rewards: by name; None where a reward does not apply.
         reward: their weighted sum.
         advantage: None if nothing is trained on it.
-        is_finished: whether the policy ended it, and not the limit of tokens.
+        finished: whether the policy ended it, and not the limit of tokens.
     """
 
     name: str
     place: str
     prompt: str
-    text: str
+    completion: str
     rewards: Mapping[str, float | None]
     reward: float
     advantage: float | None
-    is_finished: bool
+    finished: bool
 
 
 @dataclass(frozen=True)
 class Sample:
-    """Text that an evaluation has generated.
+    """Text that an evaluation has generated: a record of `samples.jsonl`.
 
     Attributes:
         name: `eval` for the weights, or `eval/<name>` for an average of them.

@@ -219,7 +219,15 @@ class WandbTracker(ForwardTracker):
             group = [one for one in completions if one.name == name]
             names = list(group[0].rewards)
             rows: list[Any] = [
-                [step, one.prompt, one.text, one.reward, *map(one.rewards.get, names), one.advantage, one.is_finished]
+                [
+                    step,
+                    one.prompt,
+                    one.completion,
+                    one.reward,
+                    *map(one.rewards.get, names),
+                    one.advantage,
+                    one.finished,
+                ]
                 for one in group
             ]
             columns: list[Any] = ["step", "prompt", "completion", "reward", *names, "advantage", "finished"]
