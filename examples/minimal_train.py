@@ -23,7 +23,7 @@ import jax
 import numpy as np
 
 from jaxlm.controllers.early_stopping import BadStreak
-from jaxlm.core.errors import ConfigError, table
+from jaxlm.core.errors import ConfigError
 from jaxlm.core.guards import OBJECTIVE
 from jaxlm.core.runtime import configure_jax, main_first, main_only
 from jaxlm.core.values.logged import LEARNING_RATE, StepInfo
@@ -42,7 +42,7 @@ from jaxlm.engine.preemption import stop_on_signals
 from jaxlm.engine.state import RunState
 from jaxlm.engine.step import StepReport
 from jaxlm.engine.sync import FlagSync, Interrupted
-from jaxlm.observe.console import Console
+from jaxlm.observe.console import Console, table
 from jaxlm.observe.records import METRICS
 from jaxlm.observe.trackers import JsonlTracker
 from jaxlm.plan.load_config import load_config, refuse_dry_run, run_id_of

@@ -17,7 +17,7 @@ from jaxlm.compat.stackwise.progressive_api import STORED_AS, PlannedStack, Prog
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.field_types import NumStacks, check_simple
 from jaxlm.core.values.logged import TRAINING_TIME
-from jaxlm.observe.history import phase_history
+from jaxlm.observe.events import phase_history
 from jaxlm.observe.logged_run import read_run
 from jaxlm.plan.load_config import decode_run
 from jaxlm.plan.presets.base import given_at

@@ -7,7 +7,6 @@ enter the next. A run that has a checkpoint continues from it, bit for bit.
 """
 
 import contextlib
-import functools
 import sys
 import types
 from collections.abc import Callable, Iterator, Sequence
@@ -38,8 +37,7 @@ from jaxlm.engine.state import RunState
 from jaxlm.engine.sync import Done, Interrupted, Outcome, StoppedError
 from jaxlm.engine.watchdog import Watchdog
 from jaxlm.models.base import token_leaves
-from jaxlm.observe.console import Console
-from jaxlm.observe.events import PhaseStart, RunStart
+from jaxlm.observe.console import Console, table
 from jaxlm.observe.log_file import LogStore
 from jaxlm.observe.records import TRAIN_LOG
 from jaxlm.observe.trackers import check_trackers
@@ -143,7 +141,7 @@ def train(config: RunConfig, console: Console | None = None, clock: ActivityCloc
         Watchdog(config.trainer.watchdog, clock, plan.log_folder),
         open_run(plan, tokenizer, console, stop, init_from, logs, check_lease, clock) as run,
     ):
-        run.records.write(init_from.resume_step or 0, started)
+        run.records.write(init_from.resume_step or 0, "start", rows=started)
         if init_from.state is not None:
             with clock.during(Activity.RESTORE):
                 state = _restore(run, init_from)
@@ -207,7 +205,7 @@ def _make_checked_plan(config: RunConfig, console: Console) -> Plan:
 @contextlib.contextmanager
 def _prepared(
     plan: Plan, console: Console
-) -> Iterator[tuple[Plan, Tokenizer, InitFrom, RunStart, LogStore, LeaseCheck]]:
+) -> Iterator[tuple[Plan, Tokenizer, InitFrom, list[tuple[str, str]], LogStore, LeaseCheck]]:
     """Loads the tokenizer and finds the checkpoint to start from. Yields the plan updated for the tokenizer, both, the table
     of the start, the store of the logs, and what to call before each save.
 
@@ -267,7 +265,7 @@ def _upload(logs: LogStore, check_lease: LeaseCheck) -> None:
 
 def _start(
     plan: Plan, tokenizer: Tokenizer, saved: SavedRun | None, console: Console
-) -> tuple[Plan, Tokenizer, InitFrom, RunStart]:
+) -> tuple[Plan, Tokenizer, InitFrom, list[tuple[str, str]]]:
     """Opens the log and finds the checkpoint to start from.
 
     Args:
@@ -286,8 +284,8 @@ def _start(
     if (resumed_plan := read_again(plan, init_from)).retired_refs != plan.retired_refs:
         plan = resumed_plan
         check_references(plan, tokenizer, console.log)
-    started = RunStart(describe(plan, init_from.describe(plan)))
-    console.log(started.text)
+    started = describe(plan, init_from.describe(plan))
+    console.log(table("run", started))
     if init_from.initializes(plan):
         plan = plan.with_token_leaves(leaves_from_tokens(plan, tokenizer, console.log))
     plan = plan.with_phase_ends(init_from.history.phase_ends)
@@ -347,8 +345,9 @@ def _open_phase(
             note = run.records.decided
             control = Control(phase, saver, plan.layout, hooks.evaluations, skipped=skipped, note=note)
             rows = phase_rows(plan, phase, state.model, state.opt_state)
-            entered = PhaseStart(phase.name, phase.start, phase.end, len(plan.phases), rows)
-            run.records.report(data.first_step, entered)
+            facts = {"name": phase.name, "start": phase.start, "end": phase.end, "num_phases": len(plan.phases)}
+            text = table(f"phase '{phase.name}': parameters", rows)
+            run.records.report(data.first_step, text, "phase", **facts, rows=rows)
             steps.write(plan.config.trainer, plan.log_folder / "artifacts", phase.name)
             opened = OpenPhase(
                 phase,
@@ -383,7 +382,7 @@ def _entry(
         num_applied=num_applied,
         refs=refs,
         open_batches=data.reopened,
-        report=functools.partial(run.records.report, phase.start),
+        report=lambda table: run.records.report(phase.start, table.text, "layers", **vars(table)),
     )
 
 

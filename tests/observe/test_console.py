@@ -1,8 +1,7 @@
 import io
 
 from jaxlm.core.devices import peak_flops
-from jaxlm.core.errors import table
-from jaxlm.observe.console import Console, duration, exact_duration, folded
+from jaxlm.observe.console import Console, duration, exact_duration, folded, table
 
 
 class Terminal(io.StringIO):

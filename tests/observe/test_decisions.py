@@ -17,7 +17,7 @@ from jaxlm.observe import plots
 from jaxlm.observe.callbacks import Callbacks
 from jaxlm.observe.console import Console
 from jaxlm.observe.decision_notes import Band, described, numbers, parse_decisions, strategy_bands
-from jaxlm.observe.history import MAX_MARKS
+from jaxlm.observe.events import MAX_MARKS
 from jaxlm.observe.logged_run import read_run, read_runs
 from jaxlm.observe.loop_state import LoopState
 from jaxlm.observe.page.page import render

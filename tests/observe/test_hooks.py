@@ -46,7 +46,7 @@ class Curfew(StepGuard):
 
 def test_a_guard_of_its_own_kind_says_why_it_skipped_a_step():
     shown = io.StringIO()
-    report = lambda step, event: shown.write(event.text)  # noqa: E731
+    report = lambda step, text, *_, **fields: shown.write(text)  # noqa: E731
     listener = ProgressListener(Console(shown), phase(), lambda step: "", report, skipped=0, guards=(Curfew(),))
     metrics = {"optim/learning_rate": 1.0, "throughput/duration": 1.0, "throughput/tokens_per_second": 5.0}
     metrics |= {"throughput/hook_time": 0.0, "train/skipped_steps": 1.0, "curfew/hour": 23.0, UPDATE_NORM: 1.0}
@@ -62,7 +62,7 @@ def test_only_skipped_steps_look_up_their_records():
         return f"sequences of batch {step}"
 
     shown = io.StringIO()
-    report = lambda step, event: shown.write(event.text)  # noqa: E731
+    report = lambda step, text, *_, **fields: shown.write(text)  # noqa: E731
     listener = ProgressListener(Console(shown), phase(), records, report, skipped=3)
     usual = {"optim/learning_rate": 1.0, "throughput/duration": 1.0, "throughput/tokens_per_second": 5.0}
     usual |= {

@@ -4,12 +4,14 @@ import numpy as np
 import pytest
 
 from jaxlm.observe.curves import is_cell, needle_grids
-from jaxlm.observe.events import PhaseStart
 from jaxlm.observe.logged_run import LoggedRun, Series
 from jaxlm.observe.page.page import render
 from jaxlm.observe.plots import needle_maps
 
-PHASES = (PhaseStart("short", 0, 10, 2, []), PhaseStart("long", 10, 20, 2, []))
+PHASES = [
+    {"type": "phase", "name": name, "start": start, "end": start + 10, "num_phases": 2, "rows": []}
+    for name, start in (("short", 0), ("long", 10))
+]
 STEPS = np.array([5, 10, 20])
 CELLS = {
     "eval/needle/64/depth_0": [0.0, 0.5, 1.0],

@@ -17,7 +17,6 @@ from jaxlm.__main__ import main
 from jaxlm.core.values.logged import LayerTable
 from jaxlm.engine.activity import ActivityClock
 from jaxlm.observe.curves import extremes, half_window, smoothed
-from jaxlm.observe.events import PhaseStart, RunStart, SkippedStep
 from jaxlm.observe.ledger import Ledger
 from jaxlm.observe.logged_run import LoggedRun, Series, read_run, read_runs
 from jaxlm.observe.page.page import render
@@ -26,8 +25,13 @@ from jaxlm.observe.trackers import JsonlTracker
 from jaxlm.session import final_report
 from tests.observe.page_reader import Page, check_numbers
 
-START = RunStart([("run", "mine (seed 0)"), ("devices", "4 x cpu in 1 process, JAX 0.10.2")])
-EVENTS = ((0, START), (0, PhaseStart("warm", 0, 4, 2, [])), (4, PhaseStart("adapt", 4, 12, 2, [])))
+
+def phase_event(name, start, end, num_phases=2, rows=()):
+    return start, "phase", {"name": name, "start": start, "end": end, "num_phases": num_phases, "rows": rows}
+
+
+START = (0, "start", {"rows": [("run", "mine (seed 0)"), ("devices", "4 x cpu in 1 process, JAX 0.10.2")]})
+EVENTS = (START, phase_event("warm", 0, 4), phase_event("adapt", 4, 12))
 
 
 def record(step, **metrics):
@@ -37,8 +41,8 @@ def record(step, **metrics):
 
 def write_run(folder, records, samples=(), config="trainer: {seed: 0}\n", events=EVENTS, end=""):
     tracker = JsonlTracker(folder / "metrics.jsonl", resume_step=None)
-    for step, event in events:
-        tracker.log_event(step, event)
+    for event in events:
+        tracker.log_event(*event)
     tracker.close()
     (folder / "metrics.jsonl").write_text("".join(json.dumps(one) + "\n" for one in records) + end)
     if samples:
@@ -199,7 +203,7 @@ def test_extremes_of_a_long_run_stay_and_the_page_is_small(tmp_path):
 
 def test_untrusted_text_stays_text(tmp_path):
     attack = "</script><script>alert(1)</script><img src=x onerror=alert(1)>"
-    events = [*EVENTS, (3, SkippedStep(3, attack, attack, 1))]
+    events = [*EVENTS, (3, "skip", {"reason": attack, "batch": attack})]
     records = [record(step, **{"train/skipped_steps": float(step > 2), f"eval/{attack}": 1.0}) for step in range(1, 5)]
     samples = [{"step": 1, "name": attack, "prompt": attack, "text": attack + "\ud800"}]
     folder = write_run(tmp_path / "a<b>", records, samples, f"model: '{attack}'\n", events)
@@ -274,7 +278,11 @@ def test_numbers_of_layers_are_tables_with_bars(tmp_path):
         "decouple", "errors of the scores: <b>", ("un-rotation", "rank"), [(0.8, 0.2), (0.4, float("nan"))]
     )
     one = LayerTable("drop_layers", "layers 1 of 2 are dropped", ("Block Influence",), [(0.5,), (0.25,)])
-    folder = write_run(tmp_path / "mine", [record(1)], events=[*EVENTS, (0, table), (0, table), (4, one)])
+    folder = write_run(
+        tmp_path / "mine",
+        [record(1)],
+        events=[*EVENTS, *((step, "layers", vars(of)) for step, of in ((0, table), (0, table), (4, one)))],
+    )
     with open(folder / "events.jsonl", "a") as file:
         file.write('{"step": 4, "type": "layers", "source": "x", "title": "x", "columns": ["x"], "rows": [["1"]]}\n')
         file.write('{"step": 4, "type": "layers", "source": "drop_layers", "title": "la')
@@ -289,8 +297,8 @@ def test_numbers_of_layers_are_tables_with_bars(tmp_path):
 
 def test_skipped_steps_have_their_reason(tmp_path):
     records = [record(n, **{"train/skipped_steps": s}) for n, s in enumerate([0, 0, 1, 1, 2], 1)]
-    skipped = SkippedStep(3, "loss is not finite", "wiki: sequence 8 of 9", 1)
-    folder = write_run(tmp_path / "mine", records, events=[*EVENTS, (3, skipped)])
+    skipped = (3, "skip", {"reason": "loss is not finite", "batch": "wiki: sequence 8 of 9"})
+    folder = write_run(tmp_path / "mine", records, events=[*EVENTS, skipped])
     page = page_of(folder)
     assert page.row("3") == ["loss is not finite", "wiki: sequence 8 of 9"]
     assert page.row("5") == ["not in events.jsonl", ""]

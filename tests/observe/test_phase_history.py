@@ -1,21 +1,25 @@
 """The table of a run's phases, from its log folder."""
 
-from jaxlm.observe.events import PhaseStart, StoredSequences
-from jaxlm.observe.history import phase_history, phase_table
+from jaxlm.observe.events import phase_history, phase_table
 from jaxlm.observe.logged_run import read_run
 from jaxlm.observe.page.page import render
 from tests.observe.page_reader import Page
-from tests.observe.test_page import START, page_of, write_run
+from tests.observe.test_page import START, page_of, phase_event, write_run
+
+
+def stored(step, count, megabytes, folder):
+    return step, "stored", {"phase": "adapt", "count": count, "megabytes": megabytes, "folder": folder}
+
 
 EVENTS = [
-    (0, START),
-    (0, PhaseStart("warm", 0, 4, 2, [("layers", "2"), ("trains", "90 of 90 parameters"), ("rest", "80 in 6 arrays")])),
-    (4, PhaseStart("adapt", 4, 9, 2, [("layers", "2"), ("trains", "1 of 90 parameters")])),
-    (4, StoredSequences("adapt", 7, 0.1, "cache/annotations/0")),
-    (4, PhaseStart("adapt", 4, 12, 2, [("layers", "4 (2 + 2)"), ("hidden tokens", "time 0"), ("trains", "1,040")])),
-    (4, StoredSequences("adapt", 24, 1.3, "cache/annotations/1")),
-    (6, StoredSequences("adapt", 28, 1.5, "cache/annotations/1")),
-    (6, StoredSequences("adapt", 4, 0.2, "other/annotations/2")),
+    START,
+    phase_event("warm", 0, 4, 2, [("layers", "2"), ("trains", "90 of 90 parameters"), ("rest", "80 in 6 arrays")]),
+    phase_event("adapt", 4, 9, 2, [("layers", "2"), ("trains", "1 of 90 parameters")]),
+    stored(4, 7, 0.1, "cache/annotations/0"),
+    phase_event("adapt", 4, 12, 2, [("layers", "4 (2 + 2)"), ("hidden tokens", "time 0"), ("trains", "1,040")]),
+    stored(4, 24, 1.3, "cache/annotations/1"),
+    stored(6, 28, 1.5, "cache/annotations/1"),
+    stored(6, 4, 0.2, "other/annotations/2"),
 ]
 RECORDS = [{"step": n, "train/loss": 6 - n / 4, "throughput/total_tokens": 100 * n} for n in range(1, 11)]
 RECORDS[2]["train/loss"] = None
@@ -50,7 +54,7 @@ def test_columns_without_content_are_left_out(tmp_path):
 
 
 def test_a_run_of_one_phase_has_no_table(tmp_path):
-    events = [(0, START), (0, PhaseStart("warm", 0, 4, 1, []))]
+    events = [START, phase_event("warm", 0, 4, 1)]
     assert phase_history(read_run(str(run_folder(tmp_path / "one", events)))) == []
 
 

@@ -24,7 +24,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxlm.core.devices import peak_flops, processor
-from jaxlm.core.errors import ConfigError, Parser, table
+from jaxlm.core.errors import ConfigError, Parser
 from jaxlm.core.runtime import configure_jax
 from jaxlm.core.sharding import current_platform
 from jaxlm.core.stores import is_url
@@ -35,7 +35,7 @@ from jaxlm.engine.peers import connect_if_it_fails, watch_peers
 from jaxlm.engine.sync import FlagSync
 from jaxlm.hardware.cpu_products import cpu_products, shares_by_library, shares_without_library
 from jaxlm.hardware.hlo import collectives_by_kind, kernels, planned_bytes
-from jaxlm.observe.console import Console
+from jaxlm.observe.console import Console, table
 from jaxlm.plan.load_config import given_distributed, load_config, refuse_dry_run, run_id_of
 from jaxlm.plan.plan import Plan, make_plan
 from jaxlm.plan.run_config import RunConfig

@@ -19,7 +19,7 @@ from pathlib import Path
 import jax
 import numpy as np
 
-from jaxlm.core.errors import ConfigError, Parser, table
+from jaxlm.core.errors import ConfigError, Parser
 from jaxlm.core.redaction import write_text
 from jaxlm.data.base import TRAIN
 from jaxlm.data.batch_schedule import BatchSchedule, BatchSize
@@ -30,7 +30,7 @@ from jaxlm.data.formats.preview import page_of
 from jaxlm.data.tokenizer.tokenizer import Tokenizer
 from jaxlm.engine.phases import Phase
 from jaxlm.models.base import token_leaves
-from jaxlm.observe.console import Console
+from jaxlm.observe.console import Console, table
 from jaxlm.plan.batches import BatchPlan
 from jaxlm.plan.load_config import load_config, refuse_dry_run
 from jaxlm.plan.num_steps import check_num_steps, with_num_steps_of_data

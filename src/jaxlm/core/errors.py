@@ -9,7 +9,7 @@ import select
 import signal
 import sys
 import threading
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator
 from typing import Any, NoReturn
 
 EXIT_FAILED = 1
@@ -76,12 +76,6 @@ def counted(number: int, noun: str) -> str:
     """Writes a number with its noun, as `1 process` or `2 processes`."""
     plural = f"{noun}es" if noun.endswith(("s", "x", "ch", "sh")) else f"{noun}s"
     return f"{number:,} {noun if number == 1 else plural}"
-
-
-def table(title: str, rows: Sequence[tuple[str, str]]) -> str:
-    """Formats rows of name and value as two aligned columns under a title."""
-    width = max(len(name) for name, _ in rows)
-    return "\n".join([title, *(f"  {name:<{width}}  {value}" for name, value in rows)])
 
 
 class ConfigError(ValueError):

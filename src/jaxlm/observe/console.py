@@ -6,6 +6,7 @@ import shutil
 import sys
 import textwrap
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TextIO
 
@@ -81,6 +82,12 @@ class Console:
         if self._log_file is not None:
             self._log_file.close()
             self._log_file = None
+
+
+def table(title: str, rows: Sequence[tuple[str, str]]) -> str:
+    """Formats rows of name and value as two aligned columns under a title."""
+    width = max(len(name) for name, _ in rows)
+    return "\n".join([title, *(f"  {name:<{width}}  {value}" for name, value in rows)])
 
 
 def folded(text: str, width: int) -> str:

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import numpy as np
 
 from jaxlm.core.values.logged import EVAL_PREFIX
-from jaxlm.observe.history import phase_history
+from jaxlm.observe.events import phase_history
 from jaxlm.observe.logged_run import LoggedRun, Series
 
 COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#333333")  # Okabe and Ito

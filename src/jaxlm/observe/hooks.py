@@ -27,7 +27,6 @@ from jaxlm.evals.base import Eval, Limits, failed
 from jaxlm.models.base import LanguageModel
 from jaxlm.observe.completions import CompletionLog
 from jaxlm.observe.console import Console, duration
-from jaxlm.observe.events import SkippedStep
 from jaxlm.observe.records import METRICS
 from jaxlm.observe.trackers import Tracker
 
@@ -72,7 +71,7 @@ class ProgressListener:
 
     Attributes:
         records: describes the contents of a batch, given its step counted from 0; called for skipped steps.
-        report: receives each skipped step.
+        report: receives skipped steps, as `RunRecords.report`.
         skipped: number of steps skipped so far; at first, before this process started or resumed the phase.
         guards: the guards of the phase, which say why they skip updates.
         can_show_batches: whether the batch of each step follows from the configuration.
@@ -82,7 +81,7 @@ class ProgressListener:
     console: Console
     phase: Phase
     records: Callable[[int], str]
-    report: Callable[[int, SkippedStep], None]
+    report: Callable[..., None]
     skipped: int = field(kw_only=True)
     guards: Sequence[StepGuard] = ()
     can_show_batches: bool = True
@@ -144,7 +143,8 @@ class ProgressListener:
                 else ""
             )
             batch = f"{self.records(info.step - 1)}{command}"
-            self.report(info.step, SkippedStep(info.step, reason, batch, skipped))
+            text = f"step {info.step}: {reason}; update skipped ({skipped} skipped so far). Batch: {batch}"
+            self.report(info.step, text, "skip", reason=reason, batch=batch)
 
 
 class Generated:

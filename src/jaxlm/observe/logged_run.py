@@ -1,22 +1,19 @@
 """What a run's log folder holds, read for pictures and pages. It may be damaged, incomplete, or still being written."""
 
-import functools
 import json
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from jaxlm.core.errors import ConfigError, listed
-from jaxlm.core.redaction import redact, redacted
+from jaxlm.core.redaction import redacted
 from jaxlm.core.safe_io import read_bytes, read_stored
 from jaxlm.core.stores import inaccessible, is_url, open_store, storage_errors
-from jaxlm.core.values.logged import Completion, Sample
-from jaxlm.observe.decision_notes import LoggedDecision, parse_decisions
-from jaxlm.observe.events import Event, Rows, RunStart, parse_event, parse_record
+from jaxlm.observe.decision_notes import LoggedDecision, decisions_of
 from jaxlm.observe.ledger import account, parse_lines
 from jaxlm.observe.records import (
     COMPLETIONS,
@@ -29,14 +26,14 @@ from jaxlm.observe.records import (
     SAMPLES,
     TRAIN_LOG,
     attempt_ends,
+    numbers_of,
     parse_jsonl,
+    parse_records,
     surviving,
 )
 
 LOGS = Path("logs")
 _OF_EVENTS = "the start-up table, the phases, the numbers of layers, and why steps were skipped"
-_Event = TypeVar("_Event", bound=Event)
-_LARGEST = 1e300
 
 
 class Series(NamedTuple):
@@ -56,7 +53,7 @@ class LoggedRun:
         samples: records with `step`, `name`, `prompt` and `text`.
         completions: records with `step`, `name`, `prompt`, `completion`, `rewards`, `reward` and `advantage`.
         config: the resolved configuration as YAML.
-        events: in the order in which they were written, without what the run went back over.
+        events: records with a `type`, in the order in which they were written, without what the run went back over.
         goodput: activity -> seconds.
         unread: what the page lacks because files are damaged; one sentence for each file.
         decisions: of controllers, in the order in which they were made.
@@ -67,7 +64,7 @@ class LoggedRun:
     samples: Sequence[Mapping[str, Any]] = ()
     completions: Sequence[Mapping[str, Any]] = ()
     config: str = ""
-    events: Sequence[Event] = ()
+    events: Sequence[Mapping[str, Any]] = ()
     environment: Mapping[str, str] = field(default_factory=dict)
     goodput: Mapping[str, float] = field(default_factory=dict)
     unread: Sequence[str] = ()
@@ -83,13 +80,13 @@ class LoggedRun:
         finite = values[np.isfinite(values)]
         return float(finite[-1]) if len(finite) else None
 
-    def of(self, kind: type[_Event]) -> list[_Event]:
+    def of(self, kind: str) -> list[Mapping[str, Any]]:
         """The events of one type."""
-        return [event for event in self.events if isinstance(event, kind)]
+        return [event for event in self.events if event["type"] == kind]
 
-    def start_table(self) -> Rows:
+    def start_table(self) -> Sequence[tuple[str, str]]:
         """The table of the newest start, which says what runs on which devices."""
-        return self.of(RunStart)[-1].rows if self.of(RunStart) else ()
+        return self.of("start")[-1]["rows"] if self.of("start") else ()
 
 
 def read_runs(locations: Sequence[str]) -> list[LoggedRun]:
@@ -155,21 +152,18 @@ def _read(name: str, location: str, read: Callable[[str], bytes]) -> LoggedRun:
         raise ConfigError(_no_run(location)) from None
     unread = _left_out(METRICS, len(records), num_damaged)
 
-    def parsed(file: str, parse: Callable[[bytes], tuple[list[Any], int]]) -> list[Any]:
-        lines, num_damaged = parse(optional(file))
+    def parsed(file: str) -> list[Any]:
+        content = optional(file)
+        lines, num_damaged = parse_lines(content) if file == LEDGER else parse_records(file, content)
         unread.extend(_left_out(file, len(lines), num_damaged))
         return lines
 
-    ends = attempt_ends(records)
-    samples = parsed(SAMPLES, lambda content: _valid(content, functools.partial(parse_record, Sample)))
-    completions = parsed(COMPLETIONS, lambda content: _valid(content, functools.partial(parse_record, Completion)))
-    events = parsed(EVENTS, lambda content: _valid(content, parse_event))
+    ends, goodput = attempt_ends(records), None
+    samples, completions, events, decisions = map(parsed, (SAMPLES, COMPLETIONS, EVENTS, DECISIONS))
     if not optional(EVENTS) and optional(TRAIN_LOG):
         unread.append(f"{EVENTS} is missing, as in runs of earlier versions. It has {_OF_EVENTS}")
-    decisions = parsed(DECISIONS, lambda content: parse_decisions(content, ends))
-    goodput = None
     try:
-        goodput = account(parsed(LEDGER, parse_lines))
+        goodput = account(parsed(LEDGER))
     except ConfigError as error:  # the page is about much more
         unread.append(str(error))
     return LoggedRun(
@@ -178,19 +172,12 @@ def _read(name: str, location: str, read: Callable[[str], bytes]) -> LoggedRun:
         surviving(samples, ends),
         surviving(completions, ends),
         text(CONFIG),
-        [event for one in surviving(events, ends) if (event := parse_event(one)) is not None],
+        surviving(events, ends),
         _texts(text(ENVIRONMENT)),
         {} if goodput is None else goodput.seconds,
         unread,
-        decisions,
+        decisions_of(decisions, ends),
     )
-
-
-def _valid(content: bytes, parse: Callable[[dict[str, Any]], Any]) -> tuple[list[dict[str, Any]], int]:
-    """The records that `parse` reads, without secrets, which earlier versions wrote, and the number of other lines."""
-    records, num_others = parse_jsonl(content)
-    valid = [record for record in records if parse(record) is not None]
-    return redact(valid), num_others + len(records) - len(valid)
 
 
 def _left_out(file: str, num_read: int, num_damaged: int) -> list[str]:
@@ -210,16 +197,14 @@ def _no_run(location: str) -> str:
 
 
 def series_of(records: Sequence[Mapping[str, Any]]) -> dict[str, Series]:
-    """The metrics of some records, without values that are neither null nor a number."""
+    """The metrics of some records, without values that are no numbers."""
     points: dict[str, tuple[list[int], list[float]]] = {}
     for record in records:
         step = record["step"]
-        for name, value in record.items():
-            if value is not None and type(value) not in (int, float):
-                continue
+        for name, value in numbers_of(record).items():
             steps, values = points.setdefault(name, ([], []))
             steps.append(step)
-            values.append(np.nan if value is None or abs(value) > _LARGEST else value)
+            values.append(np.nan if value is None else value)
     for key in ("step", "attempt"):
         points.pop(key, None)
     return {name: Series(np.array(steps), np.array(values, dtype=float)) for name, (steps, values) in points.items()}

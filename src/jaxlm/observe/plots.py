@@ -11,7 +11,7 @@ import numpy as np
 from jaxlm.core.values.logged import DURATION, EVAL_LOSS, LEARNING_RATE, TRAIN_LOSS, LayerTable
 from jaxlm.engine.phases import Phase
 from jaxlm.observe.curves import BAND_OPACITY, COLORS, NeedleGrid, band_colors, half_window, smoothed
-from jaxlm.observe.history import MAX_MARKS, batch_sizes, events, resumes, strategies
+from jaxlm.observe.events import MAX_MARKS, batch_sizes, events, resumes, strategies
 from jaxlm.observe.logged_run import LoggedRun
 from jaxlm.optim.groups import group_schedules
 from jaxlm.optim.schedules import Schedule

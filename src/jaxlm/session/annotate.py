@@ -35,7 +35,6 @@ from jaxlm.engine.activity import ActivityClock
 from jaxlm.engine.phases import Phase
 from jaxlm.models.base import LanguageModel
 from jaxlm.objectives.base import ITSELF
-from jaxlm.observe.events import StoredSequences
 from jaxlm.plan.plan import Plan
 from jaxlm.reading.decode import encode
 from jaxlm.session.compilation.step import abstract_batch
@@ -51,7 +50,7 @@ def with_annotations(
     phase: Phase,
     data: Data,
     log: Log,
-    report: Callable[[int, StoredSequences], None],
+    report: Callable[..., None],
     open_batches: Callable[[], Batches],
     first_step: int,
     position: Mapping[str, Any],
@@ -65,7 +64,7 @@ def with_annotations(
     `plan.layout.use()`.
 
     Args:
-        report: receives what is read from disk, with the step before which it is read.
+        report: receives what is read from disk, as `RunRecords.report`.
         open_batches: opens the phase's batches, for `check_sanity`.
         first_step, position: the step from which the phase is entered or goes on, and the data position there
             (`Batches.state`).
@@ -101,7 +100,8 @@ def with_annotations(
                 annotations[name].cache = cache = _opened(folder)
                 count = int(np.count_nonzero(cache.stored(read[name])))
                 size = count * annotator.example_bytes / 1e6
-                report(step, StoredSequences(phase.name, count, size, str(folder.path)))
+                text = f"phase '{phase.name}': reads {count:,} stored sequences ({size:,.1f} MB) from {folder.path}"
+                report(step, text, "stored", phase=phase.name, count=count, megabytes=size, folder=str(folder.path))
 
         return AskingBatches(data.make_batches(reader, context), ask)
 

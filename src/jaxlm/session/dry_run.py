@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 import jax
 
-from jaxlm.core.errors import ConfigError, bounded, table
+from jaxlm.core.errors import ConfigError, bounded
 from jaxlm.core.runtime import all_processes, is_main_process
 from jaxlm.core.stores import is_url
 from jaxlm.data.base import TRAIN, VALIDATION
@@ -30,7 +30,7 @@ from jaxlm.data.tokenizer.train_bpe import DEFAULT_VOCAB_SIZE, bpe_config
 from jaxlm.engine.checkpoint.restore import resolve_checkpoints
 from jaxlm.interop.hf.folder import ReadOptions
 from jaxlm.interop.pretrained import check_pretrained, hf_name, open_pretrained
-from jaxlm.observe.console import Console
+from jaxlm.observe.console import Console, table
 from jaxlm.observe.logged_run import LoggedRun
 from jaxlm.observe.plots import schedule_curve
 from jaxlm.optim.groups import group_schedules

@@ -7,14 +7,13 @@ from collections.abc import Iterable
 from pathlib import Path
 from textwrap import shorten
 
-from jaxlm.core.errors import table
 from jaxlm.core.guards import SKIPPED
 from jaxlm.core.stores import AT_START_S, retried
 from jaxlm.core.values.logged import BEST_BPB, EVAL_BPB, EVAL_CORE, EVAL_LOSS, TRAIN_LOSS
 from jaxlm.data.formats.base import FormatConfig
-from jaxlm.observe.console import Console
+from jaxlm.observe.console import Console, table
 from jaxlm.observe.curves import needle_grids
-from jaxlm.observe.history import layer_tables, phase_history, skipped_steps
+from jaxlm.observe.events import layer_tables, phase_history, skipped_steps
 from jaxlm.observe.ledger import account, read_lines
 from jaxlm.observe.logged_run import LoggedRun, read_run
 from jaxlm.observe.page.page import write_page

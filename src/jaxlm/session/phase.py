@@ -93,10 +93,8 @@ def open_phase_data(run: Run, phase: Phase, resumed: VerifiedCheckpoint | None) 
     }
     position = {"examples": 0} if resumed is None else resumed.position()
     reopen = lambda: opened.batches(**order)  # noqa: E731
-    of_start = (reopen, first_step, position)
-    data = with_annotations(
-        plan, phase, opened, log, run.records.report, *of_start, run.clock, run.flag_sync.check_stop
-    )
+    where = (plan, phase, opened, log, run.records.report, reopen, first_step, position)
+    data = with_annotations(*where, run.clock, run.flag_sync.check_stop)
     with contextlib.closing(data.batches(**order, services=_services(run, phase))) as batches:
         if resumed is not None:
             batches.restore(position)

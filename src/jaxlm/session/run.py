@@ -29,7 +29,6 @@ from jaxlm.observe.callbacks import CallbackContext, Callbacks, open_callbacks
 from jaxlm.observe.completions import CompletionLog
 from jaxlm.observe.console import Console
 from jaxlm.observe.decision_notes import described, numbers
-from jaxlm.observe.events import Event
 from jaxlm.observe.ledger import Ledger
 from jaxlm.observe.log_file import LogStore, describe_start
 from jaxlm.observe.loop_state import LoopState
@@ -50,20 +49,15 @@ class OnStart:
 
     def __init__(self) -> None:
         self._actions: list[Callable[[], object]] = []
-        self._has_begun = False
 
     def add(self, action: Callable[[], object]) -> None:
-        """Adds what is done next; at once if the run has begun."""
-        if self._has_begun:
-            action()
-        else:
-            self._actions.append(action)
+        """Adds what is done next."""
+        self._actions.append(action)
 
     def run(self) -> None:
-        """Does what has been added: the run has begun. All processes must call this."""
+        """Does what has been added since the last call. All processes must call this."""
         while self._actions:
             self._actions.pop(0)()
-        self._has_begun = True
 
 
 @dataclass(frozen=True)
@@ -108,14 +102,15 @@ class RunRecords:
             tracker.log(step, numbers(controller, note))
         self.console.log(f"step {step}: {controller} {described(note)}")
 
-    def report(self, step: int, event: Event) -> None:
-        """Shows what has happened after `step` steps on the console, and writes it."""
-        self.console.log(event.text)
-        self.write(step, event)
+    def report(self, step: int, text: str, kind: str, **fields: Any) -> None:
+        """Shows what has happened after `step` steps on the console, and writes it as an event of a kind."""
+        self.console.log(text)
+        self.write(step, kind, **fields)
 
-    def write(self, step: int, event: Event) -> None:
-        """Writes what has happened after `step` steps, as soon as the run has begun."""
-        self.on_start.add(lambda: [file.log_event(step, event) for file in self.files])
+    def write(self, step: int, kind: str, **fields: Any) -> None:
+        """Writes an event as soon as the run has begun."""
+        log = lambda: [file.log_event(step, kind, fields) for file in self.files]  # noqa: E731
+        log() if self.files else self.on_start.add(log)
 
     def begin_attempt(self, history: History, step: int) -> None:
         """Tells the trackers and the ledger that the run went back to `step`."""
@@ -146,9 +141,8 @@ def open_records(
     configs = plan.config.trainer.callbacks
     context = CallbackContext(run_info(plan, init_from), console.log)
     callbacks = main_only(lambda: open_callbacks(configs, context)) or Callbacks({}, console.log)
-    opened = RunRecords(
-        plan, console, LoopState(before, begin), totals_at(before, begin), callbacks, ledgers, on_start=on_start
-    )
+    totals = LoopState(before, begin), totals_at(before, begin)
+    opened = RunRecords(plan, console, *totals, callbacks, ledgers, on_start=on_start)
     with contextlib.ExitStack() as closing:
 
         def write() -> None:

@@ -24,7 +24,6 @@ from jaxlm.engine.preemption import StopRequest
 from jaxlm.engine.sync import FlagSync, Interrupted, StoppedError
 from jaxlm.models.base import Inputs
 from jaxlm.objectives.base import ITSELF
-from jaxlm.observe.events import StoredSequences
 from jaxlm.plan.load_config import decode_run
 from jaxlm.plan.plan import make_plan
 from jaxlm.reading.yaml import ConfigSource
@@ -78,9 +77,9 @@ class Stored:
         self.plain, self.plan, self.model = plain, setup.plan, setup.model
         self.phase = dataclasses.replace(setup.phase, end=steps)
         self.lines: list[str] = []
-        self.reported: list[StoredSequences] = []
+        self.reported: list[tuple[str, dict[str, Any]]] = []
         with self.plan.layout.use():
-            report = lambda step, event: self.reported.append(event)  # noqa: E731
+            report = lambda step, text, kind, **fields: self.reported.append((text, fields))  # noqa: E731
             args = (self.plan, self.phase, self.plain, self.lines.append, report, lambda: pytest.fail("no checks"))
             self.data = annotate.with_annotations(
                 *args, position["step"], position, clock or ActivityClock(), check_stop
@@ -266,20 +265,19 @@ def test_a_teacher_is_asked_before_the_first_batch_for_what_steps_still_read(set
         (block,) = (tmp_path / folder / "annotations").glob("*/*.npy")
         assert len(np.load(block)) == num_stored
         assert len(list(run.batches(run.data, position))) == 3 - position["step"]
-        assert [(one.phase, one.count) for one in run.reported] == [("upper", num_stored)], (
-            "as many as are stored there"
-        )
+        ((_, fields),) = run.reported
+        assert (fields["phase"], fields["count"]) == ("upper", num_stored), "as many as are stored there"
     again = Stored(taught, setup.opened(tmp_path / "whole"), 3, later)
     list(again.batches(again.data, later))
     assert not again.lines
-    (event,) = again.reported
-    assert event.text.startswith(f"phase 'upper': reads {3 * BATCH} stored sequences"), "those of the whole phase"
+    ((text, _),) = again.reported
+    assert text.startswith(f"phase 'upper': reads {3 * BATCH} stored sequences"), "those of the whole phase"
 
 
 def test_other_processes_read_the_blocks_that_process_0_lists(two_epochs, monkeypatch):
     """Their own lists of a shared folder may be old."""
     run = two_epochs[0]
-    place = run.reported[0].folder
+    place = run.reported[0][1]["folder"]
     folder = AnnotationFolder(run.plain.train[""], json.loads((Path(place) / "cache.json").read_text())["made_from"])
     listed = folder.blocks()
     monkeypatch.setattr(AnnotationFolder, "blocks", lambda _: [])

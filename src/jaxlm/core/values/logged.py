@@ -9,7 +9,7 @@ what they mean.
 import enum
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import Any
 
 from jaxlm.core.guards import EVAL_PREFIX as EVAL_PREFIX
 
@@ -166,7 +166,6 @@ class LayerTable:
         rows: the numbers of each layer, from 0.
     """
 
-    type: ClassVar[str] = "layers"
     source: str
     title: str
     columns: Sequence[str]

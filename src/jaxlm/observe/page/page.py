@@ -24,7 +24,7 @@ from jaxlm.core.values.logged import (
 )
 from jaxlm.observe.curves import BAND_OPACITY, COLORS, band_colors, extremes, half_window, is_cell, smoothed
 from jaxlm.observe.decision_notes import Band
-from jaxlm.observe.history import MAX_MARKS, Mark, batch_sizes, events, strategies
+from jaxlm.observe.events import MAX_MARKS, Mark, batch_sizes, events, strategies
 from jaxlm.observe.logged_run import LoggedRun, Series
 from jaxlm.observe.page.sections import (
     completions,

@@ -26,7 +26,7 @@ from jaxlm.core.values.logged import (
 )
 from jaxlm.observe.curves import COLORS, needle_grids
 from jaxlm.observe.decision_notes import described
-from jaxlm.observe.history import layer_tables, phase_history, phase_table, resumes, skipped_steps
+from jaxlm.observe.events import layer_tables, phase_history, phase_table, resumes, skipped_steps
 from jaxlm.observe.ledger import IDLE
 from jaxlm.observe.logged_run import LoggedRun, Series
 

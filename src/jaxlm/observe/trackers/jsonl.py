@@ -10,7 +10,6 @@ from typing import Any
 from jaxlm.core.redaction import redact
 from jaxlm.core.values.logged import DURATION, RESUMED_FROM, Completion, Histogram, Sample
 from jaxlm.engine.checkpoint.lease import LeaseCheck
-from jaxlm.observe.events import Event
 from jaxlm.observe.log_file import LogFile
 from jaxlm.observe.records import (
     COMPLETIONS,
@@ -93,9 +92,9 @@ class JsonlTracker:
         """Logs a decision of a controller. Args: step: whose metrics led to it. note: JSON, with an `event`."""
         self._write(self._files[DECISIONS], step, [{"controller": controller, **note}])
 
-    def log_event(self, step: int, event: Event) -> None:
-        """Logs what has happened after `step` steps."""
-        self._write(self._files[EVENTS], step, [{"type": event.type, **vars(event)}])
+    def log_event(self, step: int, kind: str, fields: Mapping[str, Any]) -> None:
+        """Logs what has happened after `step` steps. Args: kind, fields: as docs/reference/run-folder.md lists them."""
+        self._write(self._files[EVENTS], step, [{"type": kind, **fields}])
 
     def _write(self, file: "LogFile | _RotatedFile", step: int, records: Iterable[Mapping[str, Any]]) -> None:
         for record in records:

@@ -22,7 +22,7 @@ from typing import Any
 import jax
 
 from jaxlm.core import tree
-from jaxlm.core.errors import ConfigError, table
+from jaxlm.core.errors import ConfigError
 from jaxlm.core.install import install_command
 from jaxlm.engine.phases import Phase
 from jaxlm.engine.step import OPTIMIZER_SCOPE
@@ -31,7 +31,7 @@ from jaxlm.hardware.topologies import Cuda, Topology, parse_topology, speed_of
 from jaxlm.models.base import LanguageModel
 from jaxlm.models.moe import num_active
 from jaxlm.models.remat import ATTENTION, FULL
-from jaxlm.observe.console import Console, exact_duration
+from jaxlm.observe.console import Console, exact_duration, table
 from jaxlm.plan.load_config import load_config, refuse_dry_run, run_id_of
 from jaxlm.plan.plan import Plan, make_plan
 from jaxlm.plan.run_config import RunConfig
