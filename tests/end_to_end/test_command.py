@@ -37,7 +37,9 @@ def test_files_of_a_finished_run(finished):
     assert [r["step"] for r in evals] == [9, 18, 24]
     assert all({"eval/loss", "eval/bpb"} <= r.keys() for r in evals)
     events = [json.loads(line) for line in (logs / "events.jsonl").read_text().splitlines()]
-    assert [(event["step"], event["type"]) for event in events] == [(0, "start"), (0, "phase")]
+    counts = {r["step"]: r["train/skipped_steps"] for r in records if "train/loss" in r}
+    skips = [(step, "skip") for step, count in counts.items() if count > counts.get(step - 1, 0)]
+    assert [(event["step"], event["type"]) for event in events] == [(0, "start"), (0, "phase"), *skips]
     text = (logs / "train.log").read_text()
     for part in (
         "devices",

@@ -26,7 +26,6 @@ from jaxlm.observe.records import (
     SAMPLES,
     TRAIN_LOG,
     attempt_ends,
-    numbers_of,
     parse_jsonl,
     parse_records,
     surviving,
@@ -34,6 +33,7 @@ from jaxlm.observe.records import (
 
 LOGS = Path("logs")
 _OF_EVENTS = "the start-up table, the phases, the numbers of layers, and why steps were skipped"
+_LARGEST = 1e300
 
 
 class Series(NamedTuple):
@@ -197,14 +197,16 @@ def _no_run(location: str) -> str:
 
 
 def series_of(records: Sequence[Mapping[str, Any]]) -> dict[str, Series]:
-    """The metrics of some records, without values that are no numbers."""
+    """The metrics of some records, without values that are neither null nor a number."""
     points: dict[str, tuple[list[int], list[float]]] = {}
     for record in records:
         step = record["step"]
-        for name, value in numbers_of(record).items():
+        for name, value in record.items():
+            if value is not None and type(value) not in (int, float):
+                continue
             steps, values = points.setdefault(name, ([], []))
             steps.append(step)
-            values.append(np.nan if value is None else value)
+            values.append(np.nan if value is None or abs(value) > _LARGEST else value)
     for key in ("step", "attempt"):
         points.pop(key, None)
     return {name: Series(np.array(steps), np.array(values, dtype=float)) for name, (steps, values) in points.items()}

@@ -82,13 +82,8 @@ def read_jsonl(path: Path) -> list[dict[str, Any]]:
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """The records of a metrics file, without values that are no numbers of a metric."""
-    return list(map(numbers_of, read_jsonl(path)))
-
-
-def numbers_of(record: Mapping[str, Any]) -> dict[str, Any]:
-    """The values of a record that are null or a number that a metric may have."""
-    return {name: value for name, value in record.items() if _has_form(value, float)}
+    """The records of a metrics file, without values that are neither null nor a number that a metric may have."""
+    return [{name: value for name, value in one.items() if _has_form(value, float)} for one in read_jsonl(path)]
 
 
 def parse_jsonl(content: bytes) -> tuple[list[dict[str, Any]], int]:
@@ -117,7 +112,7 @@ def parse_records(file: str, content: bytes) -> tuple[list[dict[str, Any]], int]
 def _has_form(value: Any, form: Any) -> bool:
     """Tells whether a JSON value has a form: a type, a list of one form, a tuple of forms, or a mapping with certain keys."""
     if isinstance(form, dict):
-        of_key = lambda key: value.values() if key is str else [value.get(key)]  # noqa: E731
+        of_key = lambda key: value.values() if key is str else [value.get(key, ...)]  # noqa: E731
         return isinstance(value, dict) and all(_has_form(one, of) for key, of in form.items() for one in of_key(key))
     if isinstance(form, list):
         return isinstance(value, list) and all(_has_form(one, form[0]) for one in value)

@@ -83,22 +83,22 @@ class JsonlTracker:
         self._write(self._files[HISTOGRAMS], step, [{"name": name} | vars(one) for name, one in histograms.items()])
 
     def log_samples(self, step: int, samples: Sequence[Sample]) -> None:
-        self._write(self._files[SAMPLES], step, map(vars, samples))
+        self._write(self._files[SAMPLES], step, map(vars, redact(samples)))
 
     def log_completions(self, step: int, completions: Sequence[Completion]) -> None:
-        self._write(self._completions, step, map(vars, completions))
+        self._write(self._completions, step, map(vars, redact(completions)))
 
     def log_decision(self, step: int, controller: str, note: Mapping[str, Any]) -> None:
         """Logs a decision of a controller. Args: step: whose metrics led to it. note: JSON, with an `event`."""
-        self._write(self._files[DECISIONS], step, [{"controller": controller, **note}])
+        self._write(self._files[DECISIONS], step, [redact({"controller": controller, **note})])
 
     def log_event(self, step: int, kind: str, fields: Mapping[str, Any]) -> None:
         """Logs what has happened after `step` steps. Args: kind, fields: as docs/reference/run-folder.md lists them."""
-        self._write(self._files[EVENTS], step, [{"type": kind, **fields}])
+        self._write(self._files[EVENTS], step, [redact({"type": kind, **fields})])
 
     def _write(self, file: "LogFile | _RotatedFile", step: int, records: Iterable[Mapping[str, Any]]) -> None:
         for record in records:
-            text = json.dumps(redact(self._key(step) | dict(record)), ensure_ascii=False)
+            text = json.dumps(self._key(step) | dict(record), ensure_ascii=False)
             numbers = json.loads(text, parse_constant=lambda _: None)  # NaN and infinity are null
             file.append(json.dumps(numbers, ensure_ascii=False) + "\n")
         file.flush(sync=False)
