@@ -116,6 +116,7 @@ def test_a_phase_ends_once_all_blocks_are_done(whole):
     assert len(losses) < 18
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize(
     ("form", "step"),
     [
