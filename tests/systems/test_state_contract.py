@@ -6,6 +6,7 @@ out or changed, which this shows for each model, surgery, objective, optimizer, 
 show the moments: in a start, within a save, at the end of a phase, on several processes, in a bucket.
 """
 
+import functools
 from datetime import timedelta
 from typing import Any
 
@@ -77,6 +78,7 @@ STATES = {
 }
 
 
+@functools.cache
 def planned(name: str) -> Any:
     return make_plan(decode_run(ConfigSource(STATES[name]), None), "x", 64)
 
