@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from jaxlm.core.errors import ConfigError, listed
-from jaxlm.data.formats.base import TRUNCATION_TEXT, Encoder, FormatConfig, TokenizedText, Truncation
+from jaxlm.data.formats.base import TRUNCATION_TEXT, Encoder, FormatConfig, Truncation
 from jaxlm.data.formats.chat import (
     OF_TEMPLATE,
     REASONING,
@@ -23,6 +23,7 @@ from jaxlm.data.formats.chat import (
     template_variables,
 )
 from jaxlm.data.formats.completions import template_of
+from jaxlm.data.formats.segments import TokenizedText
 from jaxlm.data.sources.record_files import Record, TextFile, glance
 from jaxlm.data.tokenizer.chat_template import ChatTemplate
 from jaxlm.data.tokenizer.tokenizer import Tokenizer
