@@ -12,8 +12,7 @@ from jaxlm.core.errors import ConfigError
 from jaxlm.data.batch import Columns
 from jaxlm.data.cache.token_cache import TokenCache
 from jaxlm.data.formats.base import TRUNCATION_TEXT, Truncation
-
-_MASKED = ("⟦", "⟧")
+from jaxlm.data.formats.segments import with_brackets
 
 
 class Examples(abc.ABC):
@@ -218,8 +217,8 @@ def documents_as_text(row: Columns, tokenizer: Any) -> Iterator[tuple[int, str]]
     for segment in range(1, int(segments.max()) + 1):
         (positions,) = np.nonzero(segments == segment)
         runs = itertools.groupby(positions.tolist(), key=lambda position: bool(is_target[position]))
-        texts = [(target, tokenizer.decode(ids[list(run)].tolist(), special=True)) for target, run in runs]
-        yield int(positions[0]), "".join(text if target else text.join(_MASKED) for target, text in texts)
+        texts = ((target, tokenizer.decode(ids[list(run)].tolist(), special=True)) for target, run in runs)
+        yield int(positions[0]), with_brackets(texts)
 
 
 def split_off(examples: Examples, num_held_out: int, key: str) -> tuple[Examples, Examples]:

@@ -1,6 +1,6 @@
 """Records as sequences of segments, and the one way in which these become tokens and a target mask."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -143,3 +143,8 @@ def _document(content: Segments, parts: Sequence[_Part]) -> TokenizedText | None
             raise ConfigError(content.refusal)
         return None
     return TokenizedText(ids, mask, np.array(content.numbers, np.float32) if content.numbers else None)
+
+
+def with_brackets(parts: Iterable[tuple[bool, str]]) -> str:
+    """The parts of a text, each with whether it is trained; the others are in ⟦brackets⟧."""
+    return "".join(text if is_trained else f"⟦{text}⟧" for is_trained, text in parts)
