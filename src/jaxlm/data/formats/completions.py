@@ -72,9 +72,15 @@ class PromptedFormat(RecordsFormat):
             content = self.completions(record)
             yield from (plain_text(content.prompt or "") + plain_text(one) for one in content.completions)
 
-    @abc.abstractmethod
+    @property
+    def optional_keys(self) -> tuple[str, ...]:
+        """The keys that a record may lack."""
+        return ()
+
     def records(self, file: TextFile) -> Iterator[Record]:
         """Reads the records of a file."""
+        optional = self.optional_keys
+        return file.records([key for key in self.keys if key not in optional], [*optional, *OF_TEMPLATE])
 
     @abc.abstractmethod
     def completions(self, record: Record) -> Completions:
@@ -223,9 +229,6 @@ class SupervisedFormat(MaskedFormat, PromptedFormat):
 
     newer_keys: ClassVar[tuple[str, ...]] = ("context_field", "chat_template")
 
-    def records(self, file: TextFile) -> Iterator[Record]:
-        return file.records(self.keys, OF_TEMPLATE)
-
     def prompt(self, record: Record) -> str | Messages:
         """Writes the prompt, including the context and `separate_with`. Raises `ConfigError` if there is none."""
         prompt, key = text_or_messages(record, self.input_field), self.context_field
@@ -296,10 +299,10 @@ class PairsFormat(CompletionsFormat):
     def num_completions(self) -> int:
         return 2
 
-    def records(self, file: TextFile) -> Iterator[Record]:
+    @property
+    def optional_keys(self) -> tuple[str, ...]:
         # Only the usual key may be missing: another one was written by somebody whose data should have it.
-        optional = [_PROMPT] if self.prompt_field == _PROMPT else []
-        return file.records([key for key in self.keys if key not in optional], [*optional, *OF_TEMPLATE])
+        return (_PROMPT,) if self.prompt_field == _PROMPT else ()
 
     def completions(self, record: Record) -> Completions:
         is_absent = self.prompt_field == _PROMPT and record.values.get(_PROMPT) is None
@@ -353,9 +356,6 @@ class UnpairedFormat(CompletionsFormat):
     def num_completions(self) -> int:
         return 1
 
-    def records(self, file: TextFile) -> Iterator[Record]:
-        return file.records(self.keys, OF_TEMPLATE)
-
     def completions(self, record: Record) -> Completions:
         label = record.values.get(self.label_field)
         if label not in (0, 1):  # True and False are equal to them
@@ -389,9 +389,6 @@ class GroupsFormat(CompletionsFormat):
     @property
     def num_completions(self) -> int:
         return self.group_size
-
-    def records(self, file: TextFile) -> Iterator[Record]:
-        return file.records(self.keys, OF_TEMPLATE)
 
     def completions(self, record: Record) -> Completions:
         prompt = text_or_messages(record, self.prompt_field)
