@@ -155,11 +155,9 @@ class BatchedModel:
             return until is not None and until(tokens)
 
         rows: list[list[int]] = []
-        size = max(1, min(self.batch_size, len(prompts)))
-        for start in range(0, len(prompts), size):
-            batch = list(prompts[start : start + size])
-            padding = [batch[-1]] * (size - len(batch))  # the same shape for all batches: one program
-            rows += generate_tokens(self._generator, batch + padding, config, ends, tools)[: len(batch)]
+        for start in range(0, len(prompts), self.batch_size):
+            batch = prompts[start : start + self.batch_size]
+            rows += generate_tokens(self._generator, batch, config, ends, tools)
         return rows
 
     @functools.cached_property

@@ -167,9 +167,11 @@ class RolloutsEval(Eval):
     def run(self, model: LanguageModel) -> dict[str, float]:
         config = self._config
         # All answers to a prompt are in one batch, which gives each of them a key of its own.
-        batched = self._ctx.batched(model, config.batch_size // config.num_samples * config.num_samples)
+        size = min(config.batch_size // config.num_samples * config.num_samples, len(self._prompts))
+        prompts = [prompt.ids for prompt in self._prompts]
+        prompts += [prompts[-1]] * (-len(prompts) % size)  # the same shape for all batches: one program
         generation = GenerationConfig.of(config, stop_ids=self._stop_ids, with_stop=True)
-        ids = batched.generate([prompt.ids for prompt in self._prompts], generation)
+        ids = self._ctx.batched(model, size).generate(prompts, generation)[: len(self._prompts)]
         finished = [bool(row) and row[-1] in self._stop_ids for row in ids]
         rows = ScoredRows(
             prompts=[prompt.text for prompt in self._prompts],
