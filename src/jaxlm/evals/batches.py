@@ -101,7 +101,7 @@ class Scored:
     is_greedy: bool
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class BatchedModel:
     """A model that is asked about many prompts, in batches with few distinct shapes.
 
