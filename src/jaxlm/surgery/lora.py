@@ -147,6 +147,14 @@ class LoraConfig(SurgeryConfig):
         for name in ("rank_pattern", "alpha_pattern", "modules_to_save"):
             for pattern in getattr(self, name):
                 tree.compile_pattern(pattern, f"surgery lora: {name}")
+        if self.target is not None and self.experts is None:
+            target = tree.compile_pattern(self.target, "surgery lora: target")
+            paths = [path for path, _ in tree.modules_by_path(model, ExpertLinear)]
+            if found := [path for path in paths if target.search(path)]:
+                raise ConfigError(
+                    f"surgery lora: target: '{self.target}' matches layers of experts ({found[0]}), which get adapters by"
+                    f" experts. Set experts: '{self.target}' too, or a target that matches no experts"
+                )
         if self.existing == "merge":
             model = self._with_existing(model, lambda layer: layer.merged())
         indices, names = itertools.count(), NumberedPaths(model)
@@ -170,9 +178,10 @@ class LoraConfig(SurgeryConfig):
 
         adapted = model
         if self.target is not None:
-            adapted = tree.map_modules_by_path(model, Linear, self.target, adapt)
+            adapted = tree.map_modules_by_path(model, Linear, self.target, adapt, "surgery lora: target")
         if self.experts is not None:
-            adapted = tree.map_modules_by_path(adapted, ExpertLinear, self.experts, adapt_experts)
+            of_experts = "surgery lora: experts"
+            adapted = tree.map_modules_by_path(adapted, ExpertLinear, self.experts, adapt_experts, of_experts)
         if self.existing == "refuse":
             self._check_no_adapters(model)
         elif tree.num_parameters(adapted) == tree.num_parameters(model):

@@ -1,8 +1,9 @@
 """Reads a PEFT folder with one LoRA adapter. The inverse of `jaxlm.interop.peft.write`."""
 
+import collections
 import math
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -33,14 +34,16 @@ from jaxlm.interop.peft.names import (
     LINEAR,
     MAGNITUDE,
     PREFIX,
+    AdapterFile,
     Arrays,
     AxisSizes,
     FusedMatrix,
-    by_pattern,
+    fill,
     is_tied,
     layers_of,
     module_name,
     module_path,
+    numbers,
     peft_tensors,
 )
 from jaxlm.models.base import LanguageModel, ModelConfig, vocab_axis
@@ -63,6 +66,26 @@ _KNOWN = {
     ),
     *("base_model_name_or_path", "inference_mode", "runtime_config", "megatron_core", "qalora_group_size"),
     *("loftq_config", "eva_config", "corda_config", "lora_ga_config"),
+}
+
+
+def _is_number(value: Any) -> bool:
+    return type(value) in (int, float) and math.isfinite(value)
+
+
+def _are_names(value: Any) -> bool:
+    return value is None or (isinstance(value, list) and all(isinstance(name, str) for name in value))
+
+
+# Of what is read here: whether a value is valid, and what is.
+_VALUES: dict[str, tuple[Callable[[Any], bool], str]] = {
+    "r": (lambda value: type(value) is int and value > 0, "a positive integer"),
+    "lora_alpha": (lambda value: _is_number(value) and value > 0, "a positive number"),
+    "lora_dropout": (lambda value: value is None or (_is_number(value) and 0 <= value < 1), "a number in [0, 1)"),
+    **dict.fromkeys(("modules_to_save", "target_parameters"), (_are_names, "a list of names or null")),
+    **dict.fromkeys(
+        ("use_rslora", "use_dora", "ensure_weight_tying"), (lambda v: v is None or type(v) is bool, "true or false")
+    ),
 }
 # These initializations modify the base weights, and save the adapter relative to the modified weights.
 _OTHER_BASES = ("pissa", "corda", "olora", "loftq", "lora_ga")
@@ -172,17 +195,18 @@ class _Adapters:
             if layer not in self.names:
                 continue
             key_a, key_b = (f"{PREFIX}{self.names[layer]}.{side}" for side in self.kind)
-            one_a, one_b = file.view(key_a), file.view(key_b)
+            one_a, one_b = numbers(file, key_a), numbers(file, key_b)
             unread -= {key_a, key_b}
             if a is None or b is None:
-                a = np.zeros((len(layers), rank, one_a.shape[-1]), one_a.dtype)
+                a = np.zeros((len(layers), rank, one_a.shape[1]), one_a.dtype)
                 b = np.zeros((len(layers), one_b.shape[0], rank), one_b.dtype)
-            a[at, : len(one_a)], b[at, :, : one_b.shape[1]] = one_a, one_b
+            fill(a[at, : len(one_a)], one_a, file.where(key_a))
+            fill(b[at, :, : one_b.shape[1]], one_b, file.where(key_b))
             if dora:
                 key = self._magnitude(layer, unread)
                 unread.discard(key)
                 magnitude = np.zeros(b.shape[:2], file.tensors[key].dtype) if magnitude is None else magnitude
-                magnitude[at] = file.view(key).reshape(-1)
+                fill(magnitude[at], numbers(file, key).reshape(-1), file.where(key))
         assert a is not None
         assert b is not None
         return Arrays(a, b, magnitude)
@@ -191,11 +215,9 @@ class _Adapters:
         key = f"{PREFIX}{self.names[layer]}.{MAGNITUDE}"
         return f"{key}.weight" if f"{key}.weight" in unread else key
 
-    def missing(self, names: Iterable[str], *, dora: bool) -> list[str]:
-        """The tensors that should be in the file."""
-        wanted = [f"{PREFIX}{name}.{side}" for name in self.names.values() for side in self.kind]
-        wanted += [self._magnitude(layer, names) for layer in self.names] if dora else []
-        return [name for name in wanted if name not in names]
+    def missing_magnitudes(self, names: Iterable[str]) -> list[str]:
+        """The tensors of DoRA that should be in the file."""
+        return [name for layer in self.names if (name := self._magnitude(layer, names)) not in names]
 
 
 @dataclass(frozen=True)
@@ -238,50 +260,45 @@ def _open(folder: Path, config: ModelConfig) -> _Folder:
     settings = _settings(folder)
     file = folder / WEIGHTS
     names = SafetensorsFile(file).tensors
+    opened = AdapterFile(file, names, settings)
     note_file(folder / _SETTINGS)
     num_layers: int = getattr(config, "num_layers")  # noqa: B009, all configs of families have it
     all_adapters, saved = [], []
     for tensor in dict.fromkeys(_named(config, names, [*peft_tensors(config), *router_tensors(config)])):
         if tensor.name.endswith(".weight"):
-            adapters = _adapters_of(tensor, names, settings, num_layers, file)
+            adapters = _adapters_of(tensor, opened, num_layers)
             all_adapters += [adapters] if adapters is not None else []
         saved += _saved(tensor, names, num_layers, file)
     if settings.get("ensure_weight_tying") and is_tied(config) and any(one.kind == EMBEDDING for one in all_adapters):
         # Those of the head are the same as the table's.
         all_adapters = [adapters for adapters in all_adapters if module_path(adapters.tensor.parts[0]) != HEAD]
     table = _named(config, names, expert_tensors(config, single=True))
-    experts = adapters_of_experts(config, table, names, settings, file)
+    experts = adapters_of_experts(config, table, opened)
     if not all_adapters and not experts:
         raise _wrong_model(folder, "no adapters")
+    paths = collections.Counter(module_path(p) for one in [*all_adapters, *experts] for p in one.tensor.parts)
+    if twice := [path for path, count in paths.items() if count > 1]:
+        raise _wrong_model(folder, f"{', '.join(twice[:_MAX_LISTED])} has adapters in two forms")
     tied = is_tied(config)
     saved = _tied_as_one(saved, settings, file) if tied else saved
     return _Folder(folder, settings, num_layers, all_adapters, experts, saved, tied)
 
 
-def _adapters_of(
-    tensor: Tensor, names: Mapping[str, Any], settings: Mapping[str, Any], num_layers: int, file: Path
-) -> _Adapters | None:
+def _adapters_of(tensor: Tensor, file: AdapterFile, num_layers: int) -> _Adapters | None:
     modules = {layer: module_name(tensor, layer) for layer in layers_of(tensor, num_layers)}
-    targets = tuple(f".{end}" for end in settings.get("target_parameters") or ())
+    targets = tuple(f".{end}" for end in file.settings.get("target_parameters") or ())
     for kind in (LINEAR, EMBEDDING):
-        adapted = {layer: name for layer, name in modules.items() if f"{PREFIX}{name}.{kind[0]}" in names}
+        adapted = {layer: name for layer, name in modules.items() if f"{PREFIX}{name}.{kind[0]}" in file.tensors}
         if not adapted:
             continue
-        ranks, scales = {layer: names[f"{PREFIX}{name}.{kind[0]}"].shape[0] for layer, name in adapted.items()}, {}
-        for layer, name in adapted.items():
-            # PEFT finds the weight of a router by its own name.
-            found_by = f"{name}.weight" if f".{name}.weight".endswith(targets) else name
-            expected = by_pattern(settings.get("rank_pattern") or {}, found_by, settings["r"])
-            alpha = by_pattern(settings.get("alpha_pattern") or {}, found_by, settings["lora_alpha"])
-            if ranks[layer] != expected:
-                raise ConfigError(
-                    f"{file}: {name} has rank {ranks[layer]} in the file, but adapter_config.json (r, rank_pattern) gives it"
-                    f" {expected}. Check that the two files belong together"
-                )
-            scales[layer] = float(alpha) / expected ** (0.5 if settings.get("use_rslora") else 1)
+        # PEFT finds the weight of a router by its own name.
+        found_by = lambda name: f"{name}.weight" if f".{name}.weight".endswith(targets) else name  # noqa: E731
+        sizes = {layer: file.size(found_by(name), name, kind) for layer, name in adapted.items()}
+        ranks = {layer: rank for layer, (rank, _) in sizes.items()}
+        scales = {layer: scale for layer, (_, scale) in sizes.items()}
         adapters = _Adapters(tensor, adapted, ranks, scales, kind)
-        if missing := adapters.missing(names, dora=bool(settings.get("use_dora"))):
-            raise ConfigError(f"{file}: missing: {', '.join(missing[:_MAX_LISTED])}")
+        if file.settings.get("use_dora") and (missing := adapters.missing_magnitudes(file.tensors)):
+            raise ConfigError(f"{file.path}: missing: {', '.join(missing[:_MAX_LISTED])}")
         return adapters
     return None
 
@@ -363,7 +380,7 @@ def read_adapters(folder: Path, config: ModelConfig, sizes: AxisSizes) -> ReadAd
             if shape and tensor.parts[0].dims[0] == (VOCAB,) and shape[0] > sizes.vocab:
                 _check_own_tokenizer(folder, sizes)
         saved |= {
-            part.path: Saved(tensor, n, [file.view(name) for name in names]) for n, part in enumerate(tensor.parts)
+            part.path: Saved(tensor, n, [numbers(file, name) for name in names]) for n, part in enumerate(tensor.parts)
         }
     if opened.tied:  # a head repeats the weight of the table and, if it shares them, the adapters
         (head,) = (t for t in _named(config, file.tensors, peft_tensors(config)) if module_path(t.parts[0]) == HEAD)
@@ -568,12 +585,13 @@ def _settings(folder: Path) -> dict[str, Any]:
     initialization = settings.get("init_lora_weights")
     if isinstance(initialization, str) and initialization.startswith(_OTHER_BASES):
         problems.append(f"init_lora_weights: '{initialization}' also changes the base model")
-    for key in ("r", "lora_alpha"):
-        value = settings.get(key)
-        if not isinstance(value, int | float) or not math.isfinite(value) or value <= 0:
-            problems.append(f"{key}: {value!r} given, a positive number expected")
-    for key in ("rank_pattern", "alpha_pattern"):
-        problems += _pattern_problems(key, settings.get(key) or {})
+    problems += [
+        f"{key}: {settings.get(key)!r} given, {expected} expected"
+        for key, (is_valid, expected) in _VALUES.items()
+        if not is_valid(settings.get(key))
+    ]
+    for key, of_pattern in (("rank_pattern", "r"), ("alpha_pattern", "lora_alpha")):
+        problems += _pattern_problems(key, settings.get(key) or {}, *_VALUES[of_pattern])
     if problems:
         raise ConfigError(
             f"{folder / _SETTINGS}: only LoRA and DoRA of weights are supported:\n"
@@ -583,13 +601,13 @@ def _settings(folder: Path) -> dict[str, Any]:
     return settings
 
 
-def _pattern_problems(key: str, patterns: Any) -> list[str]:
+def _pattern_problems(key: str, patterns: Any, is_valid: Callable[[Any], bool], expected: str) -> list[str]:
     if not isinstance(patterns, dict):
         return [f"{key}: {patterns!r} given, an object expected"]
     problems = []
     for pattern, value in patterns.items():
-        if not isinstance(value, int | float) or not math.isfinite(value) or value <= 0:
-            problems.append(f"{key}.{pattern}: {value!r} given, a positive number expected")
+        if not is_valid(value):
+            problems.append(f"{key}.{pattern}: {value!r} given, {expected} expected")
         try:
             re.compile(pattern)
         except re.error as error:
