@@ -34,7 +34,8 @@ from jaxlm.data.cache.token_cache import (
     open_cache,
     write_metadata,
 )
-from jaxlm.data.formats.base import Encoder, RawContent, TokenizedText
+from jaxlm.data.formats.base import Encoder
+from jaxlm.data.formats.segments import RawContent, TokenizedText
 from jaxlm.data.sources.record_files import TextFile
 
 _SHARD_CHARACTERS = 1 << 22  # at most this much work is lost if the process is killed
