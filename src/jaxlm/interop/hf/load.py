@@ -255,6 +255,7 @@ def _read_shard(
 
 
 def is_floating(dtype: np.dtype) -> bool:
+    """Tells whether a dtype has floating-point numbers, also those that numpy does not know."""
     return jnp.issubdtype(dtype, jnp.floating)
 
 

@@ -32,15 +32,13 @@ from jaxlm.interop.hf.family import family_of_config
 from jaxlm.interop.hf.mtp import without_mtp
 from jaxlm.interop.hf.safetensors_file import SafetensorsFile
 from jaxlm.interop.hf.weights import Tensor
+from jaxlm.interop.peft.adapter_folder import AdapterFile, fill, numbers
 from jaxlm.interop.peft.names import (
     LINEAR,
     PREFIX,
-    AdapterFile,
     Arrays,
     AxisSizes,
-    fill,
     layers_of,
-    numbers,
     weight_name,
 )
 from jaxlm.models.base import ModelConfig, as_family

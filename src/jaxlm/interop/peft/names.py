@@ -20,7 +20,6 @@ import dataclasses
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
@@ -31,9 +30,7 @@ from jaxlm.core.axes import EXPERTS, LAYERS, LORA, VOCAB
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.products.stored_weights import StoredWeight
 from jaxlm.interop.hf.family import family_of_config
-from jaxlm.interop.hf.load import is_finite, is_floating
 from jaxlm.interop.hf.mtp import without_mtp
-from jaxlm.interop.hf.safetensors_file import SafetensorsFile, TensorInfo
 from jaxlm.interop.hf.tensor_files import TensorSource
 from jaxlm.interop.hf.weights import Part, Sizes, Tensor, axis_sizes
 from jaxlm.models.base import ModelConfig, as_family
@@ -90,71 +87,6 @@ def by_pattern(patterns: Mapping[str, Any], module: str, default: Any) -> Any:
     """The value of `rank_pattern` or `alpha_pattern` for a module, as PEFT finds it: the first that matches the end."""
     matches = (value for key, value in patterns.items() if re.match(rf"(.*\.)?({key})$", module))
     return next(matches, default)
-
-
-@dataclass(frozen=True)
-class AdapterFile:
-    """What a folder says of its adapters.
-
-    Attributes:
-        path: of the file with the weights.
-        tensors: in the file.
-        settings: adapter_config.json.
-    """
-
-    path: Path
-    tensors: Mapping[str, TensorInfo]
-    settings: Mapping[str, Any]
-
-    def size(self, name: str, module: str, kind: tuple[str, str] = LINEAR, num_shared: int = 1) -> tuple[int, float]:
-        """Rank and scale of an adapter.
-
-        Args:
-            name: by which patterns find it.
-            module: the name of PEFT's module.
-            num_shared: number of experts that share it.
-
-        Raises:
-            ConfigError: A or B is missing, has no numbers, or has another rank than adapter_config.json says.
-        """
-        a, b = (f"{PREFIX}{module}.{side}" for side in kind)
-        if missing := [key for key in (a, b) if key not in self.tensors]:
-            raise ConfigError(f"{self.path}: missing: {', '.join(missing)}")
-        rank: int = by_pattern(self.settings.get("rank_pattern") or {}, name, self.settings["r"])
-        alpha = by_pattern(self.settings.get("alpha_pattern") or {}, name, self.settings["lora_alpha"])
-        for key, dim in ((a, 0), (b, 1)):
-            info = self.tensors[key]
-            if len(info.shape) != 2 or info.shape[dim] != rank * num_shared or not is_floating(info.dtype):
-                of_experts = f" of {num_shared} experts" if num_shared > 1 else ""
-                form = ["[rank, in]", "[out, rank]"][dim]
-                raise ConfigError(
-                    f"{self.path}: {key}: {info.dtype} {list(info.shape)} in the file, but numbers {form} with rank"
-                    f" {rank}{of_experts} expected (r, rank_pattern in adapter_config.json). Check that the two files belong"
-                    " together"
-                )
-        return rank, float(alpha) / rank ** (0.5 if self.settings.get("use_rslora") else 1)
-
-
-def numbers(file: SafetensorsFile, name: str) -> np.ndarray:
-    """A tensor of an adapter. Raises `ConfigError` if it has NaN or infinity."""
-    array = file.view(name)
-    if not is_finite(array):
-        raise ConfigError(f"{file.where(name)} has NaN or infinity. Save the adapter again")
-    return array
-
-
-def fill(target: np.ndarray, array: np.ndarray, where: str) -> None:
-    """Copies one layer's part of an adapter into that of all layers, which numpy would also broadcast.
-
-    Raises:
-        ConfigError: the shapes differ.
-    """
-    if target.shape != array.shape:
-        raise ConfigError(
-            f"{where}: shape {list(array.shape)}, but {list(target.shape)} expected, as other layers or experts have it."
-            " Check that the adapter belongs to a model of this configuration"
-        )
-    target[...] = array
 
 
 def shortest_suffix(name: str, mine: Sequence[str], others: Sequence[str], *, whole: bool) -> str | None:

@@ -3,7 +3,7 @@
 import collections
 import math
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,7 @@ from jaxlm.interop.hf.hub import local_folder
 from jaxlm.interop.hf.safetensors_file import SafetensorsFile
 from jaxlm.interop.hf.text_part import Names
 from jaxlm.interop.hf.weights import Part, Tensor
+from jaxlm.interop.peft.adapter_folder import SETTINGS, WEIGHTS, AdapterFile, fill, numbers, read_settings
 from jaxlm.interop.peft.experts import (
     ExpertAdapters,
     adapters_of_experts,
@@ -34,61 +35,17 @@ from jaxlm.interop.peft.names import (
     LINEAR,
     MAGNITUDE,
     PREFIX,
-    AdapterFile,
     Arrays,
     AxisSizes,
     FusedMatrix,
-    fill,
     is_tied,
     layers_of,
     module_name,
     module_path,
-    numbers,
     peft_tensors,
 )
 from jaxlm.models.base import LanguageModel, ModelConfig, vocab_axis
 
-_SETTINGS = "adapter_config.json"
-WEIGHTS = "adapter_model.safetensors"
-_MUST_BE = {"peft_type": ("LORA",), "bias": ("none", "all", "lora_only", None)}
-# The options that are read here, or that say nothing about what the saved adapters compute. Any other one may.
-_KNOWN = {
-    *("r", "lora_alpha", "rank_pattern", "alpha_pattern", "use_rslora", "use_dora", "lora_dropout", "modules_to_save"),
-    *("ensure_weight_tying", "init_lora_weights", "fan_in_fan_out", "target_modules", "exclude_modules"),
-    *(
-        "target_parameters",
-        "layers_to_transform",
-        "layers_pattern",
-        "task_type",
-        "auto_mapping",
-        "peft_version",
-        "revision",
-    ),
-    *("base_model_name_or_path", "inference_mode", "runtime_config", "megatron_core", "qalora_group_size"),
-    *("loftq_config", "eva_config", "corda_config", "lora_ga_config"),
-}
-
-
-def _is_number(value: Any) -> bool:
-    return type(value) in (int, float) and math.isfinite(value)
-
-
-def _are_names(value: Any) -> bool:
-    return value is None or (isinstance(value, list) and all(isinstance(name, str) for name in value))
-
-
-# Of what is read here: whether a value is valid, and what is.
-_VALUES: dict[str, tuple[Callable[[Any], bool], str]] = {
-    "r": (lambda value: type(value) is int and value > 0, "a positive integer"),
-    "lora_alpha": (lambda value: _is_number(value) and value > 0, "a positive number"),
-    "lora_dropout": (lambda value: value is None or (_is_number(value) and 0 <= value < 1), "a number in [0, 1)"),
-    **dict.fromkeys(("modules_to_save", "target_parameters"), (_are_names, "a list of names or null")),
-    **dict.fromkeys(
-        ("use_rslora", "use_dora", "ensure_weight_tying"), (lambda v: v is None or type(v) is bool, "true or false")
-    ),
-}
-# These initializations modify the base weights, and save the adapter relative to the modified weights.
-_OTHER_BASES = ("pissa", "corda", "olora", "loftq", "lora_ga")
 _MAX_LISTED = 10
 _TOKENS = "tokens"  # path in jaxlm of the token embedding
 
@@ -257,11 +214,11 @@ def _named(config: ModelConfig, names: Iterable[str], tensors: Sequence[Tensor])
 
 
 def _open(folder: Path, config: ModelConfig) -> _Folder:
-    settings = _settings(folder)
+    settings = read_settings(folder)
     file = folder / WEIGHTS
     names = SafetensorsFile(file).tensors
     opened = AdapterFile(file, names, settings)
-    note_file(folder / _SETTINGS)
+    note_file(folder / SETTINGS)
     num_layers: int = getattr(config, "num_layers")  # noqa: B009, all configs of families have it
     all_adapters, saved = [], []
     for tensor in dict.fromkeys(_named(config, names, [*peft_tensors(config), *router_tensors(config)])):
@@ -565,51 +522,3 @@ def _wrong_model(folder: Path, problem: str) -> ConfigError:
     return ConfigError(
         f"{folder / WEIGHTS}: {problem}. Check that the adapter belongs to a model of this configuration"
     )
-
-
-def _settings(folder: Path) -> dict[str, Any]:
-    for name in (_SETTINGS, WEIGHTS):
-        if not (folder / name).is_file():
-            raise ConfigError(f"{folder}: {name} not found. Use a folder that PEFT saved in safetensors format")
-    settings = read_json_object(folder / _SETTINGS)
-    problems = [
-        f"{key}: {settings.get(key)!r} given, {values[0]!r} expected"
-        for key, values in _MUST_BE.items()
-        if settings.get(key) not in values
-    ]
-    problems += [
-        f"{key}: {value!r} given, null expected: jaxlm does not compute it"
-        for key, value in settings.items()
-        if value and key not in _KNOWN and key not in _MUST_BE
-    ]
-    initialization = settings.get("init_lora_weights")
-    if isinstance(initialization, str) and initialization.startswith(_OTHER_BASES):
-        problems.append(f"init_lora_weights: '{initialization}' also changes the base model")
-    problems += [
-        f"{key}: {settings.get(key)!r} given, {expected} expected"
-        for key, (is_valid, expected) in _VALUES.items()
-        if not is_valid(settings.get(key))
-    ]
-    for key, of_pattern in (("rank_pattern", "r"), ("alpha_pattern", "lora_alpha")):
-        problems += _pattern_problems(key, settings.get(key) or {}, *_VALUES[of_pattern])
-    if problems:
-        raise ConfigError(
-            f"{folder / _SETTINGS}: only LoRA and DoRA of weights are supported:\n"
-            + "\n".join(f"  {problem}" for problem in problems)
-            + "\nMerge the adapter in PEFT and import the merged model, or remove keys that change nothing"
-        )
-    return settings
-
-
-def _pattern_problems(key: str, patterns: Any, is_valid: Callable[[Any], bool], expected: str) -> list[str]:
-    if not isinstance(patterns, dict):
-        return [f"{key}: {patterns!r} given, an object expected"]
-    problems = []
-    for pattern, value in patterns.items():
-        if not is_valid(value):
-            problems.append(f"{key}.{pattern}: {value!r} given, {expected} expected")
-        try:
-            re.compile(pattern)
-        except re.error as error:
-            problems.append(f"{key}: '{pattern}' is not a valid regular expression: {error}")
-    return problems
