@@ -21,8 +21,8 @@ from jaxlm.core.products.stored_weights import StoredWeight
 from jaxlm.engine.checkpoint.local import LocalFolder
 from jaxlm.engine.checkpoint.manifest import find_checkpoints
 from jaxlm.engine.checkpoint.restore import restore
+from jaxlm.interop.hf.families.llama import LlamaConfig
 from jaxlm.models.base import vocab_axis
-from jaxlm.models.families.llama import LlamaConfig
 from jaxlm.observe.callbacks import CallbackConfig
 from jaxlm.observe.console import Console
 from jaxlm.observe.log_file import LogStore

@@ -14,10 +14,10 @@ import yaml
 
 from jaxlm.core import tree
 from jaxlm.core.errors import ConfigError
+from jaxlm.interop.hf.families.llama import LlamaConfig
+from jaxlm.interop.hf.families.mixtral import MixtralConfig
 from jaxlm.models.base import Inputs, ModelConfig, layer_tap, vocab_axis
 from jaxlm.models.decoder import DecoderBlock
-from jaxlm.models.families.llama import LlamaConfig
-from jaxlm.models.families.mixtral import MixtralConfig
 from jaxlm.models.inference.generate import generate
 from jaxlm.reading.decode import decode, encode
 from jaxlm.reading.yaml import ConfigSource
