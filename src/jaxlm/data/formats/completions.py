@@ -17,7 +17,6 @@ from jaxlm.data.formats.chat import OF_TEMPLATE, Messages, are_messages, for_tem
 from jaxlm.data.formats.segments import RawContent, Segment, Segments
 from jaxlm.data.sources.record_files import Record, TextFile
 from jaxlm.data.tokenizer.chat_template import ChatTemplate
-from jaxlm.data.tokenizer.tokenizer import Tokenizer
 from jaxlm.reading.choices import choice
 
 _SYSTEM, _USER, _ASSISTANT = "system", "user", "assistant"
@@ -53,18 +52,13 @@ class PromptedFormat(RecordsFormat):
 
     chat_template: str | None = field(default=None, kw_only=True)
 
-    def template(self, tokenizer: Tokenizer, key: str) -> ChatTemplate | None:
-        return template_of(self, tokenizer, key)
-
     def read(self, file: TextFile, encoder: Encoder) -> Iterator[RawContent]:
         for record in self.records(file):
             content = rendered(record, self.completions(record), self.keys, encoder.template)
-            sequences = [
-                self.segments(content.prompt, one, encoder, content.is_rendered) for one in content.completions
-            ]
-            if not content.is_rendered:
-                sequences = [encoder.framed(*segments) for segments in sequences]
-            segments = Segments(sequences, content.is_rendered, numbers=content.numbers)
+            is_rendered = content.is_rendered
+            pairs = [self.segments(content.prompt, one, encoder, is_rendered) for one in content.completions]
+            sequences = [encoder.sequence(*pair, is_rendered=is_rendered) for pair in pairs]
+            segments = Segments(sequences, is_rendered, numbers=content.numbers)
             yield RawContent.of(record, (content.prompt, *content.completions), segments)
 
     def texts(self, file: TextFile) -> Iterator[str]:
@@ -114,13 +108,6 @@ class CompletionsFormat(PromptedFormat):
     @property
     def documents_per_sequence(self) -> int | None:
         return 1
-
-
-def template_of(config: FormatConfig, tokenizer: Tokenizer, key: str) -> ChatTemplate | None:
-    """The chat template for messages; None if neither the format nor the tokenizer has one, which only texts do without."""
-    if config.given_template() is None and tokenizer.chat_template is None:
-        return None
-    return ChatTemplate.load(config.given_template(), tokenizer, f"{key}.chat_template")
 
 
 def text_or_messages(record: Record, key: str) -> str | Messages:

@@ -5,11 +5,9 @@ from typing import ClassVar
 
 from jaxlm.data.formats.base import Begin, Encoder, FormatConfig, RecordsFormat
 from jaxlm.data.formats.chat import OF_TEMPLATE, plain_text
-from jaxlm.data.formats.completions import Completions, rendered, template_of, text_or_messages
+from jaxlm.data.formats.completions import Completions, rendered, text_or_messages
 from jaxlm.data.formats.segments import RawContent, Segment, Segments
 from jaxlm.data.sources.record_files import TextFile
-from jaxlm.data.tokenizer.chat_template import ChatTemplate
-from jaxlm.data.tokenizer.tokenizer import Tokenizer
 from jaxlm.reading.choices import choice
 
 
@@ -35,16 +33,13 @@ class PromptsFormat(RecordsFormat):
     def documents_per_sequence(self) -> int | None:
         return 1
 
-    def template(self, tokenizer: Tokenizer, key: str) -> ChatTemplate | None:
-        return template_of(self, tokenizer, key)
-
     def read(self, file: TextFile, encoder: Encoder) -> Iterator[RawContent]:
         field = self.prompt_field
         for record in file.records((field,), OF_TEMPLATE):
             content = Completions(text_or_messages(record, field), ())
             text, _, is_rendered, _ = rendered(record, content, (field,), encoder.template)
-            segment = Segment(text, needed=is_rendered or not len(encoder.before))
-            sequence = (segment,) if is_rendered else encoder.framed(segment)
+            prompt = Segment(text, needed=is_rendered or not len(encoder.before))
+            sequence = encoder.sequence(prompt, is_rendered=is_rendered)
             # Leaving it out would shift the records that follow.
             refusal = (
                 f"{record.where}: the prompt under '{field}' has no token. Set data.enforce_bos, or remove the record"
