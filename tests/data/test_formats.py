@@ -176,14 +176,6 @@ def test_formats_refuse_unsuitable_files(base, tmp_path):
         sequences_of(base, train_urls=[f"{tmp_path}/a.npy"], format=PretokenizedFormat(), tokenizer="bpe")
 
 
-def test_bos_and_eos_are_added_as_ids_not_as_text(base, tokenizer, tmp_path):
-    (tmp_path / "a.txt").write_text("no space behind this")
-    cache = sequences_of(base, train_urls=[f"{tmp_path}/a.txt"]).cache
-    expected = [tokenizer.bos_id, *tokenizer.encode_batch(["no space behind this"])[0], tokenizer.eos_id]
-    assert cache.tokens.tolist() == expected
-    assert cache.num_bytes == len("no space behind this")
-
-
 @pytest.mark.trap("T9")
 def test_another_tokenizer_with_the_same_cache_is_an_error(base, tmp_path):
     (tmp_path / "a.txt").write_text("some text")

@@ -10,9 +10,8 @@ import pytest
 from jaxlm.core.errors import ConfigError
 from jaxlm.data.formats.base import FormatConfig
 from jaxlm.data.formats.chat import ChatFormat, ShareGptFormat
-from jaxlm.data.formats.completions import GroupsFormat, PairsFormat, SupervisedFormat, UnpairedFormat
+from jaxlm.data.formats.completions import GroupsFormat, PairsFormat, PromptsFormat, SupervisedFormat, UnpairedFormat
 from jaxlm.data.formats.documents import LabeledFormat, PretokenizedFormat, TextFormat
-from jaxlm.data.formats.prompts import PromptsFormat
 from tests.data.helpers import CHATML, find_files, small_tokenizer, write_records
 
 BOS, EOS = "bos", "eos"
