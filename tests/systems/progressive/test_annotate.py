@@ -260,7 +260,7 @@ def test_a_teacher_is_asked_before_the_first_batch_for_what_steps_still_read(set
     for position, num_stored, folder in ((START, 3 * BATCH, "whole"), (later, BATCH, "elsewhere")):
         run = Stored(taught, setup.opened(tmp_path / folder), 3, position)
         assert run.logged()[:2] == [num_stored, num_stored]
-        (block,) = (tmp_path / folder / "annotations").glob("*/*.npy")
+        (block,) = (tmp_path / folder / "annotations").glob("*/*/records.npy")
         assert len(np.load(block)) == num_stored
         assert len(list(run.batches(run.data, position))) == 3 - position["step"]
         (line,) = [line for line in run.lines if " stored sequences " in line]
@@ -275,7 +275,8 @@ def test_other_processes_read_the_blocks_that_process_0_lists(two_epochs, monkey
     """Their own lists of a shared folder may be old."""
     run = two_epochs[0]
     place = next(line.rpartition(" from ")[2] for line in run.lines if " stored sequences " in line)
-    folder = AnnotationFolder(run.plain.train[""], json.loads((Path(place) / "cache.json").read_text())["made_from"])
+    made_from = json.loads((Path(place) / "block-0" / "cache.json").read_text())["made_from"]
+    folder = AnnotationFolder(run.plain.train[""], made_from)
     listed = folder.blocks()
     monkeypatch.setattr(AnnotationFolder, "blocks", lambda _: [])
     monkeypatch.setattr(annotate, "from_main", lambda _: listed)

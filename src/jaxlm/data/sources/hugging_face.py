@@ -18,7 +18,7 @@ from jaxlm.core.errors import ConfigError
 from jaxlm.core.install import install_command
 from jaxlm.core.safe_io import atomic_folder, listed_file, read_json_object
 from jaxlm.data.base import Log
-from jaxlm.data.cache.cache_key import disk_full_errors
+from jaxlm.data.cache.artifacts import disk_full_errors
 from jaxlm.data.sources.mirror import MirroredSource, copy_folder_name
 
 if TYPE_CHECKING:

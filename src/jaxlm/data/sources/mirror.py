@@ -24,7 +24,7 @@ from jaxlm.core.errors import ConfigError
 from jaxlm.core.safe_io import atomic_file, folder_lock, remove_leftovers
 from jaxlm.core.stores import open_store, storage_errors
 from jaxlm.data.base import DataSource, Log
-from jaxlm.data.cache.cache_key import disk_full_errors, writable_folder
+from jaxlm.data.cache.artifacts import disk_full_errors, writable_folder
 from jaxlm.data.sources.document_files import format_of, has_records
 
 _RANGE = re.compile(r"(\d+)\.\.(\d+)")

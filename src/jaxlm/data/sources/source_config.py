@@ -20,7 +20,7 @@ from jaxlm.core.field_types import PositiveInt
 from jaxlm.core.rules import Rules, excludes, only
 from jaxlm.core.safe_io import atomic_file, remove_leftovers
 from jaxlm.data.base import TRAIN, VALIDATION, DataSource, Log
-from jaxlm.data.cache.cache_key import disk_full_errors
+from jaxlm.data.cache.artifacts import disk_full_errors
 from jaxlm.data.formats.base import FormatConfig
 from jaxlm.data.formats.documents import TextFormat
 from jaxlm.data.sources.files import LocalFile, sources_of
