@@ -137,8 +137,9 @@ data/shuffle.py: tests/data/test_shuffle.py tests/data
 data/packing.py: tests/data/test_packing.py tests/data
 - is_target &= (columns > self.seq_len - self._windows.stride) | (starts == 0)[:, None]
 + is_target &= (columns >= self.seq_len - self._windows.stride) | (starts == 0)[:, None]
-- (columns[inputs] - segment_start) * inside[:, inputs]
-+ columns[inputs] * inside[:, inputs]
+data/batch.py: tests/data/test_packing.py tests/data
+- positions - np.maximum.accumulate(np.where(is_first, positions, 0), axis=-1)
++ positions
 optim/schedules.py: tests/optim
 - int(length * num_steps) if isinstance(length, float) and length <= 1
 + int(length * num_steps) if length <= 1

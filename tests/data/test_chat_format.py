@@ -15,7 +15,8 @@ import pytest
 
 from jaxlm.core.errors import ConfigError
 from jaxlm.data.config import DataConfig
-from jaxlm.data.formats.chat import ChatEncoder, ChatFormat, ShareGptFormat
+from jaxlm.data.formats.chat import ChatFormat, ShareGptFormat
+from jaxlm.data.formats.segments import Segment, Segments
 from jaxlm.data.tokenizer import chat_template
 from jaxlm.data.tokenizer.chat_template import ChatTemplate, turn_end_texts, turn_ends, with_templates
 from jaxlm.data.tokenizer.rendering import Job, Limits
@@ -68,9 +69,10 @@ CONVERSATIONS = [conversation(seed, 1 + seed % 4) for seed in range(8)]
 def encoded(tokenizer: Tokenizer, template: str, messages, **keys):
     config = ChatFormat(chat_template=template, **keys)
     encoder = config.encoder(tokenizer, bos=True, eos=True, key="data.format")
-    assert isinstance(encoder, ChatEncoder)
+    assert encoder.template is not None
     rendered = encoder.template.render(messages, "here", mark=config.mask_user_turns)
-    return rendered, encoder.encode([rendered])[0]
+    segment = Segment(rendered.text, spans=rendered.target_spans)
+    return rendered, encoder.encode([Segments([[segment]], is_rendered=True)])[0]
 
 
 @pytest.mark.parametrize("template", [PLAIN, MARKED, BEGINS], ids=["plain", "marked", "begins"])

@@ -1,7 +1,6 @@
 """What is shown of chats and prompts before they are tokenized."""
 
 import dataclasses
-import html
 import re
 
 import numpy as np
@@ -13,7 +12,7 @@ from jaxlm.data.formats import preview as preview_module
 from jaxlm.data.formats.chat import ChatFormat
 from jaxlm.data.formats.completions import SupervisedFormat
 from jaxlm.data.formats.documents import TextFormat
-from jaxlm.data.formats.preview import MaskPreview, page_of
+from jaxlm.data.formats.preview import MaskPreview
 from jaxlm.data.sources.named import NamedSource
 from jaxlm.data.tokens import TokensConfig
 from tests.answers import TEMPLATE, write_tokenizer
@@ -83,13 +82,6 @@ def test_an_example_shows_its_mask_and_special_tokens(config):
     assert green == "Paris & <b>Rome</b><|end|>"
     assert re.sub(r"\x1b\[[\d;]+m", "", colored) == re.sub("[⟦⟧]", "", drawn)
     assert "\x1b[2;1m<|user|>\x1b[0m" in colored
-    page = page_of([("data.configs.a", preview)])
-    trained = re.findall(r'<span class="trained(?: special)?">(.*?)</span>', page.split("<pre>")[1], re.DOTALL)
-    assert html.unescape("".join(trained)) == green
-    assert "<b>Rome" not in page
-    assert '<span class="special">&lt;|user|&gt;</span>' in page
-    assert "<h2>data.configs.a</h2>" in page
-    assert not re.search(r"(src|href)=|url\(|https?:", page), "it needs no other file"
 
 
 def test_what_is_cut_off_is_marked(config, tmp_path):
@@ -101,7 +93,6 @@ def test_what_is_cut_off_is_marked(config, tmp_path):
     assert kept == config.corpus.load_tokenizer(print).decode(ids[: size + 1], special=True)
     assert "; the end is beyond model.seq_len" in preview.draw(colors=False).split("\n")[0]
     assert "\x1b[9;31m" in preview.draw(colors=True)
-    assert '<span class="cut">' in page_of([("data", preview)])
 
 
 def test_what_is_cut_off_at_the_beginning_is_struck_out(config, tmp_path):
@@ -136,7 +127,6 @@ def test_first_records_without_a_target_are_passed_over(config, tmp_path, monkey
         assert preview.example == ()
         assert preview.describe().startswith("warning: none of the first 6 records has a token to compute the loss on")
         assert "none of their messages has the role 'assistant'" in preview.describe()
-        assert "<pre></pre>" in page_of([("data", preview)])
     assert len(tokenize().train[""]) == 1
     (warning,) = [line for line in lines if "warning" in line]
     assert warning.startswith(

@@ -4,9 +4,9 @@ import os
 import signal
 import threading
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
@@ -17,6 +17,7 @@ from jaxlm.data.cache.ray_workers import RayConfig, join_cluster
 from jaxlm.data.cache.token_cache import cache_key
 from jaxlm.data.formats.base import Encoder
 from jaxlm.data.formats.documents import TextFormat
+from jaxlm.data.tokenizer.tokenizer import Tokenizer
 from tests.data.helpers import built, find_files, small_tokenizer, write_corpus
 
 
@@ -59,32 +60,24 @@ def test_the_cache_is_the_same_when_workers_are_killed_and_join(tmp_path, monkey
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
 
     @dataclass(frozen=True)
-    class Slow(Encoder):
+    class Slow:
         """Records its process id for each part, and works slowly. Ray copies it by value."""
 
         usual: Any
         begun: Path
 
-        def read(self, file):
-            return self.usual.read(file)
-
-        def encode(self, contents):
-            if contents and "not tokenized" in contents[0]:
+        def encode_arrays(self, texts):
+            if texts and "not tokenized" in texts[0]:
                 raise ConfigError("this cannot be tokenized")
             (self.begun / f"{time.time():.6f}-{os.getpid()}").touch()
             time.sleep(0.2)
-            return self.usual.encode(contents)
-
-        def cache_key(self):
-            return {}
-
-        def no_targets_message(self):
-            return ""
+            return self.usual.encode_arrays(texts)
 
     write_corpus(tmp_path / "text")
     (tmp_path / "begun").mkdir()
     tokenizer = small_tokenizer()
     usual = TextFormat().encoder(tokenizer, bos=True, eos=True, key="")
+    slow = replace(usual, tokenizer=cast(Tokenizer, Slow(tokenizer, tmp_path / "begun")))
     logged: list[str] = []
 
     def build(name: str, encoder: Encoder, workers, text: str = "text") -> dict[str, bytes]:
@@ -100,7 +93,7 @@ def test_the_cache_is_the_same_when_workers_are_killed_and_join(tmp_path, monkey
 
         killed: list[int] = []
         killer = killing_one(tmp_path / "begun", killed)
-        assert build("cluster", Slow(usual, tmp_path / "begun"), workers) == expected
+        assert build("cluster", slow, workers) == expected
         killer.join()
         begun = [path.name for path in (tmp_path / "begun").iterdir()]
         assert len({name.partition("-")[2] for name in begun}) > 1
@@ -109,7 +102,7 @@ def test_the_cache_is_the_same_when_workers_are_killed_and_join(tmp_path, monkey
         # Errors of tokenizing arrive as they were raised.
         (tmp_path / "bad.txt").write_text("not tokenized")
         with pytest.raises(ConfigError, match=r"^this cannot be tokenized"):
-            build("bad", Slow(usual, tmp_path / "begun"), workers, "bad.txt")
+            build("bad", slow, workers, "bad.txt")
         # The machine of another process; in this test, the same machine.
         with join_cluster(workers.cluster_address) as node:
             end = time.monotonic() + 60

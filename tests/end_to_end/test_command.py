@@ -15,6 +15,7 @@ from jaxlm.commands import sample
 from jaxlm.observe.logged_run import read_run
 from jaxlm.observe.page.page import render
 from tests.observe.page_reader import Page, check_numbers
+from tests.tiers import one_of
 
 RUN = ("--config_path", "run.yaml")
 
@@ -260,7 +261,7 @@ def test_help_names_every_section(workplace, in_process):
         ),
     ],
 )
-@pytest.mark.parametrize("platform", ["cuda", "nonsense"])
+@pytest.mark.parametrize("platform", one_of(["cuda", "nonsense"]))
 def test_devices_that_cannot_be_opened_are_one_message(finished, module, arguments, platform):
     if platform == "cuda" and any(find_spec(f"jax_cuda{version}_plugin") for version in (12, 13)):
         pytest.skip("jax for GPUs is installed")

@@ -98,6 +98,7 @@ def finish(place: Workplace, devices: int, whole: tuple) -> None:
     assert not any(path.startswith("refs") for path in digest)
 
 
+@pytest.mark.soak
 def test_a_cached_teacher_gives_the_losses_of_a_live_one_and_is_loaded_once(whole):
     losses, _, place, first = whole("cached")
     check_close(losses, whole("top k")[0], 1e-6)

@@ -132,7 +132,7 @@ def check_killed(workplace, uninterrupted, mesh: str, killed: Callable[[Workplac
     return place
 
 
-@pytest.mark.parametrize("mesh", ["one device", pytest.param("fsdp 8", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("mesh", ["one device", pytest.param("fsdp 8", marks=pytest.mark.soak)])
 def test_killed_once(workplace, uninterrupted, mesh):
     before = time.time()
     place = check_killed(workplace, uninterrupted, mesh, lambda place: kill(place, mesh, 0.0))
@@ -180,7 +180,7 @@ ROUTERS = {
 }
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 @pytest.mark.parametrize("processes", one_of([1, 2]))
 @pytest.mark.parametrize("router", one_of(ROUTERS))
 def test_experts_go_on_to_the_bit(workplace, router, processes):

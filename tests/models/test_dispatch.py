@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import itertools
 from typing import Any
 
 import haliax as hax
@@ -17,6 +18,7 @@ from jaxlm.core.tracing import tracing
 from jaxlm.interop.hf.families.gpt_oss import GptOssConfig
 from jaxlm.models.families.mixtral import MixtralConfig
 from jaxlm.models.moe import Experts
+from jaxlm.models.remat import remat
 from tests.engine.helpers import AXES, one_device
 from tests.tiers import one_of
 
@@ -82,13 +84,13 @@ def layers_of(experts: Experts):
     return ((experts.gate_proj, into), (experts.up_proj, into), (experts.down_proj, out_of))
 
 
-def computed(where, experts: Experts, **options):
-    """The loss, the gradients of tokens and weights, and the router's statistics."""
+def computed(where, experts: Experts, policy: str = "none", **options):
+    """The loss, the gradients of tokens and weights, and the router's statistics. Args: policy: of remat."""
     x, segment_ids = inputs()
     is_token = hax.named((segment_ids.array != 0).astype(jnp.float32), segment_ids.axes)
 
     def loss(x, experts):
-        out, stats = experts(x, segment_ids)
+        out, stats = remat(policy, experts, scan=False)(x, segment_ids)
         ids = experts.routing(experts.router(x), segment_ids).ids
         return hax.sum(hax.sin(out) ** 2 * is_token).scalar(), (stats, out * is_token, ids)
 
@@ -118,7 +120,34 @@ def check_same(found, expected) -> None:
 def test_all_ways_compute_the_same_as_one_device(backend, num_devices, name):
     ways = {"expert_dispatch": backend} if backend in BACKENDS else {"expert_dispatch": "padded", "expert_parts": 4}
     experts = dataclasses.replace(experts_of(**CASES[name]), **ways)
-    check_same(computed(layout(num_devices), experts), alone(name))
+    policy = "none" if backend in BACKENDS else "attention"
+    check_same(computed(layout(num_devices), experts, policy), alone(name))
+
+
+@pytest.mark.slow
+def test_what_is_recomputed_has_the_choices_of_the_forward_pass():
+    """If rounding changes the router's logits, and with them which rows are whose."""
+    experts, calls, (x, segment_ids) = experts_of(k=1), itertools.count(), inputs()
+
+    class Changing(type(experts.routing)):
+        def __call__(self, logits, segment_ids):
+            places = jax.pure_callback(lambda: np.int32(next(calls)), jax.ShapeDtypeStruct((), jnp.int32))
+            return super().__call__(hax.named(jnp.roll(logits.array, places, axis=-1), logits.axes), segment_ids)
+
+    changing = dataclasses.replace(experts, routing=Changing(1, True, 0.0, 0.0))  # all shares are 1
+
+    def gradients(policy):
+        def loss(x, experts):
+            return hax.sum(hax.sin(remat(policy, experts, scan=False)(x, segment_ids)[0])).scalar()
+
+        return jax.tree.leaves(jax.grad(loss, (0, 1))(x, changing))
+
+    expected = gradients("none")
+    assert next(calls) == 1
+    calls = itertools.count()
+    for ours, theirs in zip(gradients("attention"), expected, strict=True):
+        np.testing.assert_allclose(ours, theirs, rtol=0, atol=1e-5 * max(1.0, float(np.abs(theirs).max())))
+    assert next(calls) == 2
 
 
 @pytest.mark.slow

@@ -202,7 +202,7 @@ def test_flops_of_a_model_with_dense_layers():
     assert config.flops_per_token(151936).palm == 6 * matrices + 12 * 24 * 2048 * 8192
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 @pytest.mark.parametrize("experts", [pytest.param("experts 2 x fsdp 4", marks=pytest.mark.soak), "experts over data 8"])
 def test_dense_and_expert_layers_train_the_same_on_eight_devices(experts):
     sizes = {

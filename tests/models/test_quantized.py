@@ -25,6 +25,7 @@ from jaxlm.surgery.base import SurgeryConfig
 from tests.engine.helpers import F32, MODEL, VOCAB, layout, phase
 from tests.models.conftest import TINY
 from tests.models.test_moe import mesh as experts_mesh
+from tests.tiers import one_of
 
 MODELS = {
     **TINY,
@@ -33,7 +34,7 @@ MODELS = {
     ),
 }
 # What Llama has is in one of the others.
-FAMILIES = [pytest.param("llama", marks=pytest.mark.soak), "gpt2", "mixtral"]
+FAMILIES = one_of(["mixtral", "gpt2", "llama"])
 
 
 def stands_for(model: Any) -> Any:

@@ -260,13 +260,13 @@ def after_each_step(run: TinyRun, num_microbatches: int = 1) -> list[np.ndarray]
     return found
 
 
-@slow
+@pytest.mark.soak
 def test_eight_microbatches_move_the_biases_as_one_does(whole):
     run = TinyRun(one_device(), phase(optimizer=ADAM), model=MODEL)
     np.testing.assert_array_equal(after_each_step(run, 8), whole)
 
 
-@slow
+@pytest.mark.soak
 def test_eight_devices_move_the_biases_as_one_does(whole):
     np.testing.assert_array_equal(after_each_step(TinyRun(layout(), phase(optimizer=ADAM), model=MODEL)), whole)
 

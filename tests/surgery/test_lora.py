@@ -313,7 +313,7 @@ def test_ranks_and_scales_by_layer(model, changes):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("use_dora", [True, False])
+@pytest.mark.parametrize("use_dora", one_of([True, False]))
 def test_a_layer_without_an_adapter_stays_as_it_is(model, use_dora):
     """To the last bit, after two steps with weight decay."""
     config = LoraConfig(target="attn|mlp", layers_to_transform=[1], use_dora=use_dora)

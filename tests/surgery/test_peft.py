@@ -417,7 +417,7 @@ def tuned(
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "real", [False, pytest.param(True, marks=pytest.mark.skipif(not DOLLY.exists(), reason="data"))]
+    "real", one_of([False, pytest.param(True, marks=pytest.mark.skipif(not DOLLY.exists(), reason="data"))])
 )
 def test_lora_on_instructions(tmp_path, real):
     """The base stays bit-equal, the adapters change, the loss falls; merged and in PEFT, the model is the same."""

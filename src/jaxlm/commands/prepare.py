@@ -1,7 +1,7 @@
 """Tokenizes data ahead of training, and describes the token caches.
 
     jaxlm prepare --config_path run.yaml --show_batch 0
-    jaxlm prepare --config_path chats.yaml --show_example mask.html
+    jaxlm prepare --config_path chats.yaml --show_example
     jaxlm prepare --core_bundle eval_bundle
     jaxlm prepare --core_bundle eval_bundle --core_files llm-foundry
 
@@ -14,19 +14,16 @@ needs no configuration.
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import jax
 import numpy as np
 
 from jaxlm.core.errors import ConfigError, Parser
-from jaxlm.core.redaction import write_text
 from jaxlm.data.base import TRAIN
 from jaxlm.data.batch_schedule import BatchSchedule, BatchSize
 from jaxlm.data.cache.ray_workers import tokenize_on_ray
 from jaxlm.data.data import Data
 from jaxlm.data.examples import Examples, check_signals
-from jaxlm.data.formats.preview import page_of
 from jaxlm.data.tokenizer.tokenizer import Tokenizer
 from jaxlm.engine.phases import Phase
 from jaxlm.models.base import token_leaves
@@ -58,18 +55,15 @@ def main(arguments: Sequence[str]) -> int:
     batch = "print training batch N, which step N + 1 trains on"
     parser.add_argument("--show_batch", type=int, metavar="N", help=batch)
     example = (
-        "for chats and prompts: print an example of each source with the tokens that the loss is computed on in color,"
+        "for chats and prompts: print an example of each source with the tokens that the loss is computed on in color"
     )
-    example += " or write them to a page"
-    parser.add_argument("--show_example", nargs="?", const="", metavar="FILE.html", help=example)
+    parser.add_argument("--show_example", action="store_true", help=example)
     parts = parts_of("prepare")
     for part in parts:
         part.add_options(parser)
     options, rest = parser.parse_known_args(arguments)
     if (code := run_parts(parts, options, rest)) is not None:
         return code
-    if options.show_example and not options.show_example.endswith(".html"):
-        raise ConfigError(f"--show_example: '{options.show_example}' given, a file that ends in .html expected")
     jax.config.update("jax_platforms", "cpu")  # leave accelerators free for other processes
     config = load_config(rest, "jaxlm prepare")
     refuse_dry_run(config, "jaxlm prepare makes caches")
@@ -79,8 +73,8 @@ def main(arguments: Sequence[str]) -> int:
     tokenizer, prepared = prepare(config, console)
     for title, rows in _cache_rows(prepared):
         console.log(table(title, rows))
-    if options.show_example is not None:
-        show_examples(config, tokenizer, options.show_example, console)
+    if options.show_example:
+        show_examples(config, tokenizer, console)
     if options.show_batch is not None:
         for text in batch_as_text(config, prepared, tokenizer, options.show_batch):
             console.log(text)
@@ -120,12 +114,8 @@ def prepare(config: RunConfig, console: Console) -> tuple[Tokenizer, list[Prepar
     return tokenizer, list(map(Prepared, phases, opened))
 
 
-def show_examples(config: RunConfig, tokenizer: Tokenizer, page: str, console: Console) -> None:
-    """Shows an example of each source whose format has a loss mask. Args: page: file to write; empty prints them.
-
-    Raises:
-        ConfigError: there is no such source, or the file cannot be written.
-    """
+def show_examples(config: RunConfig, tokenizer: Tokenizer, console: Console) -> None:
+    """Prints an example of each source whose format has a loss mask. Raises `ConfigError` if there is no such source."""
     sources = all_sources(*plan_phases(config))
     previews = [
         (source.key, preview)
@@ -140,14 +130,8 @@ def show_examples(config: RunConfig, tokenizer: Tokenizer, page: str, console: C
     read = {source.key: source.describe_records(TRAIN, tokenizer) for source, _ in sources}
     for key, preview in previews:
         console.log(f"{key}: trained: {preview.describe()}{f'; {read[key]}' if read[key] else ''}")
-        if not page and preview.example:
+        if preview.example:
             console.log(preview.draw(colors=console.has_colors))
-    if page:
-        try:
-            write_text(Path(page), page_of(previews))
-        except OSError as error:
-            raise ConfigError(f"--show_example: '{page}' cannot be written: {error.strerror}") from error
-        console.log(f"wrote {page}")
 
 
 def _batches(config: RunConfig) -> BatchPlan | None:

@@ -184,19 +184,27 @@ def random_tokens(shape: tuple[int, ...], vocab_size: int, seed: int) -> Columns
     return shifted_columns(tokens, everywhere, everywhere)
 
 
-def shifted_columns(ids: np.ndarray, inside: np.ndarray, is_target: np.ndarray) -> Columns:
-    """The columns of `TokenBatch` for rows that hold one document each.
+def shifted_columns(
+    ids: np.ndarray, inside: np.ndarray, is_target: np.ndarray, begins: np.ndarray | None = None
+) -> Columns:
+    """The columns of `TokenBatch`.
 
     Args:
         ids: int32 [..., seq_len + 1], the tokens; 0 where none is.
         inside: bool, likewise: where a token is.
         is_target: likewise: which of them are targets.
+        begins: likewise: where a document begins, in each row at the first token; None for one document per row.
     """
     is_input = inside[..., :-1]
+    segment_ids, positions = is_input.astype(np.int32), np.arange(is_input.shape[-1], dtype=np.int32)
+    if begins is not None:
+        is_first = begins[..., :-1]
+        segment_ids = is_first.cumsum(axis=-1, dtype=np.int32) * is_input
+        positions = positions - np.maximum.accumulate(np.where(is_first, positions, 0), axis=-1)
     return {
         "tokens": ids[..., :-1].copy(),
         "targets": ids[..., 1:].copy(),
         "loss_mask": is_target[..., 1:].astype(np.float32),
-        "segment_ids": is_input.astype(np.int32),
-        "positions": np.arange(is_input.shape[-1], dtype=np.int32) * is_input,
+        "segment_ids": segment_ids,
+        "positions": positions * is_input,
     }

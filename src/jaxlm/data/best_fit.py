@@ -32,7 +32,7 @@ import numpy as np
 
 from jaxlm.core.field_types import PositiveInt
 from jaxlm.data.base import given
-from jaxlm.data.batch import Columns
+from jaxlm.data.batch import Columns, shifted_columns
 from jaxlm.data.cache.derived_arrays import ROW_INDEX, RowIndex
 from jaxlm.data.cache.token_cache import TokenCache
 from jaxlm.data.examples import Examples, documents_as_text
@@ -454,21 +454,8 @@ class BestFitSequences(Examples):
         is_target[row[is_rest], column[is_rest]] = False
         if self._ignored_id is not None:
             is_target &= ids != self._ignored_id
-        inputs, shifted = slice(None, -1), slice(1, None)
-        is_input = inside[:, inputs]
-        positions = np.broadcast_to(np.arange(self.seq_len, dtype=np.int32), is_input.shape)
-        segment_ids = is_input.astype(np.int32)
-        if self._config.document_mask:
-            begins = self._begins(row, column, inside)[:, inputs]
-            segment_ids = begins.cumsum(axis=1, dtype=np.int32) * is_input
-            positions = positions - np.maximum.accumulate(np.where(begins, positions, 0), axis=1)
-        return {
-            "tokens": ids[:, inputs].copy(),
-            "targets": ids[:, shifted].copy(),
-            "loss_mask": is_target[:, shifted].astype(np.float32),
-            "segment_ids": segment_ids,
-            "positions": positions * is_input,
-        }
+        begins = self._begins(row, column, inside) if self._config.document_mask else None
+        return shifted_columns(ids, inside, is_target, begins)
 
     def show(self, index: int, tokenizer: Any) -> Iterator[str]:
         indices = np.array([index])

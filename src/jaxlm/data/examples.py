@@ -12,8 +12,7 @@ from jaxlm.core.errors import ConfigError
 from jaxlm.data.batch import Columns
 from jaxlm.data.cache.token_cache import TokenCache
 from jaxlm.data.formats.base import TRUNCATION_TEXT, Truncation
-
-_MASKED = ("⟦", "⟧")
+from jaxlm.data.formats.segments import with_brackets
 
 
 class Examples(abc.ABC):
@@ -108,11 +107,15 @@ class ContiguousExamples(Examples):
 
 
 class WrappedExamples(Examples):
-    """Wraps other examples. Subclasses change what is read from them."""
+    """Wraps other examples. Subclasses change what is read from them, or which of them an index stands for."""
 
     def __init__(self, examples: Examples):
         self.cache, self.seq_len, self.arrangement = examples.cache, examples.seq_len, examples.arrangement
         self._examples = examples
+
+    def _of(self, indices: np.ndarray) -> np.ndarray:
+        """The indices of the wrapped examples."""
+        return indices
 
     def __len__(self) -> int:
         return len(self._examples)
@@ -132,19 +135,19 @@ class WrappedExamples(Examples):
         return self._examples.num_apart_from(first)
 
     def starts(self, indices: np.ndarray) -> np.ndarray:
-        return self._examples.starts(indices)
+        return self._examples.starts(self._of(indices))
 
     def target_positions(self, indices: np.ndarray) -> np.ndarray:
-        return self._examples.target_positions(indices)
+        return self._examples.target_positions(self._of(indices))
 
     def read_ahead(self, indices: np.ndarray) -> None:
-        self._examples.read_ahead(indices)
+        self._examples.read_ahead(self._of(indices))
 
     def read(self, indices: np.ndarray) -> Columns:
-        return self._examples.read(indices)
+        return self._examples.read(self._of(indices))
 
     def show(self, index: int, tokenizer: Any) -> Iterator[str]:
-        return self._examples.show(index, tokenizer)
+        return self._examples.show(int(self._of(np.array(index))), tokenizer)
 
 
 class ExampleRange(WrappedExamples):
@@ -157,23 +160,11 @@ class ExampleRange(WrappedExamples):
     def __len__(self) -> int:
         return len(self._range)
 
-    def starts(self, indices: np.ndarray) -> np.ndarray:
-        return super().starts(indices + self._range.start)
-
-    def target_positions(self, indices: np.ndarray) -> np.ndarray:
-        return super().target_positions(indices + self._range.start)
-
-    def read_ahead(self, indices: np.ndarray) -> None:
-        super().read_ahead(indices + self._range.start)
-
-    def read(self, indices: np.ndarray) -> Columns:
-        return super().read(indices + self._range.start)
+    def _of(self, indices: np.ndarray) -> np.ndarray:
+        return indices + self._range.start
 
     def read_drawn(self, indices: np.ndarray, epochs: np.ndarray, numbers: np.ndarray) -> Columns:
-        return self._examples.read_drawn(indices + self._range.start, epochs, numbers)
-
-    def show(self, index: int, tokenizer: Any) -> Iterator[str]:
-        return super().show(index + self._range.start, tokenizer)
+        return self._examples.read_drawn(self._of(indices), epochs, numbers)
 
 
 def no_targets_within(cache: TokenCache, seq_len: int, key: str, split: str, truncation: Truncation) -> str:
@@ -218,8 +209,8 @@ def documents_as_text(row: Columns, tokenizer: Any) -> Iterator[tuple[int, str]]
     for segment in range(1, int(segments.max()) + 1):
         (positions,) = np.nonzero(segments == segment)
         runs = itertools.groupby(positions.tolist(), key=lambda position: bool(is_target[position]))
-        texts = [(target, tokenizer.decode(ids[list(run)].tolist(), special=True)) for target, run in runs]
-        yield int(positions[0]), "".join(text if target else text.join(_MASKED) for target, text in texts)
+        texts = ((target, tokenizer.decode(ids[list(run)].tolist(), special=True)) for target, run in runs)
+        yield int(positions[0]), with_brackets(texts)
 
 
 def split_off(examples: Examples, num_held_out: int, key: str) -> tuple[Examples, Examples]:

@@ -9,7 +9,7 @@ as a hash of a counter (Steele et al. 2014), and the radical inverse of van der 
 """
 
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
@@ -413,30 +413,17 @@ class MaskedExamples(WrappedExamples):
         masked = f"tokens of each sequence are hidden {ways}"
         return masked if self._examples.summary is None else f"{self._examples.summary}; {masked}"
 
-    def starts(self, indices: np.ndarray) -> np.ndarray:
-        return self._examples.starts(self._of(indices))
+    def _of(self, indices: np.ndarray) -> np.ndarray:
+        return indices // (self._num_replicas or 1)
 
     def target_positions(self, indices: np.ndarray) -> np.ndarray:
-        return self._examples.target_positions(self._of(indices)) - 1  # a token is its own target
-
-    def read_ahead(self, indices: np.ndarray) -> None:
-        self._examples.read_ahead(self._of(indices))
+        return super().target_positions(indices) - 1  # a token is its own target
 
     def read(self, indices: np.ndarray) -> Columns:
         return self._masked(self._of(indices), indices % (self._num_replicas or 1), indices)
 
     def read_drawn(self, indices: np.ndarray, epochs: np.ndarray, numbers: np.ndarray) -> Columns:
         return self.read(indices) if self._num_replicas is not None else self._masked(indices, epochs, numbers)
-
-    def show(self, index: int, tokenizer: Any) -> Iterator[str]:
-        return self._examples.show(index // (self._num_replicas or 1), tokenizer)
-
-    def num_apart_from(self, first: int) -> int:
-        return self._examples.num_apart_from(first)
-
-    def _of(self, indices: np.ndarray) -> np.ndarray:
-        """The numbers of the examples."""
-        return indices // (self._num_replicas or 1)
 
     def _masked(self, indices: np.ndarray, draws: np.ndarray, order: np.ndarray) -> Columns:
         """Args: order: numbers over any range of which times are spread evenly."""

@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 
 from jaxlm.data.base import given
+from jaxlm.data.batch import Columns, shifted_columns
 from jaxlm.data.cache.token_cache import TokenCache
 from jaxlm.data.examples import ContiguousExamples, documents_as_text
 from jaxlm.data.formats.base import TRUNCATION_TEXT, Truncation
@@ -159,7 +160,7 @@ class PackedSequences(ContiguousExamples):
     def starts(self, indices: np.ndarray) -> np.ndarray:
         return indices * self._windows.stride if self.packed is None else self.packed.starts[indices]
 
-    def read(self, indices: np.ndarray) -> dict[str, np.ndarray]:
+    def read(self, indices: np.ndarray) -> Columns:
         """The columns of `TokenBatch`, [len(indices), seq_len] each."""
         starts = self.starts(indices)
         ends = np.full_like(starts, self.cache.num_tokens) if self.packed is None else self.packed.ends[indices]
@@ -176,15 +177,7 @@ class PackedSequences(ContiguousExamples):
             is_target &= self.cache.read_target_mask(starts, self.seq_len + 1)
         if self._ignored_id is not None:
             is_target &= ids != self._ignored_id
-        inputs, shifted = slice(None, -1), slice(1, None)
-        segment_start = np.maximum.accumulate(np.where(begins[:, inputs], columns[inputs], 0), axis=1)
-        return {
-            "tokens": ids[:, inputs].copy(),
-            "targets": ids[:, shifted].copy(),
-            "loss_mask": is_target[:, shifted].astype(np.float32),
-            "segment_ids": begins[:, inputs].cumsum(axis=1, dtype=np.int32) * inside[:, inputs],
-            "positions": (columns[inputs] - segment_start) * inside[:, inputs],
-        }
+        return shifted_columns(ids, inside, is_target, begins)
 
     def show(self, index: int, tokenizer: Any) -> Iterator[str]:
         row = {name: column[0] for name, column in self.read(np.array([index])).items()}

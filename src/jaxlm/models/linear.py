@@ -111,6 +111,7 @@ class ExpertMatrices(eqx.Module):
         *,
         share_P1: jax.Array | None = None,
         any_rest: bool = False,
+        any_gradient: bool = False,
     ) -> jax.Array:
         """Applies its expert's layer to each row.
 
@@ -118,9 +119,9 @@ class ExpertMatrices(eqx.Module):
             grouping: which rows are whose (`Grouping`).
             products: how they are multiplied, as in `Grouping.dot`.
             share_P1: factors of the biases of rows; None for 1.
-            any_rest: rows of no expert may be anything.
+            any_rest, any_gradient: rows of no expert, and their gradients, may be anything.
         """
-        out_PO = grouping.dot(x_PI, self.weight_EIO, products, any_rest=any_rest)
+        out_PO = grouping.dot(x_PI, self.weight_EIO, products, any_rest=any_rest, any_gradient=any_gradient)
         return grouping.shifted(out_PO, self.bias_EO, share_P1)
 
     def once(self, sharding: Any) -> "ExpertMatrices":

@@ -118,7 +118,11 @@ class Experts(eqx.Module):
     def _local_experts(self, sent: Dispatched, gate, up, down) -> jax.Array:
         """The outputs of this device's experts."""
         how = (sent.grouping, self.expert_products)
-        gate_PM, up_PM = (checkpoint_name(layer.dot(sent.rows_PD, *how), EXPERT) for layer in (gate, up))
+        # The gradients of `rows` are only read where there are rows.
+        gate_PM, up_PM = (
+            checkpoint_name(layer.dot(rows_PD, *how, any_gradient=True), EXPERT)
+            for layer, rows_PD in zip((gate, up), sent.rows, strict=True)
+        )
         hidden_PM = (
             gated(self.activation, gate_PM, up_PM) if self.clamp is None else clamped(self.clamp, gate_PM, up_PM)
         )

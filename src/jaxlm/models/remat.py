@@ -15,8 +15,8 @@
              and everything in the others
     auto     the first of the platform's policies that fits into memory, decided when the step is compiled
 
-Parameters are never saved a second time. Second derivatives always use `full`: attention then has no kernel, and its
-[T, T] weights of each head would be saved for all layers.
+All but `full` save which experts tokens chose. Parameters are never saved a second time. Second derivatives always use
+`full`: attention then has no kernel, and its [T, T] weights of each head would be saved for all layers.
 """
 
 import dataclasses
@@ -100,6 +100,9 @@ RematPolicy = str | tuple[str, ...] | RematModules | RematOffload
 AUTO, NONE, CHEAP, FULL = "auto", "none", "cheap", "full"  # and ATTENTION, which is also the name of an activation
 QUERY, KEY, VALUE, MLP, EXPERT, RESIDUAL = "query", "key", "value", "mlp", "expert", "residual"
 NAMES = (QUERY, KEY, VALUE, ATTENTION, MLP, EXPERT, STATE)
+CHOSEN = "chosen"
+"""The experts that tokens chose, and the order of rows that follows: integers, which every policy except `full` saves. They
+are the same when rows are recomputed, and gradients are sent to the experts meanwhile."""
 ADAPTED = "adapted"
 """The output of a layer with an adapter. Without it, `cheap` would save the products of layer and adapter, not their sum."""
 _POLICIES = (AUTO, NONE, CHEAP, ATTENTION, FULL)
@@ -269,16 +272,18 @@ def _policy(remat_policy: RematPolicy) -> Callable[..., bool] | None:
         return _all_but_parameters
     if remat_policy == CHEAP:
         return policies.save_from_both_policies(
-            policies.dots_saveable, policies.save_only_these_names(ATTENTION, STATE, EXPERT, NORM, FP8_SCALE, ADAPTED)
+            policies.dots_saveable,
+            policies.save_only_these_names(ATTENTION, STATE, EXPERT, CHOSEN, NORM, FP8_SCALE, ADAPTED),
         )
     if isinstance(remat_policy, RematOffload):
         return policies.save_and_offload_only_these_names(
-            names_which_can_be_saved=list(remat_policy.save),
+            names_which_can_be_saved=[*remat_policy.save, CHOSEN],
             names_which_can_be_offloaded=list(remat_policy.offload),
             offload_src="device",
             offload_dst=HOST_MEMORY,
         )
-    return policies.save_only_these_names(*((ATTENTION, STATE) if remat_policy == ATTENTION else remat_policy))
+    names = (ATTENTION, STATE) if remat_policy == ATTENTION else remat_policy
+    return policies.save_only_these_names(*names, CHOSEN)
 
 
 # Operations on parameters before a matrix product. Saving their results would keep a second copy of all layers (under

@@ -26,6 +26,7 @@ from jaxlm.core.parameters import VECTOR, DeclaresParameters, Parameter, SignUpd
 from jaxlm.core.tracing import CustomVjp
 from jaxlm.core.values.sums import Sum
 from jaxlm.models.base import AuxLoss
+from jaxlm.models.remat import CHOSEN, checkpoint_name
 
 
 class RouterStats(eqx.Module):
@@ -252,4 +253,4 @@ def _ordered(by_expert: NamedArray) -> NamedArray:
 
 def _routes(share_BSK: jax.Array, ids_BSK: jax.Array, stats: RouterStats, segment_ids: NamedArray) -> Routes:
     axes = (segment_ids.resolve_axis(BATCH), segment_ids.resolve_axis(POSITION), Axis(CHOICES, ids_BSK.shape[-1]))
-    return Routes(NamedArray(ids_BSK, axes), NamedArray(share_BSK, axes), stats)
+    return Routes(checkpoint_name(NamedArray(ids_BSK, axes), CHOSEN), NamedArray(share_BSK, axes), stats)

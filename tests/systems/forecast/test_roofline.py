@@ -97,6 +97,24 @@ ENTRY %main (q: bf16[2,64,8,16], k: bf16[2,{num_keys},2,16]) -> bf16[2,64,8,16] 
     assert roofline(text, Speed(1.0, 400.0, 1.0, 560.0)) == Seconds(attention=pytest.approx(flops / rate))
 
 
+@pytest.mark.parametrize(
+    ("window", "tiles"), [(128, 1 + 31 * 2), (129, 1 + 31 * 2), (130, 1 + 2 + 30 * 3), (4096, 512)]
+)
+@pytest.mark.parametrize(("kind", "passes"), [("", 1), ("Backward", 2.5)])
+def test_attention_with_a_window_counts_the_tiles_that_it_touches(window, tiles, kind, passes):
+    line = ATTENTION.format(kind=kind).replace('"64", "64"', '"4096", "4096"')
+    text = f"""HloModule m
+
+ENTRY %main (q: bf16[2,4096,8,16], k: bf16[2,4096,2,16]) -> bf16[2,4096,8,16] {{
+  %q = bf16[2,4096,8,16]{{3,2,1,0}} parameter(0)
+  %k = bf16[2,4096,2,16]{{3,2,1,0}} parameter(1)
+  ROOT %f = bf16[2,4096,8,16]{{3,2,1,0}} {line.replace('"mask_type"', f'"sliding_window_length": {window}, "mask_type"')}
+}}
+"""
+    assert roofline(text, FLOPS_ONLY) == Seconds(attention=passes * 4 * (2 * 8 * tiles * 128**2) * 16)
+    assert roofline(text, BYTES_ONLY) == Seconds(attention=2 * 2 * 4096 * (8 + 2 + 2 + 8) * 16), "the longer of both"
+
+
 def test_attention_and_choices():
     text = f"""HloModule m
 

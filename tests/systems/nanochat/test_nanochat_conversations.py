@@ -9,6 +9,7 @@ import pytest
 from jaxlm.core.errors import ConfigError
 from jaxlm.data.best_fit import BestFitConfig
 from jaxlm.data.formats.chat import ChatFormat
+from jaxlm.data.formats.segments import Segment, Segments
 from jaxlm.data.sources.record_files import TextFile
 from jaxlm.data.tokenizer.chat_template import ChatTemplate
 from jaxlm.data.tokenizer.templates import NANOCHAT_TOKENS, template_of_tokens
@@ -101,7 +102,9 @@ def transcribed(tokenizer: Tokenizer, messages: list[dict]) -> tuple[list[int], 
 def encoded(tokenizer: Tokenizer, messages: list[dict], **keys) -> tuple[list[int], list[bool]]:
     config = ChatFormat(chat_template="nanochat", **keys)
     encoder = config.encoder(tokenizer, bos=True, eos=True, key="data.format")
-    (tokens,) = encoder.encode([encoder.template.render(messages, "here", mark=config.mask_user_turns)])
+    rendered = encoder.template.render(messages, "here", mark=config.mask_user_turns)
+    segment = Segment(rendered.text, spans=rendered.target_spans)
+    (tokens,) = encoder.encode([Segments([[segment]], is_rendered=True)])
     return tokens.ids.tolist(), tokens.target_mask.tolist()
 
 

@@ -156,7 +156,7 @@ def test_tokens_see_both_sides_of_their_own_document(model):
     assert differs[0].tolist() == [True] * 7 + [False] * 9
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_the_step_is_the_same_on_one_and_on_eight_devices_and_with_microbatches():
     """The first step of each, so that Adam's first moment compares gradients."""
     config = dataclasses.replace(MODEL, use_bidirectional_attention=True)

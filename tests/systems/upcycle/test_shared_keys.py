@@ -145,7 +145,7 @@ def test_scores_have_the_size_that_they_have_in_separate_keys():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("num_keys", one_of([2, 1]))
-@pytest.mark.parametrize("config", [*EXACT.values(), WIDE], ids=[*EXACT, "four heads"])
+@pytest.mark.parametrize("config", one_of([WIDE, *EXACT.values()], but=3), ids=["four heads", *EXACT])
 def test_as_many_features_as_all_heads_have_change_nothing(config, num_keys):
     model = built(config)
     shared, head = config.num_kv_heads // num_keys, config.hidden_dim // config.num_heads

@@ -23,7 +23,8 @@ from jaxlm.core.safe_io import atomic_file, read_bytes
 from jaxlm.data.base import Log
 from jaxlm.data.cache.artifacts import Files, Key
 from jaxlm.data.cache.token_cache import GROUPS, NUMBERS, OFFSETS, TARGETS, TOKENS
-from jaxlm.data.formats.base import Encoder, RawContent, TokenizedText
+from jaxlm.data.formats.base import Encoder
+from jaxlm.data.formats.segments import RawContent, TokenizedText
 from jaxlm.data.sources.record_files import TextFile, file_digests
 
 _SHARD_CHARACTERS = 1 << 22  # at most this much work is lost if the process is killed

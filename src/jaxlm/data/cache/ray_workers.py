@@ -25,7 +25,8 @@ from jaxlm.core.runtime import all_processes, from_main, is_main_process, main_o
 from jaxlm.data.base import Log
 from jaxlm.data.cache.build import EncodingPool, Workers
 from jaxlm.data.config import DataConfig
-from jaxlm.data.formats.base import Encoder, TokenizedText
+from jaxlm.data.formats.base import Encoder
+from jaxlm.data.formats.segments import TokenizedText
 from jaxlm.data.tokenizer.tokenizer import Tokenizer
 
 _CONNECT_S = 10

@@ -8,9 +8,11 @@ from typing import Any, ClassVar, Literal, NamedTuple
 import draccus
 import numpy as np
 
+from jaxlm.data.formats.segments import RawContent, Segment, Segments, TokenizedText, tokenize
 from jaxlm.data.sources.document_files import has_records
 from jaxlm.data.sources.record_files import TextFile
-from jaxlm.data.tokenizer.tokenizer import Tokenizer
+from jaxlm.data.tokenizer.chat_template import ChatTemplate
+from jaxlm.data.tokenizer.tokenizer import Tokenizer, boundary_ids
 from jaxlm.reading.choices import Registry
 from jaxlm.reading.decode import encode
 
@@ -37,64 +39,6 @@ TRUNCATION_TEXT: Mapping[Truncation, Fate] = {
     "keep_end": Fate("truncated at the beginning", "lose their beginnings", "the beginning"),
     "drop_overlength": Fate("left out", "are left out", "the end"),
 }
-
-
-class RawContent(NamedTuple):
-    """A document before tokenization.
-
-    Attributes:
-        content: the document in whatever form the format's encoder expects.
-        size: approximate number of characters.
-        num_bytes: bytes of its text.
-        position: how many bytes of the file have been read after this document.
-        where: the file and the line, record or row, for messages; empty if they are not needed.
-        group: the number of its row group in a Parquet file of texts; 0 in other files.
-    """
-
-    content: Any
-    size: int
-    num_bytes: int
-    position: int
-    where: str = ""
-    group: int = 0
-
-
-class TokenizedText(NamedTuple):
-    """A tokenized document.
-
-    Attributes:
-        ids: int32 [tokens].
-        target_mask: bool [tokens], true where the loss is computed on a token; None means all tokens.
-        numbers: float32 [N], numbers that belong to the document, N for every document; None means none.
-    """
-
-    ids: np.ndarray
-    target_mask: np.ndarray | None = None
-    numbers: np.ndarray | None = None
-
-
-class Encoder(abc.ABC):
-    """A format bound to a tokenizer."""
-
-    @abc.abstractmethod
-    def read(self, file: TextFile) -> Iterator[RawContent]:
-        """The documents of a file.
-
-        Raises:
-            ConfigError: a record cannot be read. The message names the file and the line, record or row.
-        """
-
-    @abc.abstractmethod
-    def encode(self, contents: Sequence[Any]) -> list[TokenizedText | None]:
-        """Tokenizes documents; None for a document without target tokens. Must be thread-safe."""
-
-    def cache_key(self) -> dict[str, Any]:
-        """Whatever determines the tokens besides the format and the tokenizer, as plain JSON."""
-        return {}
-
-    @abc.abstractmethod
-    def no_targets_message(self) -> str:
-        """The error message if no document that was read has a target token, with advice."""
 
 
 @dataclass(frozen=True)
@@ -154,8 +98,7 @@ class FormatConfig(Registry, draccus.ChoiceRegistry, abc.ABC):
         """The key `chat_template`, which may be the path of a .jinja file; None without it, or in formats that have none."""
         return getattr(self, "chat_template", None)
 
-    @abc.abstractmethod
-    def encoder(self, tokenizer: Tokenizer, *, bos: bool | None, eos: bool, key: str) -> Encoder:
+    def encoder(self, tokenizer: Tokenizer, *, bos: bool | None, eos: bool, key: str) -> "Encoder":
         """Binds the format to a tokenizer.
 
         Args:
@@ -165,6 +108,27 @@ class FormatConfig(Registry, draccus.ChoiceRegistry, abc.ABC):
         Raises:
             ConfigError: the tokenizer lacks something the format needs.
         """
+        template, nothing = self.template(tokenizer, key), np.zeros(0, np.int32)
+        if self.bos_policy not in ("text", "prompt"):
+            return Encoder(self, key, tokenizer, template, nothing, nothing)
+        ends = eos and self.produces != "prompts"  # a prompt goes on
+        return Encoder(self, key, tokenizer, template, *boundary_ids(tokenizer, bos=bos, eos=ends))
+
+    def template(self, tokenizer: Tokenizer, key: str) -> ChatTemplate | None:
+        """The chat template for messages; None if there is none. Args: key: as for `encoder`. Raises like `encoder`."""
+        return None
+
+    @abc.abstractmethod
+    def read(self, file: TextFile, encoder: "Encoder") -> Iterator[RawContent]:
+        """Reads the documents of a file.
+
+        Raises:
+            ConfigError: a record cannot be read. The message names the file and the line, record or row.
+        """
+
+    @abc.abstractmethod
+    def no_targets_message(self, encoder: "Encoder") -> str:
+        """The error message if no document that was read has a target token, with advice."""
 
     @abc.abstractmethod
     def texts(self, file: TextFile) -> Iterator[str]:
@@ -185,6 +149,44 @@ class FormatConfig(Registry, draccus.ChoiceRegistry, abc.ABC):
 
 # Options that determine the sequences and not the tokens.
 _NOT_IN_KEY = ("pack", "truncation")
+
+
+@dataclass(frozen=True)
+class Encoder:
+    """A format bound to a tokenizer.
+
+    Attributes:
+        key: config path of the format, for messages.
+        template: renders messages; None if the format or the tokenizer has none.
+        before, after: ids to put around texts.
+    """
+
+    format: FormatConfig
+    key: str
+    tokenizer: Tokenizer
+    template: ChatTemplate | None
+    before: np.ndarray
+    after: np.ndarray
+
+    def read(self, file: TextFile) -> Iterator[RawContent]:
+        """Reads the documents of a file. Raises like `FormatConfig.read`."""
+        return self.format.read(file, self)
+
+    def encode(self, contents: Sequence[Segments]) -> list[TokenizedText | None]:
+        """Tokenizes documents; None for a document without target tokens. Thread-safe."""
+        return tokenize(contents, self.tokenizer)
+
+    def framed(self, *texts: Segment) -> tuple[Segment, ...]:
+        """A sequence of texts between the ids `before` and `after`, which are trained as the text beside them is."""
+        return (Segment(self.before, texts[0].trained), *texts, Segment(self.after, texts[-1].trained))
+
+    def cache_key(self) -> dict[str, Any]:
+        """Whatever determines the tokens besides the format and the tokenizer, as plain JSON."""
+        return {} if self.template is None else self.template.cache_key()
+
+    def no_targets_message(self) -> str:
+        """The error message if no document that was read has a target token, with advice."""
+        return self.format.no_targets_message(self)
 
 
 @dataclass(frozen=True)

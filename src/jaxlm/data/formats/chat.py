@@ -8,11 +8,10 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any, ClassVar, TypeGuard
 
-import numpy as np
-
 from jaxlm.core.errors import ConfigError, listed
 from jaxlm.core.safe_io import parse_json
-from jaxlm.data.formats.base import Begin, Encoder, FormatConfig, MaskedFormat, RawContent, TokenizedText
+from jaxlm.data.formats.base import Begin, Encoder, FormatConfig, MaskedFormat
+from jaxlm.data.formats.segments import RawContent, Segment, Segments
 from jaxlm.data.sources.record_files import Record, TextFile
 from jaxlm.data.tokenizer.chat_template import ChatTemplate
 from jaxlm.data.tokenizer.rendering import GIVEN, ToolArguments
@@ -61,15 +60,42 @@ class ConversationFormat(MaskedFormat):
     def messages(self, record: Record) -> Messages:
         """The conversation of a record. Raises `ConfigError` if it has none."""
 
-    def encoder(self, tokenizer: Tokenizer, *, bos: bool | None, eos: bool, key: str) -> Encoder:
-        del bos, eos
+    def template(self, tokenizer: Tokenizer, key: str) -> ChatTemplate:
         template = ChatTemplate.load(self.chat_template, tokenizer, f"{key}.chat_template")
         if self.tools_field is not None and TOOLS not in template.reads.variables:
             raise ConfigError(
                 f"{key}.tools_field: '{self.tools_field}' given, but the chat template reads no tools. Remove it, or set"
                 " chat_template to one that has the variable `tools`"
             )
-        return ChatEncoder(self, template, tokenizer, key)
+        return template
+
+    def read(self, file: TextFile, encoder: Encoder) -> Iterator[RawContent]:
+        template = encoder.template
+        assert template is not None, "see `template`"
+        for record, messages in self.conversations(file):
+            mark, untrained = self.mask_user_turns, _untrained(messages, record.where)
+            if untrained and not mark:
+                raise ConfigError(
+                    f"{record.where}: message {untrained[0] + 1} is not to be trained, but {encoder.key}.mask_user_turns is"
+                    " false, which trains every token. Set it to true, or remove the record"
+                )
+            variables = template_variables(record, template, self.tools_field or TOOLS)
+            rendered = template.render(messages, record.where, mark=mark, variables=variables, without=untrained)
+            segment = Segment(rendered.text, spans=rendered.target_spans)
+            yield RawContent.of(record, (rendered.text,), Segments([[segment]], is_rendered=True))
+
+    def no_targets_message(self, encoder: Encoder) -> str:
+        template = encoder.template
+        assert template is not None, "see `template`"
+        if template.reads.marks:
+            why = "its {% generation %} block is empty in all of them. Fix the block, or remove it: the loss is then"
+            why += " computed on what each assistant message adds to the conversation"
+        else:
+            why = "none of their messages has the role 'assistant' and text that the template renders"
+        return (
+            f"{encoder.key}: the chat template ({template.origin}) marks no assistant tokens in the conversations read so"
+            f" far: {why}. Or set mask_user_turns to false to compute the loss on every token"
+        )
 
     def texts(self, file: TextFile) -> Iterator[str]:
         for _, messages in self.conversations(file):
@@ -98,53 +124,6 @@ class ChatFormat(ConversationFormat):
 
     def messages(self, record: Record) -> Messages:
         return given_messages(record, self.messages_field)
-
-
-@dataclass(frozen=True)
-class ChatEncoder(Encoder):
-    """Renders and tokenizes conversations."""
-
-    config: ConversationFormat
-    template: ChatTemplate
-    tokenizer: Tokenizer
-    key: str
-
-    def read(self, file: TextFile) -> Iterator[RawContent]:
-        for record, messages in self.config.conversations(file):
-            mark, untrained = self.config.mask_user_turns, _untrained(messages, record.where)
-            if untrained and not mark:
-                raise ConfigError(
-                    f"{record.where}: message {untrained[0] + 1} is not to be trained, but {self.key}.mask_user_turns is"
-                    " false, which trains every token. Set it to true, or remove the record"
-                )
-            variables = template_variables(record, self.template, self.config.tools_field or TOOLS)
-            rendered = self.template.render(messages, record.where, mark=mark, variables=variables, without=untrained)
-            yield RawContent(rendered, len(rendered.text), len(rendered.text.encode()), record.position, record.where)
-
-    def encode(self, contents: Sequence[Any]) -> list[TokenizedText | None]:
-        encoded = self.tokenizer.encode_with_offsets([rendered.text for rendered in contents])
-        tokens = []
-        for rendered, (ids, begins, ends) in zip(contents, encoded, strict=True):
-            target_mask = np.zeros(len(ids), bool)
-            for begin, end in rendered.target_spans:
-                target_mask |= (begins < end) & (ends > begin)
-            # The first token of a document is never a target.
-            tokens.append(TokenizedText(ids, target_mask) if target_mask[1:].any() else None)
-        return tokens
-
-    def cache_key(self) -> dict[str, Any]:
-        return self.template.cache_key()
-
-    def no_targets_message(self) -> str:
-        if self.template.reads.marks:
-            why = "its {% generation %} block is empty in all of them. Fix the block, or remove it: the loss is then"
-            why += " computed on what each assistant message adds to the conversation"
-        else:
-            why = "none of their messages has the role 'assistant' and text that the template renders"
-        return (
-            f"{self.key}: the chat template ({self.template.origin}) marks no assistant tokens in the conversations read so"
-            f" far: {why}. Or set mask_user_turns to false to compute the loss on every token"
-        )
 
 
 def are_messages(value: Any) -> TypeGuard[Messages]:

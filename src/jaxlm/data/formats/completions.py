@@ -7,30 +7,20 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Any, ClassVar, NamedTuple
 
-import numpy as np
 from annotated_types import Interval
 
 from jaxlm.core.errors import ConfigError, counted, listed, shown
 from jaxlm.core.field_types import LARGEST_INT, is_float32, what_float32_needs
 from jaxlm.core.rules import Rules, only
-from jaxlm.data.formats.base import (
-    Begin,
-    Encoder,
-    FormatConfig,
-    MaskedFormat,
-    RawContent,
-    RecordsFormat,
-    TokenizedText,
-    Truncation,
-)
+from jaxlm.data.formats.base import Begin, Encoder, FormatConfig, MaskedFormat, RecordsFormat, Truncation
 from jaxlm.data.formats.chat import OF_TEMPLATE, Messages, are_messages, for_template, plain_text, template_variables
+from jaxlm.data.formats.segments import RawContent, Segment, Segments
 from jaxlm.data.sources.record_files import Record, TextFile
 from jaxlm.data.tokenizer.chat_template import ChatTemplate
-from jaxlm.data.tokenizer.tokenizer import Tokenizer, boundary_ids
+from jaxlm.data.tokenizer.tokenizer import Tokenizer
 from jaxlm.reading.choices import choice
 
 _SYSTEM, _USER, _ASSISTANT = "system", "user", "assistant"
-_Sequence = tuple[np.ndarray, np.ndarray]  # ids of a prompt and a completion
 
 
 class Completions(NamedTuple):
@@ -42,16 +32,12 @@ class Completions(NamedTuple):
         completions: texts, or lists of messages, equally many for all records of a source.
         is_rendered: a chat template wrote all special tokens; otherwise BOS and EOS are added and the texts have none.
         numbers: numbers that belong to the record.
-        trains_prompt: compute the loss on the prompt too.
-        trains_empty: train a completion without text, of which only EOS is left.
     """
 
     prompt: Any
     completions: tuple[Any, ...]
     is_rendered: bool = False
     numbers: tuple[float, ...] = ()
-    trains_prompt: bool = False
-    trains_empty: bool = True
 
 
 @dataclass(frozen=True)
@@ -67,26 +53,42 @@ class PromptedFormat(RecordsFormat):
 
     chat_template: str | None = field(default=None, kw_only=True)
 
-    def encoder(self, tokenizer: Tokenizer, *, bos: bool | None, eos: bool, key: str) -> Encoder:
-        template = template_of(self, tokenizer, key)
-        return CompletionsEncoder(self, key, tokenizer, template, *boundary_ids(tokenizer, bos=bos, eos=eos))
+    def template(self, tokenizer: Tokenizer, key: str) -> ChatTemplate | None:
+        return template_of(self, tokenizer, key)
+
+    def read(self, file: TextFile, encoder: Encoder) -> Iterator[RawContent]:
+        for record in self.records(file):
+            content = rendered(record, self.completions(record), self.keys, encoder.template)
+            sequences = [
+                self.segments(content.prompt, one, encoder, content.is_rendered) for one in content.completions
+            ]
+            if not content.is_rendered:
+                sequences = [encoder.framed(*segments) for segments in sequences]
+            segments = Segments(sequences, content.is_rendered, numbers=content.numbers)
+            yield RawContent.of(record, (content.prompt, *content.completions), segments)
 
     def texts(self, file: TextFile) -> Iterator[str]:
         for record in self.records(file):
             content = self.completions(record)
             yield from (plain_text(content.prompt or "") + plain_text(one) for one in content.completions)
 
-    @abc.abstractmethod
+    @property
+    def optional_keys(self) -> tuple[str, ...]:
+        """The keys that a record may lack."""
+        return ()
+
     def records(self, file: TextFile) -> Iterator[Record]:
         """Reads the records of a file."""
+        optional = self.optional_keys
+        return file.records([key for key in self.keys if key not in optional], [*optional, *OF_TEMPLATE])
 
     @abc.abstractmethod
     def completions(self, record: Record) -> Completions:
         """The prompt and the completions of a record, as it has them. Raises `ConfigError` if it has none."""
 
     @abc.abstractmethod
-    def nothing_to_train_on(self) -> str:
-        """Says what is missing if no record has a prompt and completions, with advice, for the error message."""
+    def segments(self, prompt: str, completion: str, encoder: Encoder, is_rendered: bool) -> tuple[Segment, Segment]:
+        """The segments of a prompt and a completion as texts."""
 
 
 @dataclass(frozen=True)
@@ -98,10 +100,15 @@ class CompletionsFormat(PromptedFormat):
     def num_completions(self) -> int:
         """Number of completions of each record."""
 
-    def nothing_to_train_on(self) -> str:
+    def segments(self, prompt: str, completion: str, encoder: Encoder, is_rendered: bool) -> tuple[Segment, Segment]:
+        """A sequence begins with a token that is not trained, and ends with one that is: BOS and EOS are enough."""
+        needs = [is_rendered or not len(ids) for ids in (encoder.before, encoder.after)]
+        return Segment(prompt, False, needed=needs[0]), Segment(completion, needed=needs[1])
+
+    def no_targets_message(self, encoder: Encoder) -> str:
         return (
-            f"no record has a prompt and {counted(self.num_completions, 'completion')} of at least one token each. Set"
-            " data.enforce_bos and data.enforce_eos, or check"
+            f"{encoder.key}: no record has a prompt and {counted(self.num_completions, 'completion')} of at least one token"
+            " each. Set data.enforce_bos and data.enforce_eos, or check the records"
         )
 
     @property
@@ -127,17 +134,9 @@ def text_or_messages(record: Record, key: str) -> str | Messages:
     raise ConfigError(f"{record.where}: no text and no list of messages under '{key}': {problem}")
 
 
-def checked_template(template: ChatTemplate | None, where: str, key: str) -> ChatTemplate:
-    """The template. Raises `ConfigError` if there is none. Args: key: the key of the record that has messages."""
-    if template is None:
-        raise ConfigError(
-            f"{where}: '{key}' is a list of messages, but the tokenizer has no chat template. Set data.format.chat_template"
-        )
-    return template
-
-
 def rendered(record: Record, content: Completions, keys: Sequence[str], template: ChatTemplate | None) -> Completions:
-    """The texts of what a record has under `keys`. Without a prompt, it is the messages that all completions begin with."""
+    """The texts of what a record has under `keys`. Without a prompt, it is the messages that all completions begin with;
+    without completions, the template ends with the header of an answer."""
     prompt, are_texts = content.prompt, [isinstance(completion, str) for completion in content.completions]
     if all(are_texts) and isinstance(prompt, str):
         return content
@@ -147,8 +146,12 @@ def rendered(record: Record, content: Completions, keys: Sequence[str], template
             f"{record.where}: '{key}' is a list of messages, and a completion is a text. Make the completions lists of"
             " messages, or texts after a prompt that is a text"
         )
-    template = checked_template(template, record.where, key)
-    where, variables = record.where, template_variables(record, template)
+    where = record.where
+    if template is None:
+        raise ConfigError(
+            f"{where}: '{key}' is a list of messages, but the tokenizer has no chat template. Set data.format.chat_template"
+        )
+    variables = template_variables(record, template)
     before = [{"role": _USER, "content": prompt}] if isinstance(prompt, str) else (prompt or [])
     conversations = [_joined(before, messages, where) for messages in content.completions]
     # The last message of each list is its completion.
@@ -204,71 +207,6 @@ def _is_same(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
     return contents[0] == contents[1] and {**one, "content": None} == {**other, "content": None}
 
 
-@dataclass(frozen=True)
-class CompletionsEncoder(Encoder):
-    """Tokenizes each record as one document: the prompt and its first completion, the prompt and its second, and so on.
-
-    The target mask of all completions is set, so it also says where the next sequence begins. A text prompt and its
-    completion are tokenized separately, so the prompt's tokens are the same as at inference. Rendered text is tokenized as a
-    whole.
-    """
-
-    config: PromptedFormat
-    key: str
-    tokenizer: Tokenizer
-    template: ChatTemplate | None
-    before: np.ndarray
-    after: np.ndarray
-
-    def read(self, file: TextFile) -> Iterator[RawContent]:
-        for record in self.config.records(file):
-            content = rendered(record, self.config.completions(record), self.config.keys, self.template)
-            texts = (content.prompt, *content.completions)
-            num_bytes = sum(len(text.encode()) for text in texts)
-            yield RawContent(content, sum(map(len, texts)), num_bytes, record.position, record.where)
-
-    def encode(self, contents: Sequence[Any]) -> list[TokenizedText | None]:
-        plain, rendered = ([content for content in contents if content.is_rendered is kind] for kind in (False, True))
-        sequences = {False: self._plain(plain), True: self._rendered(rendered)}
-        return [
-            self._document(content, [next(sequences[content.is_rendered]) for _ in content.completions])
-            for content in contents
-        ]
-
-    def cache_key(self) -> dict[str, Any]:
-        return {} if self.template is None else self.template.cache_key()
-
-    def no_targets_message(self) -> str:
-        return f"{self.key}: {self.config.nothing_to_train_on()} the records"
-
-    def _plain(self, contents: Sequence[Completions]) -> Iterator[_Sequence]:
-        ids = iter(self.tokenizer.encode_arrays([t for c in contents for t in (c.prompt, *c.completions)]))
-        for content in contents:
-            prompt = next(ids)
-            for completion in itertools.islice(ids, len(content.completions)):
-                yield np.concatenate([self.before, prompt]), completion
-
-    def _rendered(self, contents: Sequence[Completions]) -> Iterator[_Sequence]:
-        texts = [c.prompt + completion for c in contents for completion in c.completions]
-        prompts = [c.prompt for c in contents for _ in c.completions]
-        for prompt, (ids, begins, _) in zip(prompts, self.tokenizer.encode_with_offsets(texts), strict=True):
-            size = int(np.searchsorted(begins, len(prompt)))
-            yield ids[:size], ids[size:]
-
-    def _document(self, content: Completions, sequences: Sequence[_Sequence]) -> TokenizedText | None:
-        """All sequences as one document; None if one of them has no prompt or no completion."""
-        ids, masks = [], []
-        for prompt, completion in sequences:
-            ends = completion if content.is_rendered else np.concatenate([completion, self.after])
-            needed = (prompt, ends) if content.trains_empty else (completion,)
-            if not all(map(len, needed)):
-                return None
-            ids += [prompt, ends]
-            masks += [np.full(len(prompt), content.trains_prompt), np.ones(len(ends), bool)]
-        numbers = np.array(content.numbers, np.float32) if content.numbers else None
-        return TokenizedText(np.concatenate(ids), np.concatenate(masks), numbers)
-
-
 @choice(FormatConfig, "supervised")
 class SupervisedFormat(MaskedFormat, PromptedFormat):
     """Records with a prompt and a completion, as texts or as lists of messages. Texts are tokenized separately, so the
@@ -291,9 +229,6 @@ class SupervisedFormat(MaskedFormat, PromptedFormat):
 
     newer_keys: ClassVar[tuple[str, ...]] = ("context_field", "chat_template")
 
-    def records(self, file: TextFile) -> Iterator[Record]:
-        return file.records(self.keys, OF_TEMPLATE)
-
     def prompt(self, record: Record) -> str | Messages:
         """Writes the prompt, including the context and `separate_with`. Raises `ConfigError` if there is none."""
         prompt, key = text_or_messages(record, self.input_field), self.context_field
@@ -307,11 +242,16 @@ class SupervisedFormat(MaskedFormat, PromptedFormat):
         return prompt
 
     def completions(self, record: Record) -> Completions:
-        prompt, completion = self.prompt(record), text_or_messages(record, self.output_field)
-        return Completions(prompt, (completion,), trains_prompt=not self.mask_inputs, trains_empty=False)
+        return Completions(self.prompt(record), (text_or_messages(record, self.output_field),))
 
-    def nothing_to_train_on(self) -> str:
-        return f"every completion under '{self.output_field}' is empty: no tokens to compute the loss on. Check"
+    def segments(self, prompt: str, completion: str, encoder: Encoder, is_rendered: bool) -> tuple[Segment, Segment]:
+        return Segment(prompt, not self.mask_inputs), Segment(completion, needed=True)
+
+    def no_targets_message(self, encoder: Encoder) -> str:
+        return (
+            f"{encoder.key}: every completion under '{self.output_field}' is empty: no tokens to compute the loss on. Check"
+            " the records"
+        )
 
 
 _PROMPT = "prompt"
@@ -359,10 +299,10 @@ class PairsFormat(CompletionsFormat):
     def num_completions(self) -> int:
         return 2
 
-    def records(self, file: TextFile) -> Iterator[Record]:
+    @property
+    def optional_keys(self) -> tuple[str, ...]:
         # Only the usual key may be missing: another one was written by somebody whose data should have it.
-        optional = [_PROMPT] if self.prompt_field == _PROMPT else []
-        return file.records([key for key in self.keys if key not in optional], [*optional, *OF_TEMPLATE])
+        return (_PROMPT,) if self.prompt_field == _PROMPT else ()
 
     def completions(self, record: Record) -> Completions:
         is_absent = self.prompt_field == _PROMPT and record.values.get(_PROMPT) is None
@@ -416,9 +356,6 @@ class UnpairedFormat(CompletionsFormat):
     def num_completions(self) -> int:
         return 1
 
-    def records(self, file: TextFile) -> Iterator[Record]:
-        return file.records(self.keys, OF_TEMPLATE)
-
     def completions(self, record: Record) -> Completions:
         label = record.values.get(self.label_field)
         if label not in (0, 1):  # True and False are equal to them
@@ -452,9 +389,6 @@ class GroupsFormat(CompletionsFormat):
     @property
     def num_completions(self) -> int:
         return self.group_size
-
-    def records(self, file: TextFile) -> Iterator[Record]:
-        return file.records(self.keys, OF_TEMPLATE)
 
     def completions(self, record: Record) -> Completions:
         prompt = text_or_messages(record, self.prompt_field)

@@ -1,6 +1,6 @@
 """Documents: plain text, token ids, or token ids with a label for each; the loss is computed on all tokens."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -8,10 +8,11 @@ import numpy as np
 
 from jaxlm.core.errors import ConfigError, listed
 from jaxlm.core.safe_io import map_array
-from jaxlm.data.formats.base import Begin, Encoder, FormatConfig, RawContent, TokenizedText
+from jaxlm.data.formats.base import Begin, Encoder, FormatConfig
+from jaxlm.data.formats.segments import RawContent, Segment, Segments
 from jaxlm.data.sources.document_files import ARRAYS, format_of, has_records
 from jaxlm.data.sources.record_files import Record, TextFile
-from jaxlm.data.tokenizer.tokenizer import Tokenizer, boundary_ids
+from jaxlm.data.tokenizer.tokenizer import Tokenizer
 from jaxlm.reading.choices import choice
 
 
@@ -31,35 +32,17 @@ class TextFormat(FormatConfig):
     def key_of_text(self, source_key: str) -> str | None:
         return self.text_key or source_key
 
-    def encoder(self, tokenizer: Tokenizer, *, bos: bool | None, eos: bool, key: str) -> Encoder:
-        del key
-        return TextEncoder(tokenizer, *boundary_ids(tokenizer, bos=bos, eos=eos))
+    def read(self, file: TextFile, encoder: Encoder) -> Iterator[RawContent]:
+        for document in file.read():
+            text = document.text
+            content = Segments([encoder.framed(Segment(text))], is_masked=False)
+            yield RawContent(content, len(text), len(text.encode()), document.position, group=document.group)
+
+    def no_targets_message(self, encoder: Encoder) -> str:
+        return "the data contains no text"
 
     def texts(self, file: TextFile) -> Iterator[str]:
         return file.documents()
-
-
-@dataclass(frozen=True)
-class TextEncoder(Encoder):
-    """Tokenizes texts, with the ids `before` and `after` around each."""
-
-    tokenizer: Tokenizer
-    before: np.ndarray
-    after: np.ndarray
-
-    def read(self, file: TextFile) -> Iterator[RawContent]:
-        for document in file.read():
-            text = document.text
-            yield RawContent(text, len(text), len(text.encode()), document.position, group=document.group)
-
-    def encode(self, contents: Sequence[Any]) -> list[TokenizedText | None]:
-        return [
-            TokenizedText(np.concatenate([self.before, ids, self.after]))
-            for ids in self.tokenizer.encode_arrays(contents)
-        ]
-
-    def no_targets_message(self) -> str:
-        return "the data contains no text"
 
 
 @dataclass(frozen=True)
@@ -89,36 +72,18 @@ class PretokenizedFormat(IdsFormat):
     def can_read(self, name: str) -> bool:
         return has_records(name) or name.endswith(ARRAYS)
 
-    def encoder(self, tokenizer: Tokenizer, *, bos: bool | None, eos: bool, key: str) -> Encoder:
-        del bos, eos
-        return PretokenizedEncoder(self.input_ids_key, tokenizer, key)
-
-
-@dataclass(frozen=True)
-class PretokenizedEncoder(Encoder):
-    """Validates token ids and passes them through."""
-
-    input_ids_key: str
-    tokenizer: Tokenizer
-    key: str
-
-    def read(self, file: TextFile) -> Iterator[RawContent]:
-        token_bytes = self.tokenizer.known_token_bytes(lambda _: None)
+    def read(self, file: TextFile, encoder: Encoder) -> Iterator[RawContent]:
+        tokenizer = encoder.tokenizer
+        token_bytes = tokenizer.known_token_bytes(lambda _: None)
         for where, values, position in self._arrays(file):
-            ids = token_ids(values, where, self.tokenizer.vocab_size)
+            ids = token_ids(values, where, tokenizer.vocab_size)
             if not len(ids):
                 continue
-            if token_bytes is None:
-                num_bytes = len(self.tokenizer.decode(ids.tolist()).encode())
-            else:
-                num_bytes = int(token_bytes[ids].sum())
-            yield RawContent(ids, len(ids), num_bytes, position, where)
+            num_bytes = _num_bytes(ids, tokenizer) if token_bytes is None else int(token_bytes[ids].sum())
+            yield RawContent(Segments([[Segment(ids)]], is_masked=False), len(ids), num_bytes, position, where)
 
-    def encode(self, contents: Sequence[Any]) -> list[TokenizedText | None]:
-        return [TokenizedText(ids) for ids in contents]
-
-    def no_targets_message(self) -> str:
-        return f"{self.key}: the files hold no token ids"
+    def no_targets_message(self, encoder: Encoder) -> str:
+        return f"{encoder.key}: the files hold no token ids"
 
     def _arrays(self, file: TextFile) -> Iterator[tuple[str, Any, int]]:
         if not file.path.name.endswith(ARRAYS):
@@ -129,6 +94,10 @@ class PretokenizedEncoder(Encoder):
         rows = array if array.ndim == 2 else array[None]
         for number, row in enumerate(rows, start=1):
             yield f"{file.path}: row {number}", row, file.size * number // len(rows)
+
+
+def _num_bytes(ids: np.ndarray, tokenizer: Tokenizer) -> int:
+    return len(tokenizer.decode(ids.tolist()).encode())
 
 
 def numbers_under(key: str, record: Record) -> Any:
@@ -193,41 +162,20 @@ class LabeledFormat(IdsFormat):
     def can_read(self, name: str) -> bool:
         return has_records(name)
 
-    def encoder(self, tokenizer: Tokenizer, *, bos: bool | None, eos: bool, key: str) -> Encoder:
-        del bos, eos
-        return LabeledEncoder(self.input_ids_key, self.labels_key, tokenizer, key)
-
-
-@dataclass(frozen=True)
-class LabeledEncoder(Encoder):
-    """A record becomes a document of its tokens followed by its labels; only labels are targets."""
-
-    input_ids_key: str
-    labels_key: str
-    tokenizer: Tokenizer
-    key: str
-
-    def read(self, file: TextFile) -> Iterator[RawContent]:
+    def read(self, file: TextFile, encoder: Encoder) -> Iterator[RawContent]:
+        size = encoder.tokenizer.vocab_size
         for record in file.records((self.input_ids_key, self.labels_key)):
             given = [numbers_under(key, record) for key in (self.input_ids_key, self.labels_key)]
-            ids = token_ids(given[0], record.where, self.tokenizer.vocab_size)
-            labels = token_ids(given[1], record.where, self.tokenizer.vocab_size, IGNORED)
+            ids, labels = token_ids(given[0], record.where, size), token_ids(given[1], record.where, size, IGNORED)
             if len(ids) != len(labels):
                 raise ConfigError(
                     f"{record.where}: {len(ids)} token ids and {len(labels)} labels given, as many expected"
                 )
             if len(ids):
-                num_bytes = len(self.tokenizer.decode(ids.tolist()).encode())
-                yield RawContent((ids, labels), len(ids), num_bytes, record.position, record.where)
+                # Only labels are targets: no text is continued.
+                content = Segments([[Segment(ids, False), Segment(np.maximum(labels, 0), labels != IGNORED)]])
+                num_bytes = _num_bytes(ids, encoder.tokenizer)
+                yield RawContent(content, len(ids), num_bytes, record.position, record.where)
 
-    def encode(self, contents: Sequence[Any]) -> list[TokenizedText | None]:
-        return [self._encoded(ids, labels) for ids, labels in contents]
-
-    def _encoded(self, ids: np.ndarray, labels: np.ndarray) -> TokenizedText | None:
-        is_target = np.concatenate([np.zeros(len(ids), bool), labels != IGNORED])
-        if not is_target.any():
-            return None
-        return TokenizedText(np.concatenate([ids, np.maximum(labels, 0)]).astype(np.int32), is_target)
-
-    def no_targets_message(self) -> str:
-        return f"{self.key}: no record has a label other than {IGNORED}"
+    def no_targets_message(self, encoder: Encoder) -> str:
+        return f"{encoder.key}: no record has a label other than {IGNORED}"

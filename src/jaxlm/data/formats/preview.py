@@ -1,7 +1,6 @@
 """Records before anything is tokenized: keys that nothing reads, what the loss is computed on, and one of them as text."""
 
 import contextlib
-import html
 import itertools
 import re
 from collections.abc import Iterable, Iterator, Sequence
@@ -11,7 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from jaxlm.core.errors import ConfigError, listed
-from jaxlm.data.formats.base import TRUNCATION_TEXT, Encoder, FormatConfig, TokenizedText, Truncation
+from jaxlm.data.formats.base import TRUNCATION_TEXT, Encoder, FormatConfig, Truncation
 from jaxlm.data.formats.chat import (
     OF_TEMPLATE,
     REASONING,
@@ -23,6 +22,7 @@ from jaxlm.data.formats.chat import (
     template_variables,
 )
 from jaxlm.data.formats.completions import template_of
+from jaxlm.data.formats.segments import TokenizedText, with_brackets
 from jaxlm.data.sources.record_files import Record, TextFile, glance
 from jaxlm.data.tokenizer.chat_template import ChatTemplate
 from jaxlm.data.tokenizer.tokenizer import Tokenizer
@@ -104,7 +104,6 @@ def _says_something(value: Any) -> bool:
 
 MAX_RECORDS = 1000
 _MAX_BLOCKS = 10  # of MAX_RECORDS that are searched for a token to compute the loss on
-_MASKED = ("⟦", "⟧")
 # Text of a record must not move the cursor or change colors that it does not own.
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 _RESET = "\x1b[0m"
@@ -123,12 +122,6 @@ class Piece(NamedTuple):
     is_trained: bool
     is_special: bool
     is_cut: bool
-
-    @property
-    def classes(self) -> str:
-        """The kind of the piece, as names of a style sheet."""
-        named = {"trained": self.is_trained and not self.is_cut, "special": self.is_special, "cut": self.is_cut}
-        return " ".join(name for name, holds in named.items() if holds)
 
     @property
     def in_colors(self) -> str:
@@ -193,8 +186,8 @@ class MaskPreview:
         if colors:
             return f"{legend}\n{''.join(piece.in_colors for piece in self.example)}"
         runs = itertools.groupby(self.example, key=lambda piece: piece.is_trained)
-        texts = [(trained, "".join(_printable(piece.text) for piece in run)) for trained, run in runs]
-        return f"{legend}\n{''.join(text if trained else text.join(_MASKED) for trained, text in texts)}"
+        texts = ((trained, "".join(_printable(piece.text) for piece in run)) for trained, run in runs)
+        return f"{legend}\n{with_brackets(texts)}"
 
 
 def _printable(text: str) -> str:
@@ -277,40 +270,3 @@ def _pieces(record: _Tokenized, tokenizer: Tokenizer, seq_len: int, truncation: 
     ]
     runs = itertools.groupby(range(len(ids)), key=kinds.__getitem__)
     return tuple(Piece(tokenizer.decode([ids[n] for n in run], special=True), *kind) for kind, run in runs)
-
-
-def page_of(previews: Sequence[tuple[str, MaskPreview]]) -> str:
-    """The examples of several sources as an HTML page without other files. Args: previews: with the source's key."""
-    sections = [
-        f"<h2>{html.escape(key)}</h2>\n<p>Trained: {html.escape(preview.describe())}.</p>\n"
-        f"<p>{html.escape(preview.where)}</p>\n<pre>{''.join(map(_marked_up, preview.example))}</pre>"
-        for key, preview in previews
-    ]
-    return _PAGE.replace("SECTIONS", "\n".join(sections))
-
-
-def _marked_up(piece: Piece) -> str:
-    return f'<span class="{piece.classes}">{html.escape(_printable(piece.text))}</span>'
-
-
-_PAGE = """<!DOCTYPE html>
-<html lang="en">
-<head>
-<meta charset="utf-8">
-<title>What the loss is computed on</title>
-<style>
-body { font: 16px/1.5 sans-serif; max-width: 60em; margin: 2em auto; padding: 0 1em; color-scheme: light dark; }
-pre { white-space: pre-wrap; overflow-wrap: anywhere; padding: 1em; border: 1px solid #8888; }
-.trained { background: #2da44e55; }
-.special { font-weight: bold; }
-.cut { text-decoration: line-through; color: #cf222e; }
-</style>
-</head>
-<body>
-<h1>What the loss is computed on</h1>
-<p>The loss is computed on tokens with a <span class="trained">green background</span>.
-<span class="special">Special tokens</span> are bold. <span class="cut">What is beyond the sequence</span> is struck out.</p>
-SECTIONS
-</body>
-</html>
-"""

@@ -144,7 +144,7 @@ class Dispatched:
     """The tokens that chose this device's experts.
 
     Attributes:
-        rows_PD: a row for each token and expert, sorted by expert.
+        rows: a row for each token and expert, sorted by expert, [P, D]; once for `gate_proj` and once for `up_proj`.
         grouping: which rows are whose, and how many each expert has.
         share_RK: the shares of the experts of each token that the device has received.
         share_P1: those of the rows; None if `combine` multiplies the outputs by them, not `weighted` what `down_proj` reads.
@@ -152,7 +152,7 @@ class Dispatched:
         num_dropped: how many choices of all devices were dropped.
     """
 
-    rows_PD: jax.Array
+    rows: tuple[jax.Array, ...]
     grouping: Grouping
     share_RK: jax.Array
     share_P1: jax.Array | None
@@ -169,7 +169,7 @@ class Dispatched:
         if self.share_P1 is not None:
             return self.give_back(self.grouping.order.sums(out_PD, self.share_RK.shape[1]))
         out_RKD = self.grouping.order.back(out_PD).reshape(*self.share_RK.shape, -1)
-        return self.give_back(jnp.sum(out_RKD * self.share_RK[..., None], axis=1).astype(self.rows_PD.dtype))
+        return self.give_back(jnp.sum(out_RKD * self.share_RK[..., None], axis=1).astype(self.rows[0].dtype))
 
 
 def dispatch(
@@ -220,7 +220,7 @@ def dispatch(
     x_RD, local_RK, share_RK = arrived
     grouping = Grouping.of(local_RK.reshape(-1), num_experts, most, largest_block)
     return Dispatched(
-        grouping.order.into(x_RD, copies=local_RK.shape[1]),
+        grouping.order.into_twice(x_RD, copies=local_RK.shape[1]),
         grouping,
         share_RK,
         grouping.order.into(share_RK.reshape(-1, 1)) if exchanged else None,

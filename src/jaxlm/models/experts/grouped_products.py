@@ -66,17 +66,24 @@ class Grouping(eqx.Module):
         return Grouping(RowOrder.of(place_N, num_positions), sizes_G, block)
 
     def dot(
-        self, x_PI: jax.Array, w_GIO: jax.Array | StoredArray, backend: str = AUTO, *, any_rest: bool = False
+        self,
+        x_PI: jax.Array,
+        w_GIO: jax.Array | StoredArray,
+        backend: str = AUTO,
+        *,
+        any_rest: bool = False,
+        any_gradient: bool = False,
     ) -> jax.Array:
         """Multiplies each row by its group's matrix; returns [P, O] in the dtype of `operand`.
 
         Args:
             any_rest: rows after the last group may be anything; otherwise they are 0.
+            any_gradient: the same for the gradient of the rows.
         """
         x_PI = operand(x_PI, w_GIO)
         name, _ = choose_products(x_PI.dtype, w_GIO, w_GIO.shape, backend, self.block)
         if name == "mosaic":
-            return mosaic_products(x_PI, w_GIO, self.sizes_G, self.block, any_rest)
+            return mosaic_products(x_PI, w_GIO, self.sizes_G, self.block, any_rest, any_gradient)
         if name == "ragged_dot":
             if isinstance(w_GIO, StoredArray):
                 return _stored_ragged_dot(x_PI, w_GIO, self.sizes_G)

@@ -44,37 +44,37 @@ def mosaic_problem(dtype: Any, shape: Sequence[int], block: int | None) -> str |
     return None if trace_options().assume_kernels else _run_selftest(jnp.dtype(dtype), *map(_columns, features))
 
 
-@functools.partial(CustomVjp, nondiff_argnums=(3, 4))
-def mosaic_products(x_PI: jax.Array, w_GIO: jax.Array, sizes_G: jax.Array, block: int, any_rest: bool) -> jax.Array:
+@functools.partial(CustomVjp, nondiff_argnums=(3, 4, 5))
+def mosaic_products(
+    x_PI: jax.Array, w_GIO: jax.Array, sizes_G: jax.Array, block: int, any_rest: bool, any_gradient: bool
+) -> jax.Array:
     """Multiplies each row by its group's matrix, [P, O].
 
     Args:
         sizes_G: multiples of `block`.
         any_rest: rows after the last group may be anything; otherwise they are 0.
+        any_gradient: the same for the gradient of the rows.
     """
+    del any_gradient
     return _rows_products(x_PI, w_GIO, sizes_G, block, any_rest=any_rest)
 
 
-def _mosaic_forward(x_PI, w_GIO, sizes_G, block, any_rest):
+def _mosaic_forward(x_PI, w_GIO, sizes_G, block, any_rest, any_gradient):
+    del any_gradient
     return _rows_products(x_PI, w_GIO, sizes_G, block, any_rest=any_rest), (x_PI, w_GIO, sizes_G)
 
 
-def _mosaic_backward(block, any_rest, residuals, d_out_PO):
+def _mosaic_backward(block, any_rest, any_gradient, residuals, d_out_PO):
     del any_rest
     from jax.experimental.pallas.ops.gpu.transposed_ragged_dot_mgpu import transposed_ragged_dot
 
     x_PI, w_GIO, sizes_G = residuals
-    rows, columns = 2 * _TILE if x_PI.shape[1] % (2 * _TILE) == 0 else _TILE, _columns(d_out_PO.shape[1])
-    tiles: dict[str, Any] = {
-        "block_m": rows,
-        "block_n": columns,
-        "block_k": _TILE,
-        "max_concurrent_steps": 4,
-        "grid_block_n": 1,
-    }
+    rows = 2 * _TILE if x_PI.shape[1] % (2 * _TILE) == 0 else _TILE
+    tiles = _tiles(rows, _columns(d_out_PO.shape[1]))
     with jax.named_scope(SCOPE):
         d_w_GIO = transposed_ragged_dot(x_PI, d_out_PO, group_sizes=sizes_G, **tiles)
-    return _rows_products(d_out_PO, w_GIO, sizes_G, block, transposed=True), d_w_GIO, None
+    d_x_PI = _rows_products(d_out_PO, w_GIO, sizes_G, block, transposed=True, any_rest=any_gradient)
+    return d_x_PI, d_w_GIO, None
 
 
 mosaic_products.defvjp(_mosaic_forward, _mosaic_backward)
@@ -94,18 +94,15 @@ def _rows_products(
 
     columns = _columns(w.shape[1 if transposed else 2])
     rows = 2 * _TILE if block % (2 * _TILE) == 0 and columns <= 2 * _TILE else _TILE
-    tiles: dict[str, Any] = {
-        "block_m": rows,
-        "block_n": columns,
-        "block_k": _TILE,
-        "max_concurrent_steps": 4,
-        "grid_block_n": 1,
-    }
     with jax.named_scope(SCOPE):
-        out_PO = ragged_dot(x_PI, w, group_sizes=sizes_G, transpose_rhs=transposed, **tiles)
+        out_PO = ragged_dot(x_PI, w, group_sizes=sizes_G, transpose_rhs=transposed, **_tiles(rows, columns))
     if any_rest:
         return out_PO
     return jnp.where((jnp.arange(len(out_PO)) < jnp.sum(sizes_G))[:, None], out_PO, 0)
+
+
+def _tiles(rows: int, columns: int) -> dict[str, Any]:
+    return {"block_m": rows, "block_n": columns, "block_k": _TILE, "max_concurrent_steps": 4, "grid_block_n": 1}
 
 
 def _columns(size: int) -> int:
@@ -136,7 +133,7 @@ def _disagreement(dtype: Any, inputs: int, outputs: int) -> str | None:
         out, vjp = jax.vjp(products, x, w)
         return out, *vjp(d_out)
 
-    found = results(lambda x, w: mosaic_products(x, w, jnp.asarray(sizes, jnp.int32), block, False), x, w, d_out)
+    found = results(lambda x, w: mosaic_products(x, w, jnp.asarray(sizes, jnp.int32), block, False, False), x, w, d_out)
     expected = results(exact, *(a.astype(jnp.float32) for a in (x, w, d_out)))
     names = ("output", "gradient of rows", "gradient of matrices")
     for name, result, reference in zip(names, found, expected, strict=True):

@@ -4,12 +4,15 @@ Shapes: T rows, K copies of each, N = T x K, P rows in the other order, D featur
 """
 
 import functools
+import operator
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 
 from jaxlm.core.tracing import CustomVjp
+from jaxlm.models.remat import CHOSEN
 
 
 class RowOrder(eqx.Module):
@@ -32,7 +35,11 @@ class RowOrder(eqx.Module):
 
     def into(self, x_TD: jax.Array, copies: int = 1) -> jax.Array:
         """Rows in the other order, [P, D]; 0 where there is none. Args: copies: how many rows each of these stands for."""
-        return _spread(x_TD, self.source_P, self.place_N, copies)
+        return _spread(x_TD, self.source_P, self.place_N, copies, 1)[0]
+
+    def into_twice(self, x_TD: jax.Array, copies: int = 1) -> tuple[jax.Array, ...]:
+        """As `into`, for two that read the rows: their gradients are added where they are brought back, not before."""
+        return _spread(x_TD, self.source_P, self.place_N, copies, 2)
 
     def back(self, x_PD: jax.Array) -> jax.Array:
         """Rows in their own order, [N, D]; 0 for those that the other order leaves out."""
@@ -40,7 +47,7 @@ class RowOrder(eqx.Module):
 
     def sums(self, x_PD: jax.Array, copies: int) -> jax.Array:
         """Sums of the rows that stand for the same one, [T, D]. Args: copies: as for `into`."""
-        return _collect(x_PD, self.source_P, self.place_N, copies)
+        return _collect((x_PD,), self.source_P, self.place_N, copies)
 
 
 # The derivative of a gather is a scatter-add, which is slow and, on GPUs, nondeterministic. For a permutation it can be
@@ -63,37 +70,41 @@ def _permute_backward(residuals, d_out):
 _permute.defvjp(_permute_forward, _permute_backward)
 
 
-@functools.partial(CustomVjp, nondiff_argnums=(3,))
-def _spread(x_TD: jax.Array, source_P: jax.Array, place_N: jax.Array, copies: int) -> jax.Array:
-    """`_permute` of rows that each stand for several equal ones in a row, which it does not make."""
+@functools.partial(CustomVjp, nondiff_argnums=(3, 4))
+def _spread(x_TD: jax.Array, source_P: jax.Array, place_N: jax.Array, copies: int, times: int) -> tuple[jax.Array, ...]:
+    """`_permute` of rows that each stand for several equal ones in a row, which it does not make; returned `times` times."""
     del place_N
-    return x_TD.at[source_P // copies].get(mode="fill", fill_value=0)
+    return (x_TD.at[source_P // copies].get(mode="fill", fill_value=0),) * times
 
 
-def _spread_forward(x_TD, source_P, place_N, copies):
-    return _spread(x_TD, source_P, place_N, copies), (source_P, place_N)
+def _spread_forward(x_TD, source_P, place_N, copies, times):
+    return _spread(x_TD, source_P, place_N, copies, times), (source_P, place_N)
 
 
-def _spread_backward(copies, residuals, d_out_PD):
-    return _collect(d_out_PD, *residuals, copies), None, None
+def _spread_backward(copies, times, residuals, d_outs_PD):
+    del times
+    return _collect(d_outs_PD, *residuals, copies), None, None
 
 
 _spread.defvjp(_spread_forward, _spread_backward)
 
 
 @functools.partial(CustomVjp, nondiff_argnums=(3,))
-def _collect(x_PD: jax.Array, source_P: jax.Array, place_N: jax.Array, copies: int) -> jax.Array:
-    """The sum of those rows, of which `_spread` is the adjoint."""
-    x_ND = _permute(x_PD, place_N, source_P)
+def _collect(xs_PD: tuple[jax.Array, ...], source_P: jax.Array, place_N: jax.Array, copies: int) -> jax.Array:
+    """The sum of those rows of all the arrays, of which `_spread` is the adjoint."""
+    x_ND = functools.reduce(operator.add, (_permute(x_PD, place_N, source_P) for x_PD in xs_PD))
     return jnp.sum(x_ND.reshape(-1, copies, x_ND.shape[-1]), axis=1)
 
 
-def _collect_forward(x_PD, source_P, place_N, copies):
-    return _collect(x_PD, source_P, place_N, copies), (source_P, place_N)
+def _collect_forward(xs_PD, source_P, place_N, copies):
+    # Under a name of its own: XLA would bring the gradients into the order together with rows that are computed later.
+    saved = checkpoint_name(source_P, CHOSEN), place_N
+    return _collect(xs_PD, source_P, place_N, copies), (saved, len(xs_PD))
 
 
 def _collect_backward(copies, residuals, d_out_TD):
-    return _spread(d_out_TD, *residuals, copies), None, None
+    order, times = residuals
+    return _spread(d_out_TD, *order, copies, times), None, None
 
 
 _collect.defvjp(_collect_forward, _collect_backward)

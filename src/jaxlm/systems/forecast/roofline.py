@@ -1,8 +1,8 @@
 """Estimates how long a compiled program takes on the devices of a topology, if each kernel runs at the roofline.
 
-The time of a matrix product is that of its FLOPs or of its memory traffic, whichever is longer; of fused attention, that of
-its FLOPs; of everything else, that of its memory traffic. Launch overhead is not counted, and collectives are counted by
-themselves (`communication_seconds`).
+The time of a matrix product is that of its FLOPs or of its memory traffic, whichever is longer, and so is that of fused
+attention with a window; of other fused attention, that of its FLOPs; of everything else, that of its memory traffic. Launch
+overhead is not counted, and collectives are counted by themselves (`communication_seconds`).
 
 Programs for NVIDIA GPUs are read as XLA prints them: each instruction outside fused computations is one kernel.
 
@@ -35,6 +35,7 @@ from jaxlm.models.experts.mosaic_products import SCOPE
 
 _SCORES = re.compile(r'"intermediate_tensor_shape".*?"dimensions": ?\[([\d," ]*)\]')
 _UNMASKED = re.compile(r'"mask_type": ?"(NO_MASK|PADDING)"')
+_WINDOW = re.compile(r'"sliding_window_length": ?"?([1-9]\d*)')
 _ATTENTION, _MOSAIC = "__cudnn$fmha", 'custom_call_target="mosaic_gpu'
 _FUSIONS = ("fusion", "fusion-start")
 # Instructions that move no data: aliases of existing values, collectives, and the ends of what runs asynchronously.
@@ -57,6 +58,7 @@ _FREE = {
 _SLICES = {"dynamic-slice", "gather", "slice"}
 # The backward pass of attention has five matrix products, the forward pass two.
 _BACKWARD = 2.5
+_TILE = 128  # queries, and keys, that cuDNN is taken to multiply at a time (assumed)
 _ONE_FLOP = Speed(products=1.0, attention=1.0, memory=math.inf, grouped=1.0)  # a "second" is a FLOP
 
 
@@ -228,10 +230,11 @@ class _Roofline:
     def _kernel(self, kernel: Instruction, body: Computation) -> Seconds:
         if not self._is_counted(kernel) or host_copy(kernel, body, self.program) != NO_COPY:
             return Seconds()
+        memory = self._traffic(kernel, body) / self.speed.memory
         if _ATTENTION in kernel.line:
             *_, num_keys = _scores_shape(kernel)
-            return Seconds(attention=_attention_flops(kernel) / self.speed.attention_to(num_keys))
-        memory = self._traffic(kernel, body) / self.speed.memory
+            seconds = _attention_flops(kernel) / self.speed.attention_to(num_keys)
+            return Seconds(attention=max(seconds, memory) if _WINDOW.search(kernel.line) else seconds)
         if _MOSAIC in kernel.line and SCOPE in kernel.source:
             return Seconds(products=max(_grouped_flops(kernel, body) / self.speed.grouped, memory))
         if flops := self._flops(kernel, body):
@@ -293,8 +296,14 @@ def _bytes_written(root: Instruction, body: Computation) -> int:
 
 
 def _attention_flops(call: Instruction) -> float:
-    """FLOPs of cuDNN's attention, forward or backward: two products with the scores, half of them if causal."""
+    """FLOPs of cuDNN's attention, forward or backward: two products with the scores, half of them if causal, or those of the
+    tiles that a window touches."""
     share = 1 if _UNMASKED.search(call.line) else 0.5
+    if window := _WINDOW.search(call.line):
+        *_, num_queries, num_keys = _scores_shape(call)
+        before = math.ceil((int(window[1]) - 1) / _TILE)
+        tiles = sum(1 + min(row, before) for row in range(math.ceil(num_queries / _TILE)))
+        share = min(share, tiles * _TILE**2 / (num_queries * num_keys))
     passes = _BACKWARD if "Backward" in call.line else 1
     return 2 * 2 * math.prod(_scores_shape(call)) * call.shape[-1] * share * passes
 
