@@ -69,7 +69,7 @@ def writes(derived: Derived[Any], value: Any) -> Callable[[Path, Files], Any]:
 
 
 INDEX = RowIndex(np.arange(5), np.arange(7) * 3, np.ones(7, np.int32), 1, 2, np.zeros((0, 2), np.int64))
-TABLES = {"body.bounds": np.arange(300, dtype=np.int32), "scale": np.float32([2.5])}
+TABLES = {"body.bounds": np.arange(300, dtype=np.int32), "scale": np.array([2.5], np.float32)}
 
 
 def key_of(text: Path) -> dict[str, Any]:

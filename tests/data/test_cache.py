@@ -93,17 +93,6 @@ def test_large_vocabularies_use_uint32(tmp_path, tokenizer, corpus, monkeypatch)
     assert build(tmp_path / "narrow", corpus, tokenizer).tokens.dtype == np.uint16
 
 
-def test_is_built_once_without_leftovers(tmp_path, tokenizer, corpus):
-    logged: list[str] = []
-    build(tmp_path / "cache" / "train", corpus, tokenizer, log=logged.append)
-    assert len(logged) == 1
-    assert logged[0].startswith("train: 12 documents, ")
-    build(tmp_path / "cache" / "train", corpus, tokenizer, log=logged.append)
-    assert len(logged) == 1
-    assert sorted(p.name for p in (tmp_path / "cache").iterdir()) == [".lock", "train"]
-    assert sorted(p.name for p in (tmp_path / "cache" / "train").iterdir()) == sorted(FILES)
-
-
 def test_does_not_depend_on_shards_folders_or_the_current_folder(tmp_path, tokenizer, corpus, monkeypatch):
     expected = contents(build(tmp_path / "one", corpus, tokenizer).folder)
     monkeypatch.setattr(build_module, "_SHARD_CHARACTERS", 1 << 20)

@@ -16,7 +16,7 @@ import os
 import posixpath
 import shutil
 import zlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO, Generic, TypeVar
@@ -26,7 +26,7 @@ import numpy as np
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.runtime import is_main_process
 from jaxlm.core.safe_io import DISK_FULL_ERRNOS, atomic_folder, folder_lock, map_array, read_bytes
-from jaxlm.core.stores import is_url, local_copy, open_store, put_folder, storage_errors
+from jaxlm.core.stores import AT_START_S, is_url, local_copy, open_store, put_folder, retried, storage_errors
 from jaxlm.data.base import Log
 
 Key = Mapping[str, Any]
@@ -215,6 +215,10 @@ class _Summed:
         self._file.write(content)  # unlike `tofile`, it reports a full disk
 
 
+class _OfferError(Exception):
+    pass
+
+
 @dataclass(frozen=True)
 class Artifacts:
     """A folder of artifacts on the local disk, and where it is shared.
@@ -302,12 +306,36 @@ class Artifacts:
         with self.errors("read", unfinished):
             if not fs.exists(f"{root}/{kind.metadata}"):
                 return False
-            log(f"{self.key}: copying {self.url_of(name)} to {self.folder / name}")
-            for path in fs.find(root):
-                local = unfinished / posixpath.relpath(path, root)
-                local.parent.mkdir(parents=True, exist_ok=True)
-                fs.get_file(path, str(local))
+        log(f"{self.key}: copying {self.url_of(name)} to {self.folder / name}")
+        self.copy(name, unfinished)
         return True
+
+    def copy(self, name: str, folder: Path, *, but: Sequence[str] = ()) -> None:
+        """Copies the files of an artifact from the URL. Args: but: names of those that are left out."""
+        fs, root = open_store(self.url_of(name), self.key)
+        with self.errors("read", folder):
+            for path in retried(lambda: fs.find(root), AT_START_S):
+                if (file := posixpath.relpath(path, root)) not in but:
+                    (folder / file).parent.mkdir(parents=True, exist_ok=True)
+                    retried(lambda path=path, file=file: fs.get_file(path, str(folder / file)), AT_START_S)
+
+    def offer(self, name: str, content: Callable[[Any, str], bytes | None], log: Log, otherwise: str) -> None:
+        """Uploads a file that other machines can do without. Process 0 does so, and logs it if the store cannot be written.
+
+        Args:
+            content: of the file, from the file system and its path there; None if it is not to be uploaded.
+            otherwise: what other machines do without it.
+        """
+        if self.url is None or not is_main_process():
+            return
+        fs, path = open_store(self.url_of(name), self.key)
+        try:
+            with storage_errors(_OfferError):
+                if (uploaded := content(fs, path)) is not None:
+                    fs.makedirs(posixpath.dirname(path), exist_ok=True)
+                    retried(lambda: fs.pipe_file(path, uploaded), AT_START_S)
+        except _OfferError as error:
+            log(f"{self.key}: {self.url_of(name)} cannot be written ({error}), so other machines {otherwise}")
 
     def _upload(self, kind: Kind[Any], name: str, log: Log) -> None:
         fs, root = open_store(self.url_of(name), self.key)

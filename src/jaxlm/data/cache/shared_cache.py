@@ -4,24 +4,18 @@
                <split>.parts    everything except tokens.bin, which is read in blocks
 """
 
-import posixpath
+import contextlib
 import shutil
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from jaxlm.core.runtime import is_main_process
 from jaxlm.core.safe_io import atomic_folder, folder_lock, read_bytes, read_stored
-from jaxlm.core.stores import AT_START_S, open_store, retried, storage_errors
+from jaxlm.core.stores import AT_START_S, open_store, retried
 from jaxlm.data.base import Log
 from jaxlm.data.cache.artifacts import METADATA, Artifacts, Key, disk_full_errors, writable_folder
 from jaxlm.data.cache.token_blocks import BLOCKS, BlockMirror, BlockSums, TokenBlocks
 from jaxlm.data.cache.token_cache import TOKEN_CACHE, TOKENS, TokenCache, read_cache
-
-
-class _UploadError(Exception):
-    pass
 
 
 def find_blocks(store: Artifacts, name: str, mirror: BlockMirror) -> tuple[TokenBlocks, bytes] | None:
@@ -67,7 +61,9 @@ def open_in_store(store: Artifacts, name: str, made_from: Key, mirror: BlockMirr
         # The cache in the store may have been deleted and built again.
         if not (parts / METADATA).is_file() or read_bytes(parts / METADATA) != metadata:
             shutil.rmtree(parts, ignore_errors=True)
-            _copy_parts(store, blocks.url, parts)
+            with disk_full_errors(parts), atomic_folder(parts) as unfinished:
+                unfinished.mkdir()
+                store.copy(name, unfinished, but=(TOKENS, BLOCKS))
     mirror.trim()
     log(f"{store.key}: {blocks.describe()}")
     stored = TOKEN_CACHE.at(parts)
@@ -95,32 +91,12 @@ def describe_cache(store: Artifacts, name: str, mirror: BlockMirror) -> str:
 
 def share_sums(store: Artifacts, name: str, log: Log) -> None:
     """Uploads the checksums of the blocks of a whole cache, if the store lacks them. Does nothing if it cannot be written."""
-    folder = store.folder / name
-    if store.url is None or not is_main_process() or not folder.exists():
-        return
-    metadata = TOKEN_CACHE.at(folder).metadata
-    fs, root = open_store(url := store.url_of(name), store.key)
-    try:
-        with storage_errors(_UploadError):
-            if not _has_sums(fs, f"{root}/{BLOCKS}", metadata):
-                sums = BlockSums.of_file(folder / TOKENS, metadata["crc32"][TOKENS])
-                fs.pipe_file(f"{root}/{BLOCKS}", sums.to_bytes())
-    except _UploadError as error:
-        log(f"{store.key}: {url}/{BLOCKS} cannot be written ({error}), so other machines copy the cache as a whole")
 
+    def missing(fs: Any, path: str) -> bytes | None:
+        metadata = TOKEN_CACHE.at(store.folder / name).metadata
+        with contextlib.suppress(FileNotFoundError):
+            if BlockSums.parse(read_stored(fs, path), metadata) is not None:
+                return None
+        return BlockSums.of_file(store.folder / name / TOKENS, metadata["crc32"][TOKENS]).to_bytes()
 
-def _has_sums(fs: Any, path: str, metadata: Key) -> bool:
-    try:
-        return BlockSums.parse(read_stored(fs, path), metadata) is not None
-    except FileNotFoundError:
-        return False
-
-
-def _copy_parts(store: Artifacts, url: str, parts: Path) -> None:
-    fs, root = open_store(url, store.key)
-    with disk_full_errors(parts), store.errors("read", parts), atomic_folder(parts) as unfinished:
-        unfinished.mkdir()
-        for path in retried(lambda: fs.find(root), AT_START_S):
-            name = posixpath.relpath(path, root)
-            if name not in (TOKENS, BLOCKS):
-                retried(lambda path=path, name=name: fs.get_file(path, str(unfinished / name)), AT_START_S)
+    store.offer(f"{name}/{BLOCKS}", missing, log, "copy the cache as a whole")

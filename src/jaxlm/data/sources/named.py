@@ -16,9 +16,8 @@ from typing import Any
 
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.hashing import note
-from jaxlm.core.runtime import is_main_process
 from jaxlm.core.safe_io import atomic_file, folder_lock, read_bytes, read_stored
-from jaxlm.core.stores import AT_START_S, open_store, retried, storage_errors
+from jaxlm.core.stores import AT_START_S, open_store, retried
 from jaxlm.data.base import TRAIN, VALIDATION, DataSource, Log
 from jaxlm.data.cache.artifacts import Artifacts, digest, disk_full_errors, writable_folder
 from jaxlm.data.cache.build import LOCAL_WORKERS, Workers, build_cache
@@ -35,10 +34,6 @@ from jaxlm.data.tokenizer.chat_template import RENDERING
 from jaxlm.data.tokenizer.tokenizer import Tokenizer
 
 _NAME = "text.json"
-
-
-class _UploadError(Exception):
-    pass
 
 
 @dataclass(frozen=True)
@@ -63,18 +58,7 @@ class TextLedger:
             merged = self._here() | dict(digests)
             with atomic_file(path) as unfinished:
                 unfinished.write_bytes(_json(merged))
-        if self.store.url is None or not is_main_process():
-            return
-        fs, root = open_store(self.store.url, self.store.key)
-        merged = self._in_store() | merged
-        try:
-            with storage_errors(_UploadError):
-                fs.makedirs(root, exist_ok=True)
-                retried(lambda: fs.pipe_file(f"{root}/{_NAME}", _json(merged)), AT_START_S)
-        except _UploadError as error:
-            log(
-                f"{self.store.key}: {self.store.url}/{_NAME} cannot be written ({error}), so other machines read the text"
-            )
+        self.store.offer(_NAME, lambda *_: _json(self._in_store() | merged), log, "read the text")
 
     def _here(self) -> dict[str, str]:
         path = self.store.folder / _NAME
