@@ -193,7 +193,7 @@ def test_only_sequences_that_steps_read_are_stored(two_epochs, setup, tmp_path):
     seen = {row.tobytes() for batch in few.batches(few.data) for row in np.asarray(batch.tokens.array)}
     assert few.logged() == [len(seen), 2 * BATCH, size, 0]
     (folder,) = (tmp_path / "annotations").glob("*/")
-    before = {path: path.read_bytes() for path in folder.iterdir()}
+    before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
     skipping = Stored(setup, plain, 3)  # after a step back, with the data of a step left out
     assert len(list(skipping.batches(skipping.data, {"examples": BATCH, "step": 1}, skipped=1))) == 2

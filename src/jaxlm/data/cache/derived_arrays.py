@@ -1,4 +1,4 @@
-"""Keeps arrays that follow from the tokens of a cache on disk: computed once, memory-mapped from then on."""
+"""Keeps arrays that follow from the tokens of a cache on disk: computed once, read from then on."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -48,7 +48,11 @@ def _write_arrays(made: Files, arrays: Arrays) -> Key:
     return {}
 
 
-ARRAYS: Derived[Arrays] = Derived(Kind("arrays", Artifact.arrays, remade=True), _write_arrays)
+def _read_arrays(stored: Artifact) -> Arrays:
+    return {name: np.array(array) for name, array in stored.arrays().items()}
+
+
+ARRAYS: Derived[Arrays] = Derived(Kind("arrays", _read_arrays, remade=True), _write_arrays)
 
 
 @dataclass(frozen=True)
