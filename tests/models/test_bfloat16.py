@@ -9,9 +9,9 @@ import pytest
 from haliax import Axis
 
 from jaxlm.core import tree
+from jaxlm.interop.hf.families.gpt2 import Gpt2Config
+from jaxlm.interop.hf.families.qwen2 import Qwen2Config
 from jaxlm.models.base import Inputs, vocab_axis
-from jaxlm.models.families.gpt2 import Gpt2Config
-from jaxlm.models.families.qwen2 import Qwen2Config
 from jaxlm.models.loss import next_token_sums
 from tests.tiers import one_of
 

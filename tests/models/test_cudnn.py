@@ -14,6 +14,8 @@ import pytest
 
 from jaxlm.core import tree
 from jaxlm.core.devices import cuda_capability
+from jaxlm.interop.hf.families.gpt2 import Gpt2Config
+from jaxlm.interop.hf.families.llama import LlamaConfig
 from jaxlm.models.attention import choose as choice
 from jaxlm.models.attention import selftest
 from jaxlm.models.attention.api import AttentionMask, AttentionSpec, attention
@@ -35,8 +37,6 @@ from jaxlm.models.attention.selftest import (
 )
 from jaxlm.models.attention.sharding import AttentionSharding
 from jaxlm.models.base import vocab_axis
-from jaxlm.models.families.gpt2 import Gpt2Config
-from jaxlm.models.families.llama import LlamaConfig
 from jaxlm.models.mixers.attention import SelfAttention
 from jaxlm.models.stacks import Stack
 from tests.engine.helpers import layout

@@ -21,11 +21,11 @@ from jaxlm.core import tree
 from jaxlm.core.axes import BATCH, POSITION
 from jaxlm.core.sharding import ContextSharding, Layout
 from jaxlm.engine.state import shardings
+from jaxlm.interop.hf.families.gemma4 import Gemma4Config
 from jaxlm.interop.hf.families.glm4_moe_lite import Glm4MoeLiteConfig
+from jaxlm.interop.hf.families.llama import LlamaConfig
 from jaxlm.interop.hf.families.qwen3_5 import Qwen35Config
 from jaxlm.models.base import Inputs
-from jaxlm.models.families.gemma4 import Gemma4Config
-from jaxlm.models.families.llama import LlamaConfig
 from jaxlm.models.inference.generate import GenerationConfig, generate_tokens
 from jaxlm.models.inference.unstacked import Generator, stack, unstack
 from jaxlm.models.mixers.base import Mixer

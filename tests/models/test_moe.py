@@ -14,12 +14,12 @@ from jaxlm.core import tree
 from jaxlm.core.mesh import AxisMappings, make_layout, mesh_shape
 from jaxlm.core.precision import PrecisionConfig, PrecisionRuleConfig, parse_precision
 from jaxlm.interop.hf.families.gpt_oss import GptOssConfig
+from jaxlm.interop.hf.families.mixtral import MixtralConfig
+from jaxlm.interop.hf.families.qwen2_moe import Qwen2MoeConfig
+from jaxlm.interop.hf.families.qwen3_moe import Qwen3MoeConfig
 from jaxlm.interop.hf.folder import load_model, open_folder
 from jaxlm.models.base import vocab_axis
 from jaxlm.models.experts.grouped_products import Grouping
-from jaxlm.models.families.mixtral import MixtralConfig
-from jaxlm.models.families.qwen2_moe import Qwen2MoeConfig
-from jaxlm.models.families.qwen3_moe import Qwen3MoeConfig
 from jaxlm.models.moe import Experts, num_active
 from jaxlm.models.routing import RouterStats
 from jaxlm.optim.elementwise import AdamConfig

@@ -14,9 +14,9 @@ from jaxlm.core.errors import ConfigError
 from jaxlm.core.precision import parse_precision
 from jaxlm.core.products.stored_weights import StoredWeight
 from jaxlm.engine.entry import StateBuilder
+from jaxlm.interop.hf.families.mixtral import MixtralConfig
 from jaxlm.models.base import vocab_axis
-from jaxlm.models.families.flax import FlaxConfig
-from jaxlm.models.families.mixtral import MixtralConfig
+from jaxlm.models.flax.config import FlaxConfig
 from jaxlm.models.inference.generate import GenerationConfig, generate_tokens
 from jaxlm.models.inference.quantized import describe_weights, quantized
 from jaxlm.models.inference.unstacked import Generator

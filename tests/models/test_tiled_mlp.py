@@ -19,10 +19,10 @@ from jaxlm.core.products.fp8 import Fp8
 from jaxlm.core.sharding import Layout, for_compute
 from jaxlm.core.tracing import tracing
 from jaxlm.hardware.hlo import collectives_by_kind
-from jaxlm.models.families.gpt2 import Gpt2Config
-from jaxlm.models.families.llama import LlamaConfig
-from jaxlm.models.families.mixtral import MixtralConfig
-from jaxlm.models.families.qwen2_moe import Qwen2MoeConfig
+from jaxlm.interop.hf.families.gpt2 import Gpt2Config
+from jaxlm.interop.hf.families.llama import LlamaConfig
+from jaxlm.interop.hf.families.mixtral import MixtralConfig
+from jaxlm.interop.hf.families.qwen2_moe import Qwen2MoeConfig
 from jaxlm.models.layers import GatedMlp, Mlp, TiledMlp, tiled_mlps
 from jaxlm.models.linear import Linear
 from jaxlm.models.remat import RematConfig

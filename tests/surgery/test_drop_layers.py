@@ -16,17 +16,17 @@ from jaxlm.core.errors import ConfigError
 from jaxlm.core.field_types import check_fields
 from jaxlm.core.values.batch_types import TokenBatch
 from jaxlm.engine.entry import enter_phase
+from jaxlm.interop.hf.families.gemma2 import Gemma2Config
+from jaxlm.interop.hf.families.gpt2 import Gpt2Config
+from jaxlm.interop.hf.families.llama import LlamaConfig
+from jaxlm.interop.hf.families.olmo3 import Olmo3Config
+from jaxlm.interop.hf.families.qwen2 import Qwen2Config
+from jaxlm.interop.hf.families.qwen2_moe import Qwen2MoeConfig
+from jaxlm.interop.hf.families.qwen3_moe import Qwen3MoeConfig
+from jaxlm.interop.hf.families.smollm3 import SmolLm3Config
 from jaxlm.interop.hf.folder import save_folder
 from jaxlm.interop.hf.verify import verify_folder
 from jaxlm.models.base import Inputs, vocab_axis
-from jaxlm.models.families.gemma2 import Gemma2Config
-from jaxlm.models.families.gpt2 import Gpt2Config
-from jaxlm.models.families.llama import LlamaConfig
-from jaxlm.models.families.olmo3 import Olmo3Config
-from jaxlm.models.families.qwen2 import Qwen2Config
-from jaxlm.models.families.qwen2_moe import Qwen2MoeConfig
-from jaxlm.models.families.qwen3_moe import Qwen3MoeConfig
-from jaxlm.models.families.smollm3 import SmolLm3Config
 from jaxlm.plan.load_config import decode_run
 from jaxlm.plan.plan import make_plan
 from jaxlm.reading.yaml import ConfigSource

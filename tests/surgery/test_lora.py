@@ -14,8 +14,8 @@ from jaxlm.core import tree
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.field_types import check_fields
 from jaxlm.core.products.stored_weights import Int8Weight
+from jaxlm.interop.hf.families.llama import LlamaConfig
 from jaxlm.models.base import Inputs, vocab_axis
-from jaxlm.models.families.llama import LlamaConfig
 from jaxlm.models.layers import dropout, with_dropout_keys
 from jaxlm.models.linear import Linear
 from jaxlm.optim.base import OptimizerConfig

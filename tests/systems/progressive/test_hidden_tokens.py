@@ -13,9 +13,9 @@ from jaxlm.core.errors import ConfigError
 from jaxlm.core.values.batch_types import MaskedBatch
 from jaxlm.data.batch import random_tokens
 from jaxlm.data.masking import Masker, MaskingConfig, stratified
+from jaxlm.interop.hf.families.llama import LlamaConfig
 from jaxlm.models.base import Inputs, vocab_axis
 from jaxlm.models.diffusion import TimeEmbeddingConfig
-from jaxlm.models.families.llama import LlamaConfig
 from jaxlm.objectives.base import ObjectiveConfig, check_model
 from jaxlm.objectives.next_token import NextToken, score_batch
 from jaxlm.systems.progressive.losses import Diffusion, MaskedLanguageModeling

@@ -14,10 +14,10 @@ import yaml
 
 from jaxlm.core import tree
 from jaxlm.core.errors import ConfigError
+from jaxlm.interop.hf.families.llama import LlamaConfig
+from jaxlm.interop.hf.families.mixtral import MixtralConfig
 from jaxlm.models.base import Inputs, ModelConfig, layer_tap, vocab_axis
 from jaxlm.models.decoder import DecoderBlock
-from jaxlm.models.families.llama import LlamaConfig
-from jaxlm.models.families.mixtral import MixtralConfig
 from jaxlm.models.inference.generate import generate
 from jaxlm.reading.decode import decode, encode
 from jaxlm.reading.yaml import ConfigSource
@@ -313,7 +313,7 @@ def test_layers_with_other_heads_have_rotary_embeddings_of_their_own(silent):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("text", slow_but("mixed"))
+@ONE_TEXT
 @pytest.mark.parametrize("cut", [False, True], ids=["whole", "cut"])
 def test_decoding_with_a_cache_computes_the_same(text, cut):
     model, read = built(topology(text)), inputs()

@@ -13,14 +13,14 @@ from jaxlm.core.errors import ConfigError
 from jaxlm.core.values.batch_types import TokenBatch
 from jaxlm.core.values.logged import tables_in
 from jaxlm.engine.state import shardings
+from jaxlm.interop.hf.families.gemma2 import Gemma2Config
+from jaxlm.interop.hf.families.llama import LlamaConfig
+from jaxlm.interop.hf.families.mistral import MistralConfig
+from jaxlm.interop.hf.families.mixtral import MixtralConfig
+from jaxlm.interop.hf.families.phi3 import Phi3Config
+from jaxlm.interop.hf.families.qwen2 import Qwen2Config
+from jaxlm.interop.hf.families.qwen3 import Qwen3Config
 from jaxlm.models.base import Inputs, vocab_axis
-from jaxlm.models.families.gemma2 import Gemma2Config
-from jaxlm.models.families.llama import LlamaConfig
-from jaxlm.models.families.mistral import MistralConfig
-from jaxlm.models.families.mixtral import MixtralConfig
-from jaxlm.models.families.phi3 import Phi3Config
-from jaxlm.models.families.qwen2 import Qwen2Config
-from jaxlm.models.families.qwen3 import Qwen3Config
 from jaxlm.models.rope import DefaultRotary, Llama3Rotary, YarnRotary
 from jaxlm.systems.upcycle.bottleneck import (
     HeadFeatures,
