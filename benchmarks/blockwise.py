@@ -31,8 +31,8 @@ from jaxlm.engine.entry import StateBuilder, enter_phase
 from jaxlm.engine.phases import Phase
 from jaxlm.engine.step import make_train_step
 from jaxlm.engine.sync import FlagSync
+from jaxlm.interop.hf.families.llama import LlamaConfig
 from jaxlm.models.base import vocab_axis
-from jaxlm.models.families.llama import LlamaConfig
 from jaxlm.objectives.distill import Distill
 from jaxlm.optim.elementwise import AdamConfig
 from jaxlm.systems.upcycle.blockwise import Blockwise, Convergence

@@ -13,8 +13,7 @@ TABLES = (model_table.TABLE, run_table.TABLE, preset_table.TABLE, orchestration_
 ENTRIES: dict[tuple[str, str], Entry] = {
     (base, path): entry for table in TABLES for base, fields in table.items() for path, entry in fields.items()
 }
-QUICK = ("llama", "flax")
-SLOW_BASES = ("distill", "watch", "remat")
+QUICK = ("llama", "dial")
 
 
 def test_every_field_is_listed():
@@ -45,14 +44,8 @@ def declared_in(base: str, path: str) -> type | None:
 def changes() -> list:
     """(base, fields to change at once).
 
-    Those of other models than Llama, RoPE, distillation and watching are slow. What several models inherit, CI changes in the
-    first.
+    Those of other bases than `QUICK` are slow. What several models inherit, CI changes in the first.
     """
-
-    def quick(base: str) -> bool:
-        is_slow = base in SLOW_BASES or base.startswith("rope ")
-        return base == "dial" or (BASES[base]["model"]["type"] in QUICK and not is_slow)
-
     cases: dict[str, tuple[str, list[str], bool]] = {}
     shown: Counter[tuple[str, bool, str]] = Counter()
     first: dict[tuple[type, str], str] = {}
@@ -68,7 +61,7 @@ def changes() -> list:
             cases.setdefault(f"{base}-{case}", (base, [], is_first))[1].append(path)
     return [
         pytest.param(
-            base, paths, id=name, marks=() if quick(base) else pytest.mark.slow if is_first else pytest.mark.soak
+            base, paths, id=name, marks=() if base in QUICK else pytest.mark.slow if is_first else pytest.mark.soak
         )
         for name, (base, paths, is_first) in cases.items()
     ]
@@ -104,7 +97,9 @@ def sampled(base: dict) -> Outcome:
     )
 
 
-@pytest.mark.parametrize("model", trees.MODELS)
+@pytest.mark.parametrize(
+    "model", [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in trees.MODELS]
+)
 def test_a_sampler_computes_what_a_step_of_any_model_computes(model):
     assert sampled(BASES[model]).error == ""
 
@@ -114,6 +109,7 @@ MAKES_RANDOM = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("base", "path"), [*MAKES_RANDOM, ("flax", "model.kwargs.dropout")])
 def test_a_key_that_makes_training_random_is_refused_beside_a_sampler(base, path):
     assert sampled(BASES[base]).error == ""

@@ -12,10 +12,10 @@ from xml.etree import ElementTree
 import numpy as np
 import pytest
 
+from jaxlm.interop.hf.families.llama import LlamaConfig
+from jaxlm.interop.hf.families.qwen3 import Qwen3Config
 from jaxlm.interop.hf.family import config_to_json, family_of_config
 from jaxlm.interop.hf.safetensors_file import TensorInfo, write_safetensors
-from jaxlm.models.families.llama import LlamaConfig
-from jaxlm.models.families.qwen3 import Qwen3Config
 from jaxlm.plan.load_config import decode_run, read_config
 from jaxlm.plan.run_config import RunConfig
 from jaxlm.reading.choices import is_import_path

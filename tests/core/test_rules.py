@@ -7,7 +7,7 @@ import pytest
 
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.field_types import check_fields
-from jaxlm.core.rules import Rules, excludes, needs, one_of, only, ordered, rules_of, some_of, together
+from jaxlm.core.rules import Rules, excludes, needs, one_of, only, ordered, rules_of, some_of, together, unused
 from jaxlm.plan.run_config import RunConfig
 from jaxlm.reading.schema import sections
 
@@ -53,6 +53,7 @@ KEPT = [
     section(ordered("a", "b")),
     section(ordered("a", "b"), a=3),
     section(ordered("a", "b"), a=3, b=3),
+    section(unused("a", why="Y has none"), b=2),
     section(only("inner.fill", when="b"), inner=Inner()),
     section(only("inner.fill", when="b")),
 ]
@@ -79,6 +80,7 @@ BROKEN = {
     "s.b: 2 given without a. Set all of a, b, or none": section(together("a", "b"), b=2),
     "s.b: 2 given, but a is 3. a <= b expected": section(ordered("a", "b"), a=3, b=2),
     "s.b: 3 given, but a is 3. a < b expected": section(ordered("a", "b", strictly=True), a=3, b=3),
+    "s.b: 2 given, but Y has none. Remove it": section(unused("a", "b", why="Y has none"), b=2),
     "s.inner.fill: cut given without b. Remove it, or set b": section(only("inner.fill", when="b"), inner=Inner("cut")),
 }
 

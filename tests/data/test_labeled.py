@@ -12,8 +12,8 @@ from jaxlm.core.values.batch_types import LabeledBatch
 from jaxlm.data.formats.documents import LabeledFormat, PretokenizedFormat
 from jaxlm.data.labeled import LabeledConfig
 from jaxlm.data.tokens import TokensConfig
+from jaxlm.interop.hf.families.llama import LlamaConfig
 from jaxlm.models.base import Inputs, vocab_axis
-from jaxlm.models.families.llama import LlamaConfig
 from jaxlm.objectives.base import check_model
 from jaxlm.objectives.custom import CustomTargets
 from jaxlm.objectives.next_token import score_batch

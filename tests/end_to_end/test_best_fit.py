@@ -61,7 +61,7 @@ def test_killed_in_the_middle_of_an_epoch(workplace, uninterrupted):
     assert len(batches) == STEPS, "every step of this epoch has rows of its own"
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_killed_where_documents_of_two_passes_wait_together(workplace):
     """The buffer holds each document several times, and the run reads more than one pass."""
     options = [word.replace("20,", "3000,") for word in PACKING]

@@ -64,7 +64,7 @@ def check_falls_back(uninterrupted, workplace, number: int, damage: str) -> None
     assert (place.losses(), place.digest("step-24")) == (uninterrupted.losses, uninterrupted.digest)
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 @pytest.mark.parametrize(("number", "damage"), [(3, "flipped"), pytest.param(5, "deleted", marks=pytest.mark.soak)])
 def test_a_damaged_newest_checkpoint_is_set_aside(uninterrupted, workplace, number, damage):
     check_falls_back(uninterrupted, workplace, number, damage)
@@ -164,7 +164,7 @@ def test_every_process_reports_the_checkpoint_that_process_0_commits(workplace):
     assert ["ends with checkpoints/run/step-24\n" in end.out for end in ends] == [True, True], ends
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_a_second_start_of_a_running_run_ends_with_a_message_and_does_no_harm(uninterrupted, workplace):
     place = workplace()
     place.write()

@@ -15,6 +15,7 @@ from jaxlm.commands import sample
 from jaxlm.observe.logged_run import read_run
 from jaxlm.observe.page.page import render
 from tests.observe.page_reader import Page, check_numbers
+from tests.tiers import one_of
 
 RUN = ("--config_path", "run.yaml")
 
@@ -22,7 +23,7 @@ RUN = ("--config_path", "run.yaml")
 def test_files_of_a_finished_run(finished):
     logs = finished.folder / "logs" / "run"
     assert {path.name for path in logs.iterdir()} == {
-        *("config.yaml", "environment.json", "goodput.jsonl", "metrics.jsonl", "train.log"),
+        *("config.yaml", "environment.json", "goodput.jsonl", "metrics.jsonl", "train.log", "events.jsonl"),
         *("loss.png", "schedule.png", "step_time.png", "report.html"),
     }
     for picture in logs.glob("*.png"):
@@ -36,6 +37,10 @@ def test_files_of_a_finished_run(finished):
     evals = [r for r in records if "eval/loss" in r]
     assert [r["step"] for r in evals] == [9, 18, 24]
     assert all({"eval/loss", "eval/bpb"} <= r.keys() for r in evals)
+    events = [json.loads(line) for line in (logs / "events.jsonl").read_text().splitlines()]
+    counts = {r["step"]: r["train/skipped_steps"] for r in records if "train/loss" in r}
+    skips = [(step, "skip") for step, count in counts.items() if count > counts.get(step - 1, 0)]
+    assert [(event["step"], event["type"]) for event in events] == [(0, "start"), (0, "phase"), *skips]
     text = (logs / "train.log").read_text()
     for part in (
         "devices",
@@ -260,7 +265,7 @@ def test_help_names_every_section(workplace, in_process):
         ),
     ],
 )
-@pytest.mark.parametrize("platform", ["cuda", "nonsense"])
+@pytest.mark.parametrize("platform", one_of(["cuda", "nonsense"]))
 def test_devices_that_cannot_be_opened_are_one_message(finished, module, arguments, platform):
     if platform == "cuda" and any(find_spec(f"jax_cuda{version}_plugin") for version in (12, 13)):
         pytest.skip("jax for GPUs is installed")

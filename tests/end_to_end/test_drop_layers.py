@@ -37,7 +37,7 @@ def whole(workplace):
     return place, finished.out
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_killed_runs_drop_the_same_layers(whole, workplace):
     uninterrupted, said = whole
     place, lines = start(workplace), []

@@ -79,6 +79,7 @@ def test_two_processes_measure_what_one_does_and_end_alike(workplace, teacher):
     assert json.loads(result.out.splitlines()[-1])["violations"] == []
 
 
+@pytest.mark.soak
 def test_a_scrambled_teacher_ends_all_processes_before_anything_is_saved(workplace, teacher):
     place = prepared(workplace, teacher, "scrambled", 10.0)
     ends = place.run_all(2, *RUN)

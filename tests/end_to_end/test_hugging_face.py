@@ -11,10 +11,10 @@ from jaxlm.commands import convert
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.tree import leaves
 from jaxlm.interop.hf import load
+from jaxlm.interop.hf.families.qwen3 import Qwen3Config
 from jaxlm.interop.hf.folder import open_folder, save_folder
 from jaxlm.interop.hf.safetensors_file import SafetensorsFile, TensorInfo, write_safetensors
 from jaxlm.models.base import ModelConfig, vocab_axis
-from jaxlm.models.families.qwen3 import Qwen3Config
 from jaxlm.plan.load_config import decode_run
 from jaxlm.plan.plan import make_plan
 from jaxlm.reading.decode import decode
@@ -260,7 +260,7 @@ def exported_after_three_steps(place, folder, *words):
     return SafetensorsFile(out / "model.safetensors"), json.loads((out / "config.json").read_text())
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 @pytest.mark.parametrize("kind", one_of(FURTHER))
 def test_layers_that_predict_further_tokens_survive_training(imported, kind, workplace):
     place = workplace()

@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 
 from jaxlm.data.tokenizer.tokenizer import load_tokenizer
+from jaxlm.interop.hf.families.llama import LlamaConfig
 from jaxlm.interop.hf.folder import save_folder
 from jaxlm.interop.hf.safetensors_file import TensorInfo, write_safetensors
-from jaxlm.models.families.llama import LlamaConfig
 from tests.answers import TEMPLATE, instructions, write_tokenizer
 from tests.end_to_end.commands import Workplace, end_of
 from tests.engine.helpers import one_device

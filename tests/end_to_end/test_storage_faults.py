@@ -144,7 +144,7 @@ def exchange(one: Path, other: Path) -> None:
         raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()), str(one))
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 @pytest.mark.parametrize("end", ["recovers", pytest.param("killed", marks=pytest.mark.soak)])
 def test_an_outage_of_the_disk(uninterrupted, place, end):
     """The folder is out of reach, for the C++ code too: a file is in its place. Killed then, the run resumes later."""

@@ -30,8 +30,8 @@ from jaxlm.engine.preemption import StopRequest
 from jaxlm.engine.state import RunState, shardings
 from jaxlm.engine.step import StepReport, make_train_step
 from jaxlm.engine.sync import FlagSync
+from jaxlm.interop.hf.families.llama import LlamaConfig
 from jaxlm.models.base import LanguageModel, ModelConfig, vocab_axis
-from jaxlm.models.families.llama import LlamaConfig
 from jaxlm.objectives.next_token import NextToken
 from jaxlm.optim.elementwise import AdamConfig
 

@@ -8,8 +8,8 @@ import pytest
 
 from jaxlm.core.mesh import AxisMappings, make_layout, mesh_shape
 from jaxlm.engine.state import place_state
+from jaxlm.interop.hf.families.llama import LlamaConfig
 from jaxlm.models.base import vocab_axis
-from jaxlm.models.families.llama import LlamaConfig
 from jaxlm.objectives.distill import Distill
 from jaxlm.optim.sophia_h import SophiaHConfig
 from tests.engine.helpers import AXES, VOCAB, TinyRun, arrays, layout, one_device, phase

@@ -11,7 +11,7 @@ from jaxlm.engine.checkpoint.manifest import Cursor, History
 from jaxlm.engine.checkpoint.policy import CheckpointerConfig
 from jaxlm.engine.checkpoint.writer import CheckpointWriter, SaveHealth
 from jaxlm.engine.phase_runner import PhaseRunner
-from jaxlm.models.families.gpt2 import Gpt2Config
+from jaxlm.interop.hf.families.gpt2 import Gpt2Config
 from jaxlm.optim.averaging import Ema
 from jaxlm.optim.elementwise import AdamConfig
 from tests.engine.helpers import Ready, TinyRun, arrays, layout, one_device, open_phase, phase

@@ -18,10 +18,10 @@ from jaxlm.core.values.sums import TokenScores
 from jaxlm.evals.base import EvalConfig, EvalContext, GateError, Limit, Limits, ValidationSet
 from jaxlm.evals.compare import CompareEvalConfig, FidelityEvalConfig, L1Limits
 from jaxlm.evals.loss import perplexity
+from jaxlm.interop.hf.families.gpt2 import Gpt2Config
+from jaxlm.interop.hf.families.llama import LlamaConfig
 from jaxlm.models.base import EMBEDDING, Hidden, Inputs, LanguageModel, ModelConfig, layer_tap, vocab_axis
 from jaxlm.models.distillation.layerwise import layer_streams
-from jaxlm.models.families.gpt2 import Gpt2Config
-from jaxlm.models.families.llama import LlamaConfig
 from jaxlm.objectives.next_token import score_batch
 from jaxlm.observe.hooks import EvalHook, Generated, ScheduledEval
 from jaxlm.reading.decode import decode

@@ -20,8 +20,8 @@ from jaxlm.evals import harness
 from jaxlm.evals.base import EvalContext
 from jaxlm.evals.harness import HarnessEvalConfig
 from jaxlm.evals.scoring import score
+from jaxlm.interop.hf.families.llama import LlamaConfig
 from jaxlm.models.base import Inputs, vocab_axis
-from jaxlm.models.families.llama import LlamaConfig
 from jaxlm.objectives.next_token import score_batch
 from jaxlm.session.load_model import open_model
 from tests.answers import CAPITALS, instructions, write_model

@@ -15,8 +15,8 @@ from jaxlm.data.several_completions import PairsConfig
 from jaxlm.data.tokens import TokensConfig
 from jaxlm.evals.base import EvalContext, ValidationSet
 from jaxlm.evals.preference import PreferenceEvalConfig
+from jaxlm.interop.hf.families.llama import LlamaConfig
 from jaxlm.models.base import Inputs, vocab_axis
-from jaxlm.models.families.llama import LlamaConfig
 from jaxlm.objectives.next_token import score_batch
 from tests.data.test_loader import layout_of
 

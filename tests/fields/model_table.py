@@ -168,9 +168,9 @@ LLAMA: dict[str, Entry] = {
 FLAX: dict[str, Entry] = {
     "model.seq_len": Change(32, Program(gains=r"tensor<1x16x32xi32>")),
     "model.gradient_checkpointing": COMMON["model.gradient_checkpointing"],
-    "model.scan_layers": Change(False, Refused(r"model\.scan_layers: False given")),
+    "model.scan_layers": Change(False, Refused(r"model\.scan_layers: false given")),
     "model.attn_backend": Change("reference", Refused(r"model\.attn_backend: reference given")),
-    "model.mlp_tile_tokens": Change(8, Refused(r"model\.mlp_tile_tokens: 8 given, but it has no effect")),
+    "model.mlp_tile_tokens": Change(8, Refused(r"model\.mlp_tile_tokens: 8 given, but a Flax module")),
     "model.pad_vocab_to_multiple_of": Change(80, Refused(r"model\.pad_vocab_to_multiple_of: 80 given")),
     "model.factory": Change("examples.nnx_model:none", Refused(r"model\.factory: .*'none' in examples\.nnx_model")),
     "model.kwargs": Change({"width": 32, "depth": 2}, Shapes({r"^model.*blocks\.1\.qkv\.kernel": (32, 96)})),

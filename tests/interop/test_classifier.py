@@ -10,12 +10,12 @@ import pytest
 
 from jaxlm.core.errors import ConfigError
 from jaxlm.interop.hf.classifier import classifier_keys, read_score
+from jaxlm.interop.hf.families.granite import GraniteConfig
+from jaxlm.interop.hf.families.llama import LlamaConfig
 from jaxlm.interop.hf.folder import load_model, open_folder
 from jaxlm.interop.hf.safetensors_file import SafetensorsFile
 from jaxlm.interop.hf.verify import verify_folder
 from jaxlm.models.base import reward_head, vocab_axis
-from jaxlm.models.families.granite import GraniteConfig
-from jaxlm.models.families.llama import LlamaConfig
 from jaxlm.surgery.base import export_form
 from jaxlm.surgery.lora import LoraConfig
 from jaxlm.surgery.reward_head import RewardHeadConfig

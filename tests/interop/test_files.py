@@ -20,10 +20,10 @@ from jaxlm.core import tree
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.publish import PublishError
 from jaxlm.interop.hf import weights
+from jaxlm.interop.hf.families.llama import LlamaConfig
 from jaxlm.interop.hf.folder import ReadOptions, load_model, open_folder, parameter_dtype
 from jaxlm.interop.hf.safetensors_file import SafetensorsFile, TensorInfo, write_safetensors
 from jaxlm.interop.hf.tensor_files import open_tensors, renamed
-from jaxlm.models.families.llama import LlamaConfig
 from jaxlm.models.rope import Places
 from jaxlm.surgery.lora import LoraConfig, save_peft
 from tests.engine.helpers import layout, one_device

@@ -10,10 +10,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxlm.interop.hf.families.llama import LlamaConfig
 from jaxlm.interop.hf.family import config_to_json, family_of_config
 from jaxlm.interop.hf.safetensors_file import TensorInfo, in_shards, shard_names, write_safetensors
 from jaxlm.interop.hf.weights import expanded
-from jaxlm.models.families.llama import LlamaConfig
 
 CONFIG = LlamaConfig(seq_len=64, hidden_dim=2048, intermediate_dim=5632, num_layers=10, num_heads=16, num_kv_heads=4)
 VOCAB = 16000

@@ -15,11 +15,11 @@ from jaxlm.commands import convert
 from jaxlm.core.errors import ConfigError
 from jaxlm.data.tokenizer.tokenizer import load_tokenizer
 from jaxlm.engine.entry import enter_phase
+from jaxlm.interop.hf.families.llama import LlamaConfig
 from jaxlm.interop.hf.folder import save_folder
 from jaxlm.interop.hf.model_card import ModelCard
 from jaxlm.interop.hf.source_folder import NO_SOURCE
 from jaxlm.models.base import vocab_axis
-from jaxlm.models.families.llama import LlamaConfig
 from jaxlm.plan.load_config import decode_run
 from jaxlm.plan.plan import make_plan, upload_repository
 from jaxlm.reading.yaml import ConfigSource

@@ -10,6 +10,7 @@ import pytest
 
 from jaxlm.core import tree
 from jaxlm.core.errors import ConfigError
+from jaxlm.interop.hf.families.llama import LlamaConfig
 from jaxlm.interop.hf.family import (
     SILENT,
     all_families,
@@ -20,7 +21,6 @@ from jaxlm.interop.hf.family import (
 from jaxlm.interop.hf.folder import load_model, open_folder
 from jaxlm.interop.hf.form import edited_json, form_of_json, keys_of
 from jaxlm.models.base import ModelConfig
-from jaxlm.models.families.llama import LlamaConfig
 from jaxlm.models.rope import DynamicRotary
 from jaxlm.reading.choices import names_of
 from tests.engine.helpers import one_device

@@ -7,9 +7,9 @@ import pytest
 from jaxlm.core import tree
 from jaxlm.core.safe_io import read_json_object
 from jaxlm.data.tokenizer.tokenizer import open_tokenizer
+from jaxlm.interop.hf.families.llama import LlamaConfig
 from jaxlm.interop.hf.source_folder import SourceFolder
 from jaxlm.models.base import vocab_axis
-from jaxlm.models.families.llama import LlamaConfig
 from jaxlm.plan.load_config import decode_run
 from jaxlm.plan.plan import make_plan
 from jaxlm.reading.yaml import ConfigSource

@@ -8,8 +8,8 @@ import jax.numpy as jnp
 from haliax import Axis, NamedArray
 
 from jaxlm.core.axes import BATCH, HEAD_SIZE, HEADS, POSITION, axes_of
+from jaxlm.interop.hf.families.llama import LlamaConfig
 from jaxlm.models.decoder import gated_mlp, pre_norm_block
-from jaxlm.models.families.llama import LlamaConfig
 from jaxlm.models.flops import MixerWork
 from jaxlm.models.linear import Linear
 from jaxlm.models.mixers.base import LayerCache, Mixer

@@ -14,9 +14,9 @@ from haliax import Axis
 
 from jaxlm.core.mesh import AxisMappings, make_layout, mesh_shape
 from jaxlm.core.values.batch_types import TokenBatch
+from jaxlm.interop.hf.families.gpt2 import Gpt2Config
+from jaxlm.interop.hf.families.llama import LlamaConfig
 from jaxlm.models.base import Inputs, vocab_axis, with_traits
-from jaxlm.models.families.gpt2 import Gpt2Config
-from jaxlm.models.families.llama import LlamaConfig
 from jaxlm.models.inference.generate import generate
 from jaxlm.models.loss import token_losses
 from jaxlm.objectives.next_token import NextToken

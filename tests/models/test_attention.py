@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 from haliax import Axis
 
+from jaxlm.interop.hf.families.gpt2 import Gpt2Config
 from jaxlm.models.attention.api import AttentionMask, AttentionSpec, attention
-from jaxlm.models.families.gpt2 import Gpt2Config
 
 B, T, S, HEADS, KV_HEADS, SIZE = 2, 7, 9, 4, 2, 8
 DOCUMENTS = np.array([[1, 1, 1, 1, 2, 2, 2, 3, 3, 3, 3, 0, 0], [0, 0, 1, 1, 1, 1, 1, 1, 2, 2, 2, 2, 2]])

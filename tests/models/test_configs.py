@@ -11,16 +11,16 @@ import numpy as np
 import pytest
 
 from jaxlm.core.errors import ConfigError
+from jaxlm.interop.hf.families.gemma2 import Gemma2Config
+from jaxlm.interop.hf.families.gemma3 import Gemma3Config
+from jaxlm.interop.hf.families.gpt2 import Gpt2Config
+from jaxlm.interop.hf.families.llama import LlamaConfig
+from jaxlm.interop.hf.families.qwen2 import Qwen2Config
 from jaxlm.interop.hf.families.qwen3_5_moe import Qwen35MoeConfig
+from jaxlm.interop.hf.families.qwen3_moe import Qwen3MoeConfig
+from jaxlm.interop.hf.families.smollm3 import SmolLm3Config
 from jaxlm.models.attention.backends.blockwise import Reach, query_blocks
 from jaxlm.models.base import Inputs, ModelConfig, vocab_axis
-from jaxlm.models.families.gemma2 import Gemma2Config
-from jaxlm.models.families.gemma3 import Gemma3Config
-from jaxlm.models.families.gpt2 import Gpt2Config
-from jaxlm.models.families.llama import LlamaConfig
-from jaxlm.models.families.qwen2 import Qwen2Config
-from jaxlm.models.families.qwen3_moe import Qwen3MoeConfig
-from jaxlm.models.families.smollm3 import SmolLm3Config
 from jaxlm.models.loss import next_token_sums
 from jaxlm.models.rope import DefaultRotary, DynamicRotary, Llama3Rotary, YarnRotary
 

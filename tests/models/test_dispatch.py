@@ -16,7 +16,7 @@ from jaxlm.core.mesh import AxisMappings, make_layout, mesh_shape
 from jaxlm.core.products.matmul import arranged
 from jaxlm.core.tracing import tracing
 from jaxlm.interop.hf.families.gpt_oss import GptOssConfig
-from jaxlm.models.families.mixtral import MixtralConfig
+from jaxlm.interop.hf.families.mixtral import MixtralConfig
 from jaxlm.models.moe import Experts
 from jaxlm.models.remat import remat
 from tests.engine.helpers import AXES, one_device

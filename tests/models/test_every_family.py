@@ -113,7 +113,7 @@ def test_devices_that_share_a_row_compute_what_one_does(kind, method):
 
 
 @pytest.mark.parametrize("shards", one_of([{"model": 2}, {}]), ids=["tp 2 x fsdp 4", "fsdp 8"])
-@pytest.mark.parametrize("kind", one_of(["qwen3_5_moe", "glm4_moe_lite", "gpt_oss", "glm4_moe", "gemma4"], but=3))
+@pytest.mark.parametrize("kind", one_of(["qwen3_5_moe", "glm4_moe_lite", "gpt_oss", "glm4_moe", "gemma4"], but=2))
 def test_eight_devices_compute_what_one_does(kind, shards):
     """Eight packed rows: the training loss and its gradients, with N(0, 0.1) in every parameter: larger weights would make
     1e-5 of other rounding in the sums over rows."""

@@ -16,7 +16,7 @@ from haliax import Axis
 from jaxlm.core import tree
 from jaxlm.core.errors import ConfigError
 from jaxlm.models.base import Inputs, vocab_axis
-from jaxlm.models.families.flax import FlaxConfig
+from jaxlm.models.flax.config import FlaxConfig
 from jaxlm.models.inference.generate import generate
 from jaxlm.models.loss import next_token_sums, token_losses
 from jaxlm.models.remat import RematConfig
@@ -137,7 +137,7 @@ def factories(monkeypatch):
         ("examples.nnx_model", {}, "`package.module:name` expected"),
         ("examples.nnx_model:make", {"kwargs": {"widht": 3}}, "unexpected keyword argument 'widht'.*takes .*width"),
         ("examples.nnx_model:make", {"kwargs": {"vocab_size": 3}}, "vocab_size: given, but its value is derived"),
-        ("examples.nnx_model:make", {"scan_layers": True}, "model.scan_layers: True given"),
+        ("examples.nnx_model:make", {"scan_layers": True}, "model.scan_layers: true given"),
         ("examples.nnx_model:make", {"attn_backend": "reference"}, "model.attn_backend: reference given"),
         ("examples.nnx_model:make", {"gradient_checkpointing": ["mlp"]}, "Allowed: auto, none, cheap, full"),
         (

@@ -182,7 +182,7 @@ def test_devices_compute_what_one_does(name):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("length", [8, 16, 24])
+@pytest.mark.parametrize("length", one_of([8, 16, 24]))
 def test_rows_of_few_tokens_per_device(length):
     """The convolution reads three earlier tokens, which may be on several devices."""
     run, place = _program(2, "states")

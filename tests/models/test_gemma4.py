@@ -12,7 +12,7 @@ from jaxlm.core import tree
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.mesh import AxisMappings, make_layout, mesh_shape
 from jaxlm.core.parameters import described
-from jaxlm.models.families.gemma4 import Gemma4Config
+from jaxlm.interop.hf.families.gemma4 import Gemma4Config
 from jaxlm.models.flops import matrix_operations
 from tests.interop.cases import inputs_of, tokens
 
@@ -72,7 +72,7 @@ def test_the_table_is_sharded_and_trained_as_embeddings_are():
 @pytest.mark.parametrize(
     ("keys", "message"),
     [
-        ({"num_kv_shared_layers": 0}, "double_wide_mlp: true given, but no layers share"),
+        ({"num_kv_shared_layers": 0}, "double_wide_mlp: true given without num_kv_shared_layers"),
         ({"num_kv_shared_layers": 7}, "no layer before the last 7 of 8 is global"),
         ({"num_kv_shared_layers": 9}, "no layer before the last 9 of 8 is global"),
     ],

@@ -21,11 +21,11 @@ from jaxlm.core import tree
 from jaxlm.core.axes import BATCH, POSITION
 from jaxlm.core.sharding import ContextSharding, Layout
 from jaxlm.engine.state import shardings
+from jaxlm.interop.hf.families.gemma4 import Gemma4Config
 from jaxlm.interop.hf.families.glm4_moe_lite import Glm4MoeLiteConfig
+from jaxlm.interop.hf.families.llama import LlamaConfig
 from jaxlm.interop.hf.families.qwen3_5 import Qwen35Config
 from jaxlm.models.base import Inputs
-from jaxlm.models.families.gemma4 import Gemma4Config
-from jaxlm.models.families.llama import LlamaConfig
 from jaxlm.models.inference.generate import GenerationConfig, generate_tokens
 from jaxlm.models.inference.unstacked import Generator, stack, unstack
 from jaxlm.models.mixers.base import Mixer
@@ -213,7 +213,7 @@ def test_a_text_does_not_depend_on_its_batch(name, initial):
 
 
 @pytest.mark.slow
-@TWO
+@ONE
 def test_loops_and_recomputation_change_nothing(name, initial, monkeypatch):
     """Outputs are bitwise the same with recomputation. Gradients are sums in another order: each is as near to float64."""
     config, read = MODELS[name], inputs_of([documents()], 208, PADDING)
@@ -243,7 +243,7 @@ def test_loops_and_recomputation_change_nothing(name, initial, monkeypatch):
             np.testing.assert_allclose(found[path], wanted, rtol=0, atol=near, err_msg=path)
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 @ONE
 @pytest.mark.parametrize("shards", one_of([{"model": 2}, {}]), ids=["tp 2 x fsdp 4", "fsdp 8"])
 def test_eight_devices_compute_what_one_does(name, shards, initial):

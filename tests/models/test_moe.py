@@ -14,12 +14,12 @@ from jaxlm.core import tree
 from jaxlm.core.mesh import AxisMappings, make_layout, mesh_shape
 from jaxlm.core.precision import PrecisionConfig, PrecisionRuleConfig, parse_precision
 from jaxlm.interop.hf.families.gpt_oss import GptOssConfig
+from jaxlm.interop.hf.families.mixtral import MixtralConfig
+from jaxlm.interop.hf.families.qwen2_moe import Qwen2MoeConfig
+from jaxlm.interop.hf.families.qwen3_moe import Qwen3MoeConfig
 from jaxlm.interop.hf.folder import load_model, open_folder
 from jaxlm.models.base import vocab_axis
 from jaxlm.models.experts.grouped_products import Grouping
-from jaxlm.models.families.mixtral import MixtralConfig
-from jaxlm.models.families.qwen2_moe import Qwen2MoeConfig
-from jaxlm.models.families.qwen3_moe import Qwen3MoeConfig
 from jaxlm.models.moe import Experts, num_active
 from jaxlm.models.routing import RouterStats
 from jaxlm.optim.elementwise import AdamConfig
@@ -202,7 +202,7 @@ def test_flops_of_a_model_with_dense_layers():
     assert config.flops_per_token(151936).palm == 6 * matrices + 12 * 24 * 2048 * 8192
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 @pytest.mark.parametrize("experts", [pytest.param("experts 2 x fsdp 4", marks=pytest.mark.soak), "experts over data 8"])
 def test_dense_and_expert_layers_train_the_same_on_eight_devices(experts):
     sizes = {

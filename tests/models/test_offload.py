@@ -11,7 +11,7 @@ import pytest
 from jax.extend.core import jaxprs_in_params
 
 from jaxlm.core.errors import ConfigError
-from jaxlm.models.families.gpt2 import Gpt2Config
+from jaxlm.interop.hf.families.gpt2 import Gpt2Config
 from jaxlm.models.remat import RematConfig, RematOffload
 from jaxlm.models.scan import runs_as_scan
 

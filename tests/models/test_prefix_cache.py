@@ -5,11 +5,11 @@ import numpy as np
 import pytest
 from haliax import NamedArray
 
-from jaxlm.models.families.gemma3 import Gemma3Config
-from jaxlm.models.families.gpt2 import Gpt2Config
-from jaxlm.models.families.llama import LlamaConfig
-from jaxlm.models.families.mistral import MistralConfig
-from jaxlm.models.families.mpt import MptConfig
+from jaxlm.interop.hf.families.gemma3 import Gemma3Config
+from jaxlm.interop.hf.families.gpt2 import Gpt2Config
+from jaxlm.interop.hf.families.llama import LlamaConfig
+from jaxlm.interop.hf.families.mistral import MistralConfig
+from jaxlm.interop.hf.families.mpt import MptConfig
 from jaxlm.models.inference import prefix_cache as prefix_cache_module
 from jaxlm.models.inference.generate import GenerationConfig, generate_tokens, stream_tokens
 from jaxlm.models.inference.prefix_cache import PrefixCache

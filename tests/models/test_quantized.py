@@ -14,9 +14,9 @@ from jaxlm.core.errors import ConfigError
 from jaxlm.core.precision import parse_precision
 from jaxlm.core.products.stored_weights import StoredWeight
 from jaxlm.engine.entry import StateBuilder
+from jaxlm.interop.hf.families.mixtral import MixtralConfig
 from jaxlm.models.base import vocab_axis
-from jaxlm.models.families.flax import FlaxConfig
-from jaxlm.models.families.mixtral import MixtralConfig
+from jaxlm.models.flax.config import FlaxConfig
 from jaxlm.models.inference.generate import GenerationConfig, generate_tokens
 from jaxlm.models.inference.quantized import describe_weights, quantized
 from jaxlm.models.inference.unstacked import Generator
@@ -25,6 +25,7 @@ from jaxlm.surgery.base import SurgeryConfig
 from tests.engine.helpers import F32, MODEL, VOCAB, layout, phase
 from tests.models.conftest import TINY
 from tests.models.test_moe import mesh as experts_mesh
+from tests.tiers import one_of
 
 MODELS = {
     **TINY,
@@ -33,7 +34,7 @@ MODELS = {
     ),
 }
 # What Llama has is in one of the others.
-FAMILIES = [pytest.param("llama", marks=pytest.mark.soak), "gpt2", "mixtral"]
+FAMILIES = one_of(["mixtral", "gpt2", "llama"])
 
 
 def stands_for(model: Any) -> Any:

@@ -6,7 +6,7 @@ import pytest
 
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.tracing import tracing
-from jaxlm.models.families.gpt2 import Gpt2Config
+from jaxlm.interop.hf.families.gpt2 import Gpt2Config
 from jaxlm.models.flops import matrix_operations
 from jaxlm.models.remat import CANDIDATES, RematConfig, RematModules, RematOffload, parse_remat
 

@@ -12,10 +12,10 @@ import pytest
 
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.values.batch_types import TokenBatch
+from jaxlm.interop.hf.families.gpt2 import Gpt2Config
+from jaxlm.interop.hf.families.llama import LlamaConfig
+from jaxlm.interop.hf.families.mixtral import MixtralConfig
 from jaxlm.models.base import ModelTraits, vocab_axis
-from jaxlm.models.families.gpt2 import Gpt2Config
-from jaxlm.models.families.llama import LlamaConfig
-from jaxlm.models.families.mixtral import MixtralConfig
 from jaxlm.models.inference import responses
 from jaxlm.models.inference.padding import left_padded
 from jaxlm.models.inference.responses import Noise, check_samples_as_trained, sample_responses

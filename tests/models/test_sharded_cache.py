@@ -8,8 +8,8 @@ import pytest
 from jax.sharding import AxisType, Mesh
 
 from jaxlm.core.sharding import ContextSharding, Layout
+from jaxlm.interop.hf.families.llama import LlamaConfig
 from jaxlm.models.base import vocab_axis
-from jaxlm.models.families.llama import LlamaConfig
 from jaxlm.models.inference.generate import GenerationConfig, compile_generation, generate, generate_tokens
 from jaxlm.models.inference.unstacked import Generator
 

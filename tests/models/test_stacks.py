@@ -8,9 +8,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxlm.interop.hf.families.gpt2 import Gpt2Config
+from jaxlm.interop.hf.families.qwen2_moe import Qwen2MoeConfig
 from jaxlm.models.base import vocab_axis
-from jaxlm.models.families.gpt2 import Gpt2Config
-from jaxlm.models.families.qwen2_moe import Qwen2MoeConfig
 from jaxlm.models.linear import Linear
 from jaxlm.models.scan import segments
 from jaxlm.models.stacks import LayerKind

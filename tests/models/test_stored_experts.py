@@ -11,8 +11,8 @@ import pytest
 from haliax import Axis
 
 from jaxlm.core.errors import ConfigError
+from jaxlm.interop.hf.families.mixtral import MixtralConfig
 from jaxlm.models.experts import grouped_products
-from jaxlm.models.families.mixtral import MixtralConfig
 from jaxlm.models.moe import Experts
 from jaxlm.plan.load_config import decode_run
 from jaxlm.plan.plan import make_plan

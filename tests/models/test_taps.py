@@ -10,8 +10,8 @@ import pytest
 
 from jaxlm.core import tree
 from jaxlm.core.errors import ConfigError
-from jaxlm.models.families.gemma2 import Gemma2Config
-from jaxlm.models.families.llama import LlamaConfig
+from jaxlm.interop.hf.families.gemma2 import Gemma2Config
+from jaxlm.interop.hf.families.llama import LlamaConfig
 
 SIZES = {"seq_len": 32, "hidden_dim": 32, "num_heads": 4, "intermediate_dim": 48, "num_kv_heads": 2}
 GEMMA2 = Gemma2Config(**SIZES, num_layers=5, head_dim=8, sliding_window=3)

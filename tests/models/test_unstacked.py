@@ -7,12 +7,12 @@ import numpy as np
 import pytest
 from haliax import Axis
 
+from jaxlm.interop.hf.families.gemma2 import Gemma2Config
+from jaxlm.interop.hf.families.gpt2 import Gpt2Config
+from jaxlm.interop.hf.families.llama import LlamaConfig
+from jaxlm.interop.hf.families.mixtral import MixtralConfig
+from jaxlm.interop.hf.families.qwen3_moe import Qwen3MoeConfig
 from jaxlm.models.base import vocab_axis
-from jaxlm.models.families.gemma2 import Gemma2Config
-from jaxlm.models.families.gpt2 import Gpt2Config
-from jaxlm.models.families.llama import LlamaConfig
-from jaxlm.models.families.mixtral import MixtralConfig
-from jaxlm.models.families.qwen3_moe import Qwen3MoeConfig
 from jaxlm.models.inference import generate as decode
 from jaxlm.models.inference import unstacked as unstacked_module
 from jaxlm.models.inference.generate import CACHE_DTYPES, GenerationConfig, generate_tokens

@@ -8,8 +8,8 @@ import pytest
 
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.field_types import check_fields
+from jaxlm.interop.hf.families.llama import LlamaConfig
 from jaxlm.models.base import Inputs, layer_tap, vocab_axis
-from jaxlm.models.families.llama import LlamaConfig
 from jaxlm.objectives.base import ObjectiveConfig
 from jaxlm.objectives.distill import Distill
 from tests.objectives.test_next_token import CONFIG, a_batch

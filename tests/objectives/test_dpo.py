@@ -15,8 +15,8 @@ from jaxlm.core import tree
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.tree import is_named
 from jaxlm.core.values.batch_types import PairBatch
+from jaxlm.interop.hf.families.llama import LlamaConfig
 from jaxlm.models.base import Inputs, vocab_axis
-from jaxlm.models.families.llama import LlamaConfig
 from jaxlm.objectives.base import ObjectiveConfig
 from jaxlm.objectives.completions import ReferenceLogps
 from jaxlm.objectives.dpo import Dpo

@@ -11,9 +11,9 @@ from haliax import Axis
 
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.values.batch_types import PairBatch, TokenBatch
+from jaxlm.interop.hf.families.gpt2 import Gpt2Config
+from jaxlm.interop.hf.families.llama import LlamaConfig
 from jaxlm.models.base import EmbeddingNoise, Inputs, vocab_axis, with_traits
-from jaxlm.models.families.gpt2 import Gpt2Config
-from jaxlm.models.families.llama import LlamaConfig
 from jaxlm.models.layers import Embedding, token_embeddings
 from jaxlm.objectives.next_token import NextToken
 from tests.engine.helpers import TinyRun, arrays, layout, one_device, phase

@@ -13,8 +13,8 @@ from haliax import Axis
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.field_types import check_fields
 from jaxlm.core.values.batch_types import TokenBatch
+from jaxlm.interop.hf.families.llama import LlamaConfig
 from jaxlm.models.base import Inputs, vocab_axis, with_traits
-from jaxlm.models.families.llama import LlamaConfig
 from jaxlm.models.loss import next_token_sums
 from jaxlm.objectives.base import ObjectiveConfig
 from jaxlm.objectives.next_token import NextToken

@@ -1,5 +1,6 @@
 """The losses and metrics of preference objectives against those of TRL, on the same likelihoods. Skipped without `trl`."""
 
+from importlib.util import find_spec
 from types import SimpleNamespace
 
 import jax
@@ -16,11 +17,8 @@ from tests.objectives.test_kto import LABELS, ROWS, unpaired_batch
 from tests.objectives.test_reward import rewards_of
 
 torch = pytest.importorskip("torch")
-pytest.importorskip("trl")
-
-from tests.objectives.trl_losses import trainer  # noqa: E402
-
-pytestmark = pytest.mark.slow
+# Importing TRL takes longer than collecting all other tests does, so that only the tests below do it.
+pytestmark = [pytest.mark.slow, pytest.mark.skipif(find_spec("trl") is None, reason="trl is not installed")]
 
 
 def columns_without_padding_rows(rows):
@@ -75,6 +73,8 @@ CASES = {
 def test_dpo(models, case):
     from trl.trainer.dpo_trainer import DPOTrainer
 
+    from tests.objectives.trl_losses import trainer
+
     model, reference = models
     options, names, weights = CASES[case]
     objective, columns = Dpo(**options), columns_without_padding_rows(3)
@@ -105,6 +105,8 @@ def test_dpo(models, case):
 @pytest.mark.parametrize("estimate_kl", [True, False])
 def test_kto(models, estimate_kl):
     from trl.trainer.kto_trainer import KTOTrainer
+
+    from tests.objectives.trl_losses import trainer
 
     model, reference = models
     columns = columns_without_padding_rows(ROWS)
@@ -137,6 +139,8 @@ def test_kto(models, estimate_kl):
 @pytest.mark.parametrize("center", [0.0, 0.1])
 def test_reward(center):
     from trl.trainer.reward_trainer import RewardTrainer
+
+    from tests.objectives.trl_losses import trainer
 
     model = RewardHeadConfig().apply(random_model(0), key=jax.random.key(3))
     columns = columns_without_padding_rows(3)

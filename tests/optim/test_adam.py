@@ -9,9 +9,9 @@ import pytest
 
 from jaxlm.core import tree
 from jaxlm.core.errors import ConfigError
+from jaxlm.interop.hf.families.gpt2 import Gpt2Config
+from jaxlm.interop.hf.families.llama import LlamaConfig
 from jaxlm.models.base import vocab_axis
-from jaxlm.models.families.gpt2 import Gpt2Config
-from jaxlm.models.families.llama import LlamaConfig
 from jaxlm.optim.elementwise import AdamConfig
 from jaxlm.optim.groups import build_optimizer, parameter_groups
 

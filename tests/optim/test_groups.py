@@ -14,7 +14,7 @@ from jaxlm.core import tree
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.parameters import declared
 from jaxlm.models.base import ModelConfig, vocab_axis
-from jaxlm.models.families.flax import FlaxConfig
+from jaxlm.models.flax.config import FlaxConfig
 from jaxlm.models.linear import ExpertLinear, Linear
 from jaxlm.optim.base import OptimizerConfig
 from jaxlm.optim.elementwise import AdamConfig

@@ -22,8 +22,8 @@ from jaxlm.core.mesh import AxisMappings, make_layout, mesh_shape
 from jaxlm.core.sharding import Layout
 from jaxlm.engine.state import sharded_shapes, shardings
 from jaxlm.hardware.hlo import Program
+from jaxlm.interop.hf.families.gpt2 import Gpt2Config
 from jaxlm.models.base import vocab_axis
-from jaxlm.models.families.gpt2 import Gpt2Config
 from jaxlm.models.linear import ExpertLinear, Linear
 from jaxlm.optim.groups import build_optimizer, parameter_groups
 from jaxlm.optim.muon import MuonConfig

@@ -11,7 +11,7 @@ import jaxlm
 from jaxlm import __main__, train
 from jaxlm.core.errors import ConfigError
 from jaxlm.data.formats.chat import ChatFormat
-from jaxlm.models.families.gpt2 import Gpt2Config
+from jaxlm.interop.hf.families.gpt2 import Gpt2Config
 from jaxlm.plan.load_config import decode_run, load_config, read_config, read_saved, run_id_of
 from jaxlm.reading.decode import dump, encode
 from jaxlm.reading.yaml import ConfigSource, load_yaml

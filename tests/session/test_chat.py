@@ -19,9 +19,9 @@ from jaxlm.data.tokenizer.templates import NANOCHAT_TOKENS
 from jaxlm.data.tokenizer.train_bpe import BpeConfig, train_bpe
 from jaxlm.evals.base import EvalContext
 from jaxlm.evals.samples import SamplesEvalConfig, prompt_ids
+from jaxlm.interop.hf.families.llama import LlamaConfig
 from jaxlm.interop.hf.folder import save_folder
 from jaxlm.models.base import Hidden, LanguageModel, vocab_axis
-from jaxlm.models.families.llama import LlamaConfig
 from jaxlm.models.inference.generate import GenerationConfig, generate
 from jaxlm.models.inference.prefix_cache import PrefixCache
 from jaxlm.models.inference.tools.calculator import Calculator

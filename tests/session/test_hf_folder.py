@@ -17,11 +17,11 @@ from jaxlm.data.formats.chat import ChatFormat
 from jaxlm.data.tokenizer.tokenizer import load_tokenizer
 from jaxlm.evals import samples
 from jaxlm.evals.base import EvalContext
+from jaxlm.interop.hf.families.llama import LlamaConfig
 from jaxlm.interop.hf.folder import save_folder
 from jaxlm.interop.hf.safetensors_file import SafetensorsFile, TensorInfo, write_safetensors
 from jaxlm.interop.pretrained import check_pretrained
 from jaxlm.models.base import vocab_axis
-from jaxlm.models.families.llama import LlamaConfig
 from jaxlm.objectives.next_token import score_batch
 from jaxlm.plan.load_config import decode_run
 from jaxlm.reading.yaml import ConfigSource

@@ -12,9 +12,9 @@ import pytest
 from jaxlm.core import tree
 from jaxlm.core.errors import ConfigError
 from jaxlm.data.tokenizer.train_bpe import train_bpe
+from jaxlm.interop.hf.families.llama import LlamaConfig
 from jaxlm.interop.hf.folder import save_folder
 from jaxlm.models.base import vocab_axis
-from jaxlm.models.families.llama import LlamaConfig
 from jaxlm.plan.load_config import decode_run
 from jaxlm.plan.plan import make_plan
 from jaxlm.reading.yaml import ConfigSource

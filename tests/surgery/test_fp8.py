@@ -13,10 +13,10 @@ from jaxlm.core.errors import ConfigError
 from jaxlm.core.guards import SKIPPED
 from jaxlm.core.precision import parse_precision
 from jaxlm.core.tracing import tracing
+from jaxlm.interop.hf.families.llama import LlamaConfig
+from jaxlm.interop.hf.families.qwen3_moe import Qwen3MoeConfig
 from jaxlm.models.base import Inputs, vocab_axis
-from jaxlm.models.families.flax import FlaxConfig
-from jaxlm.models.families.llama import LlamaConfig
-from jaxlm.models.families.qwen3_moe import Qwen3MoeConfig
+from jaxlm.models.flax.config import FlaxConfig
 from jaxlm.objectives.next_token import score_batch
 from jaxlm.optim.sophia_h import SophiaHConfig
 from jaxlm.surgery.base import merge_surgeries

@@ -86,7 +86,7 @@ def test_a_merged_export_has_all_other_tensors_to_the_bit(tmp_path, target):
     assert names == ({"in_proj_b", "down_proj"} if "beta" in target else WHOLE)
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 @pytest.mark.parametrize("kind", one_of(["qwen3_5_moe", "glm4_moe"]))
 def test_adapters_beside_experts_train_and_nothing_else_moves(kind):
     plan = plan_of({"type": "lora", "rank": 2, "target": r"attn|shared_expert"}, kind=kind)

@@ -17,8 +17,8 @@ from jaxlm.core.field_types import check_fields
 from jaxlm.core.precision import Precision
 from jaxlm.core.values.batch_types import TokenBatch
 from jaxlm.engine.entry import StateBuilder, enter_phase
+from jaxlm.interop.hf.families.mixtral import MixtralConfig
 from jaxlm.models.base import Inputs, vocab_axis
-from jaxlm.models.families.mixtral import MixtralConfig
 from jaxlm.models.layers import GatedMlp
 from jaxlm.models.linear import Linear
 from jaxlm.session.load_model import open_model

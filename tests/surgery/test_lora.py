@@ -14,8 +14,8 @@ from jaxlm.core import tree
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.field_types import check_fields
 from jaxlm.core.products.stored_weights import Int8Weight
+from jaxlm.interop.hf.families.llama import LlamaConfig
 from jaxlm.models.base import Inputs, vocab_axis
-from jaxlm.models.families.llama import LlamaConfig
 from jaxlm.models.layers import dropout, with_dropout_keys
 from jaxlm.models.linear import Linear
 from jaxlm.optim.base import OptimizerConfig
@@ -313,7 +313,7 @@ def test_ranks_and_scales_by_layer(model, changes):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("use_dora", [True, False])
+@pytest.mark.parametrize("use_dora", one_of([True, False]))
 def test_a_layer_without_an_adapter_stays_as_it_is(model, use_dora):
     """To the last bit, after two steps with weight decay."""
     config = LoraConfig(target="attn|mlp", layers_to_transform=[1], use_dora=use_dora)

@@ -17,16 +17,16 @@ from jaxlm.core import tree
 from jaxlm.core.errors import ConfigError
 from jaxlm.engine.entry import enter_phase
 from jaxlm.engine.state import place_state
+from jaxlm.interop.hf.families.gpt_neox import GptNeoxConfig
+from jaxlm.interop.hf.families.llama import LlamaConfig
+from jaxlm.interop.hf.families.mixtral import MixtralConfig
+from jaxlm.interop.hf.families.qwen3_moe import Qwen3MoeConfig
 from jaxlm.interop.hf.family import family_of_config
 from jaxlm.interop.hf.folder import save_folder
 from jaxlm.interop.hf.safetensors_file import SafetensorsFile, TensorInfo, write_safetensors
 from jaxlm.interop.peft.names import Arrays, AxisSizes, BaseRows, FusedMatrix
 from jaxlm.interop.peft.read import lora_keys, read_adapters
 from jaxlm.models.base import Inputs
-from jaxlm.models.families.gpt_neox import GptNeoxConfig
-from jaxlm.models.families.llama import LlamaConfig
-from jaxlm.models.families.mixtral import MixtralConfig
-from jaxlm.models.families.qwen3_moe import Qwen3MoeConfig
 from jaxlm.observe.trackers import read_jsonl
 from jaxlm.plan.load_config import decode_run
 from jaxlm.plan.plan import make_plan
@@ -417,7 +417,7 @@ def tuned(
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "real", [False, pytest.param(True, marks=pytest.mark.skipif(not DOLLY.exists(), reason="data"))]
+    "real", one_of([False, pytest.param(True, marks=pytest.mark.skipif(not DOLLY.exists(), reason="data"))])
 )
 def test_lora_on_instructions(tmp_path, real):
     """The base stays bit-equal, the adapters change, the loss falls; merged and in PEFT, the model is the same."""

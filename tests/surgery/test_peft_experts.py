@@ -10,11 +10,11 @@ import pytest
 from jaxlm.core import tree
 from jaxlm.core.errors import ConfigError
 from jaxlm.engine.state import place_state
+from jaxlm.interop.hf.families.qwen3_moe import Qwen3MoeConfig
 from jaxlm.interop.hf.folder import save_folder
 from jaxlm.interop.hf.safetensors_file import SafetensorsFile, TensorInfo, write_safetensors
 from jaxlm.interop.peft.names import AxisSizes
 from jaxlm.interop.peft.read import read_adapters
-from jaxlm.models.families.qwen3_moe import Qwen3MoeConfig
 from jaxlm.plan.load_config import decode_run
 from jaxlm.plan.plan import make_plan
 from jaxlm.reading.yaml import ConfigSource

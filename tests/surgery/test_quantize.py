@@ -17,10 +17,10 @@ from jaxlm.core.products.stored_weights import StoredWeight
 from jaxlm.engine.entry import Before, StateBuilder
 from jaxlm.engine.step import make_train_step
 from jaxlm.engine.sync import FlagSync
+from jaxlm.interop.hf.families.llama import LlamaConfig
+from jaxlm.interop.hf.families.mixtral import MixtralConfig
 from jaxlm.models.base import vocab_axis
-from jaxlm.models.families.flax import FlaxConfig
-from jaxlm.models.families.llama import LlamaConfig
-from jaxlm.models.families.mixtral import MixtralConfig
+from jaxlm.models.flax.config import FlaxConfig
 from jaxlm.plan.mesh import check_phase
 from jaxlm.surgery.base import merge_surgeries
 from jaxlm.surgery.lora import LoraConfig

@@ -45,6 +45,7 @@ def another_order(folder: Path) -> None:
     path.write_text("".join(path.read_text().splitlines(keepends=True)[::-1]))
 
 
+@pytest.mark.soak
 def test_processes_whose_files_differ_end_before_they_train(workplace):
     place = workplace(1)
     fill(place.folder)

@@ -143,6 +143,16 @@ def ordered(*keys: str, strictly: bool = False, why: str = "") -> Rule:
     return Rule(f" {sign} ".join(keys), keys, problem)
 
 
+def unused(*keys: str, why: str) -> Rule:
+    """The keys have no effect, so that none is given."""
+
+    def problem(section: Any) -> tuple[str, str] | None:
+        key = next((key for key in keys if _is_given(section, key)), None)
+        return None if key is None else (key, f"{_value(section, key)} given, but {why}. Remove it")
+
+    return Rule(f"{', '.join(keys)}: no effect, because {why}", keys, problem)
+
+
 @functools.cache
 def rules_of(kind: type) -> Rules:
     """The rules of a section's class and of its bases."""

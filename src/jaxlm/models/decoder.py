@@ -5,9 +5,10 @@ Each family is a config that assembles its own blocks. The model class is the sa
 
 import abc
 import dataclasses
+import functools
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 import equinox as eqx
 import haliax as hax
@@ -57,7 +58,7 @@ from jaxlm.models.rope import RotaryConfig
 from jaxlm.models.scan import shortest_period
 from jaxlm.models.stacks import Block, Body, LayerKind, Stack, Stacks, numbers_by_stack, stacked, switch_lengths
 
-_TIME, _MTP = 3, 4  # folded into a model's key, which is split for everything else
+_TIME, _MTP, LAYER_INPUTS = 3, 4, 7  # folded into a model's key, which is split for everything else
 
 
 class SizedConfig(ModelConfig):
@@ -94,6 +95,8 @@ class TransformerConfig(SizedConfig):
         embedding_dropout: dropout probability of the token embeddings.
         logit_scale: logits are multiplied by this number.
         logits_scaling: logits are divided by this number.
+        final_soft_cap: soft cap of the logits, `cap * tanh(logit / cap)`. Null applies no cap.
+        layer_input_dim: each layer reads this many features of the tokens besides the residual stream. Null for none.
         mtp: one more layer predicts the token after the next one (`jaxlm.models.decoders.mtp`).
     """
 
@@ -111,6 +114,12 @@ class TransformerConfig(SizedConfig):
     embedding_dropout: BelowOne = 0.0
     logit_scale: PositiveFloat = 1.0
     logits_scaling: PositiveFloat = 1.0
+    final_soft_cap: PositiveFloat | None = None
+    layer_input_dim: PositiveInt | None = None
+    scales_embeddings: ClassVar[bool] = False
+    """Token embeddings are multiplied by the square root of their width, in place of `embedding_multiplier`."""
+    norm_offset: ClassVar[float] = 0.0
+    """Added to the weights of RMSNorms before they multiply."""
 
     @property
     def rotary(self) -> RotaryConfig | None:
@@ -274,14 +283,38 @@ class DecoderConfig(TransformerConfig):
         return rms_norm(self)
 
     def build(self, Vocab: Axis, *, key: jax.Array) -> "Decoder":
-        factors = {"embed_scale": self.embedding_multiplier, "final_scale": self.logit_scale / self.logits_scaling}
-        return Decoder.init(
-            self,
-            Vocab,
-            final_norm=self.norm(),
-            key=key,
+        k_tokens, k_layers, k_head = jax.random.split(key, 3)
+        k_own = functools.partial(jax.random.fold_in, key)
+        std, Embed, size = self.initializer_range, self.Embed, self.layer_input_dim
+        head, time, layer_inputs, mtp = None, None, None, None
+        body = self.transformer(self.norm(), key=k_layers)
+        if not self.tie_word_embeddings:
+            head = Linear.init(Embed, Vocab, std=std, key=k_head)
+        tokens = Embedding.init(Vocab, Embed, std=std, key=k_tokens)
+        embed_norm = rms_norm(self) if self.input_embedding_norm else None
+        if self.time_embedding is not None:
+            time = TimeEmbedding.init(self.time_embedding, Embed, key=k_own(_TIME))
+        if size is not None:
+            sizes = {"std": std, "eps": self.layer_norm_epsilon}
+            layer_inputs = LayerInputs.init(Vocab, Embed, self.Layers, size, **sizes, key=k_own(LAYER_INPUTS))
+        if self.mtp:
+            mtp = initial_mtp(self, key=k_own(_MTP))
+        embed_scale = self.hidden_dim**0.5 if self.scales_embeddings else self.embedding_multiplier
+        final_scale = self.logit_scale / self.logits_scaling
+        return Decoder(
+            tokens=tokens,
+            body=body,
+            head=head,
+            config=self,
+            embed_scale=None if embed_scale == 1.0 else embed_scale,
+            embed_norm=embed_norm,
             embed_dropout=self.embedding_dropout,
-            **{name: None if factor == 1.0 else factor for name, factor in factors.items()},
+            time=time,
+            final_scale=None if final_scale == 1.0 else final_scale,
+            layer_inputs=layer_inputs,
+            mtp=mtp,
+            is_causal=self.is_causal,
+            traits=dataclasses.replace(transformer_traits(self), logit_soft_cap=self.final_soft_cap, reads_beyond=True),
         )
 
 
@@ -452,32 +485,6 @@ class Decoder(TransformerModel, RotaryModel):
     embed_dropout: float = eqx.field(static=True, default=0.0)
     time: TimeEmbedding | None = None
 
-    @staticmethod
-    def init(
-        config: DecoderConfig,
-        Vocab: Axis,
-        *,
-        final_norm: Norm,
-        key: jax.Array,
-        embed_scale: float | None = None,
-        embed_dropout: float = 0.0,
-        final_scale: float | None = None,
-        logit_soft_cap: float | None = None,
-    ) -> "Decoder":
-        k_tokens, k_layers, k_head = jax.random.split(key, 3)
-        std = config.initializer_range
-        body = config.transformer(final_norm, key=k_layers)
-        head = None if config.tie_word_embeddings else Linear.init(config.Embed, Vocab, std=std, key=k_head)
-        tokens = Embedding.init(Vocab, config.Embed, std=std, key=k_tokens)
-        norm = rms_norm(config) if config.input_embedding_norm else None
-        time = None
-        if config.time_embedding is not None:
-            time = TimeEmbedding.init(config.time_embedding, config.Embed, key=jax.random.fold_in(key, _TIME))
-        traits = dataclasses.replace(transformer_traits(config), logit_soft_cap=logit_soft_cap, reads_beyond=True)
-        mtp = initial_mtp(config, key=jax.random.fold_in(key, _MTP)) if config.mtp else None
-        options = {"final_scale": final_scale, "is_causal": config.is_causal, "traits": traits, "mtp": mtp}
-        return Decoder(tokens, body, head, config, embed_scale, norm, embed_dropout, time, **options)
-
     def embedded(
         self, inputs: Inputs, stream: NamedArray | None, key: jax.Array | None
     ) -> tuple[NamedArray, jax.Array | None]:
@@ -555,7 +562,7 @@ def rms_norm(config: DecoderConfig) -> RMSNorm | UnweightedRMSNorm:
     """Initializes an RMSNorm over the residual stream."""
     if not config.use_layer_norm_weight:
         return UnweightedRMSNorm(config.Embed, config.layer_norm_epsilon)
-    return RMSNorm.init(config.Embed, config.layer_norm_epsilon)
+    return RMSNorm.init(config.Embed, config.layer_norm_epsilon, offset=config.norm_offset)
 
 
 def check_sizes(config: DecoderConfig) -> None:

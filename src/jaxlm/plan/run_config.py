@@ -13,8 +13,8 @@ from jaxlm.data.tokens import TokensConfig
 from jaxlm.evals.base import EvalConfig
 from jaxlm.evals.loss import LossEvalConfig
 from jaxlm.evals.tables import TableConfig
+from jaxlm.interop.hf.families.llama import LlamaConfig
 from jaxlm.models.base import ModelConfig
-from jaxlm.models.families.llama import LlamaConfig
 from jaxlm.objectives.base import ObjectiveConfig
 from jaxlm.objectives.next_token import NextToken
 from jaxlm.optim.base import OptimizerConfig

@@ -16,9 +16,9 @@ import yaml
 from jaxlm.core.errors import ConfigError
 from jaxlm.data.formats.chat import ChatFormat
 from jaxlm.engine.checkpoint.policy import KeepRule
-from jaxlm.models.families.gpt2 import Gpt2Config
-from jaxlm.models.families.llama import LlamaConfig
-from jaxlm.models.families.mpt import MptConfig
+from jaxlm.interop.hf.families.gpt2 import Gpt2Config
+from jaxlm.interop.hf.families.llama import LlamaConfig
+from jaxlm.interop.hf.families.mpt import MptConfig
 from jaxlm.observe import environment
 from jaxlm.observe.trackers import RunInfo
 from jaxlm.observe.trackers.tensorboard import TensorboardConfig

@@ -19,8 +19,8 @@ from jaxlm.compat.stackwise.from_stackwise import from_stackwise
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.values.mask_schedule import SteppedSchedule
 from jaxlm.data.tokens import TokensConfig
+from jaxlm.interop.hf.families.llama import LlamaConfig
 from jaxlm.models.diffusion import TimeEmbedding
-from jaxlm.models.families.llama import LlamaConfig
 from jaxlm.plan.load_config import load_config, run_id_of
 from jaxlm.reading.yaml import load_yaml
 from jaxlm.systems.progressive.preset import StackAdapters

@@ -19,8 +19,8 @@ from jaxlm.engine.checkpoint.writer import CheckpointWriter, SaveHealth
 from jaxlm.engine.entry import StateBuilder
 from jaxlm.engine.phases import Phase
 from jaxlm.engine.state import RunState, place_state
+from jaxlm.interop.hf.families.llama import LlamaConfig
 from jaxlm.models.base import vocab_axis
-from jaxlm.models.families.llama import LlamaConfig
 from jaxlm.objectives.base import ObjectiveConfig
 from jaxlm.objectives.dpo import Dpo
 from jaxlm.objectives.kto import Kto

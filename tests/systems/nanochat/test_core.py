@@ -23,9 +23,9 @@ from jaxlm.core.precision import parse_precision
 from jaxlm.data.tokenizer.tokenizer import load_tokenizer
 from jaxlm.evals.base import EvalContext
 from jaxlm.evals.scoring import Scored
+from jaxlm.interop.hf.families.gpt2 import Gpt2Config
+from jaxlm.interop.hf.families.llama import LlamaConfig
 from jaxlm.models.base import Inputs, vocab_axis
-from jaxlm.models.families.gpt2 import Gpt2Config
-from jaxlm.models.families.llama import LlamaConfig
 from jaxlm.objectives.next_token import score_batch
 from jaxlm.systems.nanochat.core_bundle import CORE_TASKS, CoreTask, asked_lines, fetch_bundle, read_bundle
 from jaxlm.systems.nanochat.core_eval import (

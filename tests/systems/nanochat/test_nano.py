@@ -93,9 +93,8 @@ def loss_of(config, whole=lambda trained: trained):
 @pytest.mark.parametrize(
     "name",
     [
-        *NAMES[:2],
         # The last layer of every case has a full window.
-        *(pytest.param(n, marks=pytest.mark.soak if n == "full windows" else pytest.mark.slow) for n in NAMES[2:]),
+        *(pytest.param(n, marks=pytest.mark.soak if n == "full windows" else pytest.mark.slow) for n in NAMES),
     ],
 )
 def test_logits_loss_and_every_gradient_are_those_of_torch(name, as_inputs, logits_of):

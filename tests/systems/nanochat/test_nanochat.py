@@ -10,9 +10,9 @@ import pytest
 
 from jaxlm.core import tree
 from jaxlm.core.errors import ConfigError
+from jaxlm.interop.hf.families.llama import LlamaConfig
 from jaxlm.interop.pretrained import load_pretrained, open_pretrained, with_hf_model
 from jaxlm.models.base import vocab_axis
-from jaxlm.models.families.llama import LlamaConfig
 from jaxlm.plan.load_config import decode_run
 from jaxlm.reading.yaml import ConfigSource
 from jaxlm.session.dry_run import assumed_vocabulary

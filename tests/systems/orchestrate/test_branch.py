@@ -35,6 +35,7 @@ from jaxlm.systems.orchestrate.portfolio import Nowcast, PortfolioConfig
 from jaxlm.systems.orchestrate.strategies import AdamW
 from tests.engine.helpers import Ready, Saver, TinyRun, arrays, batch, layout, one_device, open_phase, phase
 from tests.engine.test_step import assert_identical
+from tests.tiers import one_of
 
 STEPS = 12
 BEGIN = 4  # metrics of step 1 take effect before step 5
@@ -165,7 +166,7 @@ def assert_equal(left: Any, right: Any) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("devices", ["one", "eight"])
+@pytest.mark.parametrize("devices", one_of(["eight", "one"]))
 def test_a_run_goes_on_from_the_best_candidate_as_if_it_had_been_the_only_one(devices):
     where = one_device() if devices == "one" else layout()
     for winner, losses in (("as it is", [2.0, 1.0, 1.0, 1.5]), ("half", [2.0, np.nan, 1.5, 1.0])):

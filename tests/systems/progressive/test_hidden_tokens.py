@@ -13,9 +13,9 @@ from jaxlm.core.errors import ConfigError
 from jaxlm.core.values.batch_types import MaskedBatch
 from jaxlm.data.batch import random_tokens
 from jaxlm.data.masking import Masker, MaskingConfig, stratified
+from jaxlm.interop.hf.families.llama import LlamaConfig
 from jaxlm.models.base import Inputs, vocab_axis
 from jaxlm.models.diffusion import TimeEmbeddingConfig
-from jaxlm.models.families.llama import LlamaConfig
 from jaxlm.objectives.base import ObjectiveConfig, check_model
 from jaxlm.objectives.next_token import NextToken, score_batch
 from jaxlm.systems.progressive.losses import Diffusion, MaskedLanguageModeling
@@ -156,7 +156,7 @@ def test_tokens_see_both_sides_of_their_own_document(model):
     assert differs[0].tolist() == [True] * 7 + [False] * 9
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_the_step_is_the_same_on_one_and_on_eight_devices_and_with_microbatches():
     """The first step of each, so that Adam's first moment compares gradients."""
     config = dataclasses.replace(MODEL, use_bidirectional_attention=True)

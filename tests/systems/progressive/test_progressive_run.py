@@ -82,6 +82,7 @@ def test_losses_fall_from_stage_to_stage(whole):
     assert losses == sorted(losses, reverse=True)
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize(
     ("form", "faults"),
     [

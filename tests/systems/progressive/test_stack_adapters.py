@@ -9,7 +9,7 @@ import pytest
 
 from jaxlm.core import tree
 from jaxlm.core.errors import ConfigError
-from jaxlm.models.families.llama import LlamaConfig
+from jaxlm.interop.hf.families.llama import LlamaConfig
 from jaxlm.surgery.base import merge_surgeries
 from jaxlm.surgery.lora import LoraConfig, save_peft
 from jaxlm.surgery.lora_layers import LoraLinear

@@ -2,7 +2,7 @@
 
 import jax
 
-from jaxlm.models.families.llama import LlamaConfig
+from jaxlm.interop.hf.families.llama import LlamaConfig
 from jaxlm.surgery.base import merge_surgeries
 from jaxlm.surgery.fp8 import Fp8Config, describe_products
 from jaxlm.surgery.quantize import QuantizeConfig

@@ -18,7 +18,7 @@ def columns(seed):
     return {**arrays(seed, 64), "rewards": rewards}
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 @pytest.mark.parametrize("mesh", [pytest.param("fsdp 8", marks=pytest.mark.soak), "two microbatches"])
 def test_every_mesh_gives_the_numbers_of_one_device(mesh):
     check_mesh(mesh, GROUPED, batch=GROUPS, columns=columns)

@@ -9,12 +9,8 @@ from tests.objectives.test_dpo import measured, target_logps
 from tests.systems.rl.test_grpo import a_batch, entropies, grpo
 
 torch = pytest.importorskip("torch")
-pytest.importorskip("trl")
 
-from tests.objectives.test_trl import models  # noqa: E402, F401 - a fixture
-from tests.objectives.trl_losses import trainer  # noqa: E402
-
-pytestmark = pytest.mark.slow
+from tests.objectives.test_trl import models, pytestmark  # noqa: E402, F401 - a fixture, and the same condition
 
 GRPO_CASES = {
     "grpo": ({"loss_agg": "seq_mean_token_mean", "kl": {"coef": 0.04}}, "grpo"),
@@ -34,6 +30,8 @@ def sampled(models):  # noqa: F811
 @pytest.mark.parametrize("case", GRPO_CASES)
 def test_grpo(models, sampled, case):  # noqa: F811
     from trl.trainer.grpo_trainer import GRPOTrainer
+
+    from tests.objectives.trl_losses import trainer
 
     options, loss_type = GRPO_CASES[case]
     as_trl = {"advantage": {"std_ddof": 1, "eps": 1e-4}, "kl": None}

@@ -14,10 +14,10 @@ import yaml
 
 from jaxlm.core import tree
 from jaxlm.core.errors import ConfigError
+from jaxlm.interop.hf.families.llama import LlamaConfig
+from jaxlm.interop.hf.families.mixtral import MixtralConfig
 from jaxlm.models.base import Inputs, ModelConfig, layer_tap, vocab_axis
 from jaxlm.models.decoder import DecoderBlock
-from jaxlm.models.families.llama import LlamaConfig
-from jaxlm.models.families.mixtral import MixtralConfig
 from jaxlm.models.inference.generate import generate
 from jaxlm.reading.decode import decode, encode
 from jaxlm.reading.yaml import ConfigSource
@@ -88,10 +88,13 @@ CASES = {"llama": LLAMA, "alternating": ALTERNATING, "mixed": MIXED}
 
 
 def slow_but(quick: str) -> list:
-    """The cases, of which only one is quick."""
-    return [
-        pytest.param(text, id=name, marks=() if name == quick else pytest.mark.slow) for name, text in CASES.items()
-    ]
+    """The cases, of which only one is quick. Llama's is compared with the family itself, and is left to the soak tests."""
+    slow = {name: pytest.mark.soak if name == "llama" else pytest.mark.slow for name in CASES}
+    return [pytest.param(text, id=name, marks=() if name == quick else slow[name]) for name, text in CASES.items()]
+
+
+# The mixed text has units that repeat, kinds of attention that alternate, experts, and layers outside of a unit.
+ONE_TEXT = pytest.mark.parametrize("text", one_of([MIXED, ALTERNATING, LLAMA]), ids=["mixed", "alternating", "llama"])
 
 
 def built(config: ModelConfig, seed: int = 0) -> Any:
@@ -160,7 +163,7 @@ def written_out(text: str) -> TopologyConfig:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("text", slow_but("alternating"))
+@ONE_TEXT
 def test_repeating_a_unit_is_writing_it_out(text):
     repeated, copies = topology(text), written_out(text)
     ours, theirs = built(repeated), built(copies)
@@ -310,7 +313,7 @@ def test_layers_with_other_heads_have_rotary_embeddings_of_their_own(silent):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("text", slow_but("mixed"))
+@ONE_TEXT
 @pytest.mark.parametrize("cut", [False, True], ids=["whole", "cut"])
 def test_decoding_with_a_cache_computes_the_same(text, cut):
     model, read = built(topology(text)), inputs()
@@ -331,7 +334,7 @@ def test_decoding_with_a_cache_computes_the_same(text, cut):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("text", slow_but("mixed"))
+@ONE_TEXT
 def test_generation_continues_as_the_whole_text_says(text):
     model, prompt = built(topology(text)), [[3, 1, 4, 1, 5, 9, 2, 6]]
     new = generate(model, prompt, max_new_tokens=8, temperature=0.0)[0]
@@ -354,7 +357,7 @@ def test_a_packed_document_is_computed_as_if_it_were_alone(text):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("text", slow_but("alternating"))
+@ONE_TEXT
 def test_scans_and_recomputation_do_not_change_gradients(text):
     def loss(model):
         return (model.logits(model.hidden(inputs()).final).array ** 2).mean()
@@ -371,7 +374,7 @@ def test_scans_and_recomputation_do_not_change_gradients(text):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("mesh", one_of(["tp 2 x fsdp 4", "fsdp 8"]))
-@pytest.mark.parametrize("text", [ALTERNATING, MIXED], ids=["alternating", "mixed"])
+@pytest.mark.parametrize("text", one_of([MIXED, ALTERNATING]), ids=["mixed", "alternating"])
 def test_eight_devices_train_as_one(text, mesh):
     config = topology(text, seq_len=16)
     runs = [TinyRun(where, phase(), model=config) for where in (layout(**MESHES[mesh]), one_device())]

@@ -16,6 +16,7 @@ from jaxlm.models.base import as_family
 from jaxlm.systems.topology.model import TopologyConfig
 from tests.engine.helpers import one_device
 from tests.systems.topology.test_topology import ALTERNATING, FAMILIES, LLAMA, VOCAB, built, spelled, topology
+from tests.tiers import one_of
 
 
 @pytest.mark.parametrize(("family", "attention", "mlp"), FAMILIES.values(), ids=FAMILIES)
@@ -24,7 +25,7 @@ def test_the_family_is_the_one_that_is_spelled_out(family, attention, mlp):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["llama", "dba", "mixtral"])
+@pytest.mark.parametrize("name", one_of(["dba", "mixtral", "llama"], but=2))
 def test_transformers_computes_the_same(name, tmp_path):
     pytest.importorskip("torch")
     pytest.importorskip("transformers")

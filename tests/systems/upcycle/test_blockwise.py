@@ -252,7 +252,7 @@ def test_the_first_update_of_a_later_block_is_that_of_a_new_optimizer():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("order", ["parallel", "sequential"])
+@pytest.mark.parametrize("order", one_of(["parallel", "sequential"]))
 def test_eight_devices_and_one_do_the_same(order):
     keys = {"order": order, "convergence": Convergence(max_steps=2)}
     alone, sharded = a_run(one_device(), **keys), a_run(layout(), **keys)

@@ -8,8 +8,8 @@ from haliax import Axis
 
 from jaxlm.core import tree
 from jaxlm.core.errors import ConfigError
+from jaxlm.interop.hf.families.llama import LlamaConfig
 from jaxlm.interop.hf.families.qwen3_5 import Qwen35Config
-from jaxlm.models.families.llama import LlamaConfig
 from jaxlm.models.linear import Linear
 from jaxlm.systems.upcycle.decouple import DecoupleConfig
 from jaxlm.systems.upcycle.pool_kv_heads import PoolKvHeadsConfig

@@ -17,9 +17,9 @@ from jaxlm.core.errors import ConfigError
 from jaxlm.core.values.batch_types import TokenBatch
 from jaxlm.evals.base import ValidationSet
 from jaxlm.evals.tables import Row, Subject, Table, TableConfig, check_tables, file_name
+from jaxlm.interop.hf.families.gemma3 import Gemma3Config
+from jaxlm.interop.hf.families.llama import LlamaConfig
 from jaxlm.models.base import Inputs, LanguageModel, ModelConfig, vocab_axis
-from jaxlm.models.families.gemma3 import Gemma3Config
-from jaxlm.models.families.llama import LlamaConfig
 from jaxlm.models.inference import generate as decode
 from jaxlm.objectives.next_token import score_batch
 from jaxlm.session.tables import latex, write_table

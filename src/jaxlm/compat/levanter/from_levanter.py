@@ -13,8 +13,8 @@ from typing import Any
 
 from jaxlm.compat.levanter.sections import data_section, harness_evals, lora_phases, supervised_sources
 from jaxlm.core.errors import ConfigError
+from jaxlm.interop.hf.families.llama import LlamaConfig
 from jaxlm.models.base import ModelConfig
-from jaxlm.models.families.llama import LlamaConfig
 from jaxlm.reading.choices import choice
 from jaxlm.reading.decode import chosen_class
 from jaxlm.reading.foreign import ForeignKeys

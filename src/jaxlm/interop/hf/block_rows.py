@@ -11,12 +11,14 @@ from jaxlm.core.parameters import matrix_sides
 from jaxlm.interop.hf.weights import BLOCK, Part, Tensor, single
 
 _NAMES = {"attn": "self_attn", "attn_norm": "input_layernorm", "mlp_norm": "post_attention_layernorm"}
+_PLACES = {"attn_norm": 0, "attn_post_norm": 1, "mlp_norm": 2, "mlp_post_norm": 3}
 
 
-def llama_rows(config: Any, **theirs: str | None) -> Iterator[Tensor]:
+def llama_rows(config: Any, *, norms_first: bool = False, **theirs: str | None) -> Iterator[Tensor]:
     """The rows of a model with one kind of block. The features of all heads are one dimension of a tensor.
 
     Args:
+        norms_first: in files, the norms of a layer come before its other tensors.
         theirs: name of a module in a block, with `__` for dots -> its name in a layer of the files. Without one, it is called
             alike, or as in Llama. None leaves out its rows.
     """
@@ -27,7 +29,10 @@ def llama_rows(config: Any, **theirs: str | None) -> Iterator[Tensor]:
         yield single(f"model.norm.{path}", f"body.final_norm.{path}", "embed")
     if not config.tie_word_embeddings:
         yield single("lm_head.weight", "head.weight", "vocab | embed")
-    for path, leaf in tree.leaves(block):
+    leaves = tree.leaves(block)
+    if norms_first:
+        leaves.sort(key=lambda one: _PLACES.get(one[0].partition(".")[0], len(_PLACES)))
+    for path, leaf in leaves:
         module = next((whole for whole in _wholes(path) if whole in names), "")
         name = names.get(module, "")
         if name is not None:

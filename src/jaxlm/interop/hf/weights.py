@@ -220,11 +220,6 @@ def embeddings_and_head(config: Any, *, final_norm: bool = True) -> Iterator[Ten
         yield single("lm_head.weight", "head.weight", "vocab | embed")
 
 
-def biased_attention(config: Any) -> Iterator[Tensor]:
-    """`attention`, with biases on all projections if `attention_bias` is set."""
-    return attention(qkv_bias=config.attention_bias, out_bias=config.attention_bias)
-
-
 def attention(*, qkv_bias: bool = False, out_bias: bool = False) -> Iterator[Tensor]:
     """Query, key, value and output projections as separate tensors."""
     layer = "model.layers.{layer}.self_attn."
@@ -381,24 +376,6 @@ def block_norms(**names: str) -> Iterator[Tensor]:
 def pre_norms() -> Iterator[Tensor]:
     """The two norms of Llama's blocks."""
     return block_norms(attn_norm="input_layernorm", mlp_norm="post_attention_layernorm")
-
-
-def sandwich_norms() -> Iterator[Tensor]:
-    """The four norms of Gemma's blocks: before and after attention and MLP."""
-    return block_norms(
-        attn_norm="input_layernorm",
-        attn_post_norm="post_attention_layernorm",
-        mlp_norm="pre_feedforward_layernorm",
-        mlp_post_norm="post_feedforward_layernorm",
-    )
-
-
-def usual_tensors(config: Any) -> Iterator[Tensor]:
-    """The weights of many families: norms before attention and MLP, which may have biases."""
-    yield from embeddings_and_head(config)
-    yield from pre_norms()
-    yield from biased_attention(config)
-    yield from gated_mlp(use_bias=getattr(config, "mlp_bias", False))
 
 
 class TensorWriter:

@@ -7,8 +7,10 @@ import haliax as hax
 import jax
 from haliax import NamedArray
 
-from jaxlm.core.field_types import BelowOne, PositiveFloat
+from jaxlm.core.field_types import BelowOne, PositiveFloat, PositiveInt
+from jaxlm.models.attention.scores import ScoreRule
 from jaxlm.models.decoder import DecoderConfig, gated_mlp, plain_mlp, pre_norm_block, projections, rms_norm
+from jaxlm.models.decoders.block import DecoderBlock
 from jaxlm.models.growth import StartsAsIdentity, without_output
 from jaxlm.models.layers import GatedMlp, Mlp
 from jaxlm.models.mixers.attention import SelfAttention
@@ -48,6 +50,8 @@ class LlamaAttention(DecoderConfig):
         use_qk_norm: apply an RMSNorm to each head's queries and keys, with the same weights for all heads.
         clip_qkv: queries and keys, after their norms, and values are clipped to [-clip_qkv, clip_qkv]. Null does not clip.
         attention_multiplier: attention scores are multiplied by this number, in place of `1 / sqrt(head_dim)`.
+        query_pre_attn_scalar: attention scores are divided by the square root of this number, in place of both.
+        attn_soft_cap: soft cap of the attention scores, `cap * tanh(score / cap)`. Null applies no cap.
         attention_dropout: dropout probability of the attention weights.
     """
 
@@ -57,6 +61,8 @@ class LlamaAttention(DecoderConfig):
     use_qk_norm: bool = False
     clip_qkv: PositiveFloat | None = None
     attention_multiplier: PositiveFloat | None = None
+    query_pre_attn_scalar: PositiveInt | None = None
+    attn_soft_cap: PositiveFloat | None = None
     attention_dropout: BelowOne = 0.0
     norms_all_heads: ClassVar[bool] = False
     """The RMSNorms of queries and keys are over all heads jointly."""
@@ -68,13 +74,14 @@ class LlamaAttention(DecoderConfig):
     def attention(self, keys: jax.Array) -> SelfAttention:
         """Initializes the attention of one layer. Takes four keys."""
         heads, (Size, eps) = (self.Heads, self.KVHeads), (self.HeadSize, self.layer_norm_epsilon)
+        joint, offset = self.norms_all_heads, self.norm_offset
         norms: list[Any] = [None, None]
         if self.qk_layernorm:
             norms = [HeadwiseLayerNorm.init(axis, Size, eps) for axis in heads]
         elif self.use_qk_norm:
-            norms = [RMSNorm.init((axis, Size) if self.norms_all_heads else Size, eps) for axis in heads]
+            norms = [RMSNorm.init((axis, Size) if joint else Size, eps, offset=offset) for axis in heads]
         out_bias = self.attention_bias if self.attention_out_bias is None else self.attention_out_bias
-        sinks = None
+        sinks, divisor = None, self.query_pre_attn_scalar
         if self.attention_sinks:
             sinks = hax.random.normal(jax.random.fold_in(keys[0], 1), self.Heads) * self.initializer_range
         return SelfAttention(
@@ -84,7 +91,8 @@ class LlamaAttention(DecoderConfig):
             sinks=sinks,
             norms_follow_rotation=self.norms_follow_rotation,
             clip_qkv=self.clip_qkv,
-            scale=self.attention_multiplier,
+            scale=self.attention_multiplier if divisor is None else divisor**-0.5,
+            rule=ScoreRule(soft_cap=self.attn_soft_cap),
             dropout=self.attention_dropout,
         )
 
@@ -95,16 +103,20 @@ class LlamaBlocks(LlamaAttention):
     Attributes:
         mlp_bias: add biases to the MLP projections.
         use_parallel_residual: attention and MLP read the same normed input. False runs the MLP on the output of attention.
+        residual_multiplier: the outputs of attention and MLP are multiplied by this number before they are added.
         residual_dropout: dropout probability of the outputs of attention and MLP.
     """
 
     mlp_bias: bool = False
     use_parallel_residual: bool = False
+    residual_multiplier: PositiveFloat = 1.0
     residual_dropout: BelowOne = 0.0
     mlp_matrices: ClassVar[int] = 3
     """Weight matrices of an MLP: 3 with a gate, 2 without."""
     norms: ClassVar[Literal["rms", "layer", "layer without bias"]] = "rms"
     """The norms over the residual stream: RMSNorms, or LayerNorms."""
+    norms_only_follow: ClassVar[bool] = False
+    """Norms come after attention and MLP, instead of before. With `hybrid_norm`, there are both."""
 
     def norm(self) -> Norm:
         if self.norms == "rms":
@@ -121,4 +133,6 @@ class LlamaBlocks(LlamaAttention):
         attn, mlp = self.attention(keys[:4]), self.mlp(keys[4:])
         if self.use_parallel_residual:
             return ParallelBlock(self.norm(), attn, mlp)
-        return pre_norm_block(self, attn, mlp, dropout=self.residual_dropout)
+        if self.norms_only_follow:
+            return DecoderBlock(None, attn, None, mlp, self.norm(), self.norm())
+        return pre_norm_block(self, attn, mlp, residual_scale=self.residual_multiplier, dropout=self.residual_dropout)

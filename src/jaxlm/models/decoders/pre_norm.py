@@ -11,16 +11,12 @@ from jaxlm.core.errors import ConfigError
 from jaxlm.core.field_types import NonNegativeInt, PositiveInt
 from jaxlm.core.rules import Rules, excludes, needs, only
 from jaxlm.models.decoder import (
-    DecoderBlock,
     DecoderConfig,
     check_sizes,
-    gated_mlp,
-    pre_norm_block,
-    projections,
     renumbered,
 )
+from jaxlm.models.decoders.llama_blocks import LlamaBlocks
 from jaxlm.models.diffusion import TimeEmbeddingConfig
-from jaxlm.models.mixers.attention import SelfAttention
 from jaxlm.models.mixers.base import Mixer
 from jaxlm.models.rope import DefaultRotary, RotaryConfig, check_rope
 from jaxlm.models.stacks import LayerKind
@@ -198,35 +194,6 @@ class TwoWayConfig(PreNormConfig):
 
 
 @dataclass(frozen=True)
-class DenseConfig(PreNormConfig):
-    """A family with one MLP per layer."""
-
-    def block(self, *, key: jax.Array) -> DecoderBlock:
-        keys = jax.random.split(key, 7)
-        return pre_norm_block(self, self.attention(keys[:4]), gated_mlp(self, keys[4:]))
-
-
-@dataclass(frozen=True)
-class BiasedConfig(PreNormConfig):
-    """A family with one MLP per layer and optional biases.
-
-    Attributes:
-        attention_bias: add biases to the query, key, value and output projections.
-        mlp_bias: add biases to the MLP projections.
-    """
-
-    attention_bias: bool = False
-    mlp_bias: bool = False
-
-    def attention(self, keys: jax.Array) -> SelfAttention:
-        return SelfAttention(**projections(self, keys, qkv_bias=self.attention_bias, out_bias=self.attention_bias))
-
-    def block(self, *, key: jax.Array) -> DecoderBlock:
-        keys = jax.random.split(key, 7)
-        return pre_norm_block(self, self.attention(keys[:4]), gated_mlp(self, keys[4:], use_bias=self.mlp_bias))
-
-
-@dataclass(frozen=True)
 class UniformConfig(PreNormConfig):
     """A family whose layers are all of the same kind."""
 
@@ -239,16 +206,8 @@ class UniformConfig(PreNormConfig):
 
 
 @dataclass(frozen=True)
-class PlainConfig(UniformConfig, DenseConfig):
-    """A dense family without biases whose layers are all of the same kind."""
-
-    def attention(self, keys: jax.Array) -> SelfAttention:
-        return SelfAttention(**projections(self, keys, qkv_bias=False, out_bias=False))
-
-
-@dataclass(frozen=True)
-class LateWindowConfig(DenseConfig, TwoWayConfig):
-    """A dense family whose first layers use full attention and whose other layers may use a sliding window.
+class LateWindowConfig(LlamaBlocks, TwoWayConfig):
+    """A family with Llama's blocks whose first layers use full attention and whose other layers may use a sliding window.
 
     Attributes:
         max_window_layers: number of layers, counted from the first, that use full attention. `sliding_window` applies

@@ -23,16 +23,17 @@ from jaxlm.models.stacks import Block
 class QwenHybridConfig(HybridConfig):
     """What Qwen's hybrid families share: norms that start as 1 + 0, gates after attention, and recurrent layers."""
 
+    norm_offset = 1.0
+
     @abc.abstractmethod
     def layer(self, mixer: Mixer, *, key: jax.Array) -> Block:
         """Initializes a layer with this mixer."""
 
-    def norm(self) -> RMSNorm:
-        return RMSNorm.init(self.Embed, self.layer_norm_epsilon, offset=1.0)
-
     def attention(self, keys: jax.Array) -> SelfAttention:
         """Initializes the attention of one layer, with norms over each head and a gate for each feature. Takes five keys."""
-        q_norm, k_norm = (RMSNorm.init(self.HeadSize, self.layer_norm_epsilon, offset=1.0) for _ in range(2))
+        q_norm, k_norm = (
+            RMSNorm.init(self.HeadSize, self.layer_norm_epsilon, offset=self.norm_offset) for _ in range(2)
+        )
         gate = Linear.init(self.Embed, (self.Heads, self.HeadSize), std=self.initializer_range, key=keys[4])
         maps = projections(self, keys[:4], qkv_bias=False, out_bias=False)
         return SelfAttention(**maps, q_norm=q_norm, k_norm=k_norm, gate_proj=gate)

@@ -195,7 +195,15 @@ class LatentAttention(Attention):
             weight.rearrange((HEADS, HEAD_SIZE, LATENT)).array[:, None],
         )
 
-    def _attend_cached(self, q_plain, q_rotated, latents, keys, cache: LatentCache, spec: AttentionSpec) -> NamedArray:
+    def _attend_cached(
+        self,
+        q_plain: NamedArray,
+        q_rotated: NamedArray,
+        latents: NamedArray,
+        keys: NamedArray,
+        cache: LatentCache,
+        spec: AttentionSpec,
+    ) -> NamedArray:
         """The same from a cache, whose keys and values are not computed."""
         sizes, weight = self._sizes, self.kv_b_proj.weight
         weight = weight.floats(latents.dtype) if isinstance(weight, StoredWeight) else weight

@@ -38,7 +38,7 @@ import functools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Literal
+from typing import ClassVar, Literal
 
 import equinox as eqx
 import haliax as hax
@@ -69,6 +69,7 @@ from jaxlm.core.field_types import (
 from jaxlm.core.parameters import SCALE, DeclaresParameters, Parameter
 from jaxlm.core.products.float32_sums import scaled
 from jaxlm.core.products.stored_weights import Weight
+from jaxlm.core.rules import Rules, unused
 from jaxlm.core.sharding import for_compute, for_lookup
 from jaxlm.models.base import (
     FINAL,
@@ -166,6 +167,7 @@ class NanoConfig(SizedConfig):
     first_x0_lambda: NonNegativeFloat = 0.1
     last_x0_lambda: NonNegativeFloat = 0.1
     lookup: LookupConfig | None = None
+    key_rules: ClassVar[Rules] = (unused("mlp_tile_tokens", why="the MLPs of nano compute all tokens at once"),)
 
     @property
     def ValueLayers(self) -> Axis:
@@ -213,11 +215,6 @@ class NanoConfig(SizedConfig):
             raise ConfigError(
                 f"model.window_pattern: '{self.window_pattern}' given, a word of the letters S (short window) and L (all"
                 " previous tokens) expected, as in SSSL"
-            )
-        if self.mlp_tile_tokens is not None:
-            raise ConfigError(
-                f"model.mlp_tile_tokens: {self.mlp_tile_tokens} given, but the MLPs of nano compute all tokens at once."
-                " Remove it"
             )
         if isinstance(parse_remat(self.gradient_checkpointing), RematModules):
             raise ConfigError(

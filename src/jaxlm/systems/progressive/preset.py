@@ -24,9 +24,9 @@ from jaxlm.core.field_types import (
     PositiveInt,
 )
 from jaxlm.core.rules import Rules, excludes, only
+from jaxlm.interop.hf.families.llama import LlamaConfig
 from jaxlm.models.base import ModelConfig
 from jaxlm.models.decoder import TransformerConfig
-from jaxlm.models.families.llama import LlamaConfig
 from jaxlm.models.growth import Place
 from jaxlm.models.stack_paths import NEW_STACK
 from jaxlm.plan.presets.base import Derivation, DerivedNumber, PresetConfig

@@ -17,12 +17,12 @@ from jaxlm.core.axes import EMBED, MLP
 from jaxlm.core.errors import ConfigError, check_at_least, check_choice
 from jaxlm.core.field_types import BelowOne, NonNegativeFloat, NonNegativeInt, PositiveInt, check_fields
 from jaxlm.core.rules import Rules, excludes, needs, only
+from jaxlm.interop.hf.families.llama import LlamaConfig
+from jaxlm.interop.hf.families.qwen3_moe import Qwen3MoeConfig
 from jaxlm.models.activations import ACTIVATIONS
 from jaxlm.models.base import ModelConfig
 from jaxlm.models.decoder import check_sizes, gated_mlp, plain_mlp
 from jaxlm.models.decoders.moe_decoder import experts
-from jaxlm.models.families.llama import LlamaConfig
-from jaxlm.models.families.qwen3_moe import Qwen3MoeConfig
 from jaxlm.models.layers import GatedMlp, Mlp, dropout
 from jaxlm.models.linear import Linear
 from jaxlm.models.mixers.attention import SelfAttention

@@ -15,9 +15,9 @@ from jaxlm.core.axes import EMBED, LAYERS
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.field_types import NonNegativeFloat, PositiveInt, check_fields
 from jaxlm.core.sharding import for_lookup
+from jaxlm.interop.hf.families.mixtral import MixtralConfig
 from jaxlm.models.base import Inputs, ModelConfig, as_family
 from jaxlm.models.decoder import DecoderConfig, TransformerModel, decoder_flops, initial_body, transformer_traits
-from jaxlm.models.families.mixtral import MixtralConfig
 from jaxlm.models.flops import FlopsPerToken
 from jaxlm.models.layers import Embedding, token_embeddings
 from jaxlm.models.linear import Linear

@@ -7,8 +7,8 @@ numbers: Kimi Team 2025 (arXiv:2507.20534), section 2.3.
 from dataclasses import field
 
 from jaxlm.core.field_types import NonNegativeInt, NumLayers, PositiveFloat, PositiveInt
-from jaxlm.interop.hf.balanced_experts import balanced_experts, further_layers
 from jaxlm.interop.hf.family import Family, FixedKey
+from jaxlm.interop.hf.grouped_experts import balanced_experts, further_layers
 from jaxlm.interop.hf.latent import balanced_expert_rows, latent_keys, latent_moe_tensors
 from jaxlm.interop.hf.mtp import COPIES_BEHIND_LAYERS
 from jaxlm.models.base import ModelConfig

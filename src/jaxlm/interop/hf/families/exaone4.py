@@ -5,14 +5,11 @@ Source: LG AI Research 2025 (arXiv:2507.11407), section 2.1.
 
 from dataclasses import field
 
-import jax
-
 from jaxlm.core.field_types import PositiveInt
 from jaxlm.interop.hf.block_rows import llama_rows
 from jaxlm.interop.hf.family import Family, FixedKey
 from jaxlm.interop.hf.shared_keys import RESPELLED_WINDOWS, usual_keys, window_pattern
 from jaxlm.models.base import ModelConfig
-from jaxlm.models.decoder import DecoderBlock
 from jaxlm.models.decoders.llama_blocks import LlamaBlocks
 from jaxlm.models.decoders.pre_norm import PatternConfig
 from jaxlm.models.rope import DefaultRotary, RotaryConfig
@@ -31,14 +28,11 @@ class Exaone4Config(PatternConfig, LlamaBlocks):
     rope: RotaryConfig = field(default_factory=DefaultRotary)
     sliding_window_pattern: PositiveInt | None = 4
     use_qk_norm = True
+    norms_only_follow = True
 
     @property
     def rotations(self) -> tuple[RotaryConfig, RotaryConfig | None]:
         return self.rope, self.rope if self.sliding_window is None else None
-
-    def block(self, *, key: jax.Array) -> DecoderBlock:
-        keys = jax.random.split(key, 7)
-        return DecoderBlock(None, self.attention(keys[:4]), None, self.mlp(keys[4:]), self.norm(), self.norm())
 
 
 FAMILY = Family(

@@ -1,13 +1,39 @@
-"""Gemma 1: config.json keys and weight names; and those shared by Gemma 2 and Gemma 3."""
+"""Gemma 1: Llama's blocks with GeGLU, scaled embeddings, and norms that multiply by 1 + weight. And keys and names that
+later Gemmas share.
+
+Source: Gemma Team 2024 (arXiv:2403.08295), section 2.
+"""
 
 import dataclasses
-from collections.abc import Iterator
-from typing import Any
 
+from jaxlm.core.field_types import NonNegativeFloat, NumLayers, PositiveInt
+from jaxlm.interop.hf.block_rows import llama_rows
 from jaxlm.interop.hf.family import Family, FixedKey, JsonKey, KeyGroup
 from jaxlm.interop.hf.shared_keys import activation, head_dim, kv_heads, rope, size_keys, window_pattern
-from jaxlm.interop.hf.weights import Tensor, biased_attention, embeddings_and_head, gated_mlp, pre_norms, sandwich_norms
-from jaxlm.models.families.gemma import Gemma1Config
+from jaxlm.models.base import ModelConfig
+from jaxlm.models.decoders.llama_blocks import LlamaBlocks
+from jaxlm.models.decoders.pre_norm import RotaryDecoderConfig
+from jaxlm.reading.choices import choice
+
+
+@choice(ModelConfig, "gemma")
+class Gemma1Config(RotaryDecoderConfig, LlamaBlocks):
+    """Gemma 1. The defaults are Gemma 2B."""
+
+    seq_len: PositiveInt = 8192
+    hidden_dim: PositiveInt = 2048
+    intermediate_dim: PositiveInt = 16384
+    num_layers: NumLayers = 18
+    num_heads: PositiveInt = 8
+    num_kv_heads: PositiveInt | None = 1
+    head_dim: PositiveInt | None = 256
+    activation_function: str = "gelu_new"
+    layer_norm_epsilon: NonNegativeFloat = 1e-6
+    tie_word_embeddings: bool = True
+    attention_bias: bool = False
+    scales_embeddings = True
+    norm_offset = 1.0
+
 
 ONLY_CAUSAL = FixedKey("use_bidirectional_attention", None, others=(False,))
 """For Gemma 1 and 2, transformers' attention backends disagree about what the key means."""
@@ -36,12 +62,12 @@ def gemma_keys(
     )
 
 
-def gemma_tensors(config: Any) -> Iterator[Tensor]:
-    """All weights except query and key norms."""
-    yield from embeddings_and_head(config)
-    yield from sandwich_norms()
-    yield from biased_attention(config)
-    yield from gated_mlp()
+GEMMA_NORMS = {
+    "attn_post_norm": "post_attention_layernorm",
+    "mlp_norm": "pre_feedforward_layernorm",
+    "mlp_post_norm": "post_feedforward_layernorm",
+}
+"""The norms of later blocks that are not called as in Llama: name in jaxlm -> name in the files."""
 
 
 def _activation() -> JsonKey:
@@ -64,10 +90,5 @@ FAMILY = Family(
         JsonKey("attention_bias", "attention_bias", False),
         FixedKey("attention_dropout", 0.0),
     ),
-    tensors=lambda config: (
-        *embeddings_and_head(config),
-        *pre_norms(),
-        *biased_attention(config),
-        *gated_mlp(),
-    ),
+    tensors=lambda config: tuple(llama_rows(config, norms_first=True)),
 )

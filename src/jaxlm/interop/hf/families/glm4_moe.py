@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from dataclasses import field
 
 from jaxlm.core.field_types import NumLayers, PositiveInt
-from jaxlm.interop.hf.balanced_experts import balanced_experts, further_layers
 from jaxlm.interop.hf.family import Family, FixedKey, JsonKey
+from jaxlm.interop.hf.grouped_experts import balanced_experts, further_layers
 from jaxlm.interop.hf.mtp import COPIES_BEHIND_LAYERS, mtp_behind_layers
 from jaxlm.interop.hf.shared_keys import rope, usual_keys
 from jaxlm.interop.hf.weights import (

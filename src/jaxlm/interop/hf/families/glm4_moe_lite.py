@@ -6,8 +6,8 @@ Source: GLM-4.5 Team 2025 (arXiv:2508.06471), section 2.1; attention: DeepSeek-V
 from dataclasses import field
 
 from jaxlm.core.field_types import NumLayers, PositiveFloat, PositiveInt
-from jaxlm.interop.hf.balanced_experts import balanced_experts
 from jaxlm.interop.hf.family import Family, KeyGroup
+from jaxlm.interop.hf.grouped_experts import balanced_experts
 from jaxlm.interop.hf.latent import balanced_expert_rows, latent_keys, latent_moe_tensors
 from jaxlm.interop.hf.mtp import COPIES_BEHIND_LAYERS
 from jaxlm.models.base import ModelConfig

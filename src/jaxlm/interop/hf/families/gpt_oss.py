@@ -5,10 +5,10 @@ Source: OpenAI 2025, gpt-oss-120b and gpt-oss-20b model card (arXiv:2508.10925),
 
 from collections.abc import Mapping
 from dataclasses import field
-from typing import Any
+from typing import Any, ClassVar
 
-from jaxlm.core.errors import ConfigError
 from jaxlm.core.field_types import NonNegativeFloat, NumLayers, PositiveFloat, PositiveInt
+from jaxlm.core.rules import Rules, unused
 from jaxlm.interop.hf.block_rows import llama_rows
 from jaxlm.interop.hf.family import Family, FixedKey, KeyGroup
 from jaxlm.interop.hf.shared_keys import (
@@ -64,18 +64,13 @@ class GptOssConfig(PatternConfig, LlamaAttention, MoeConfig):
     attention_sinks = True
     expert_bias = True
     scores = "logits"
+    key_rules: ClassVar[Rules] = (
+        unused("activation_function", why="gpt-oss has its own (swiglu_alpha, swiglu_limit)"),
+    )
 
     @property
     def rotations(self) -> tuple[RotaryConfig, RotaryConfig]:
         return self.rope, self.rope
-
-    def check(self) -> None:
-        super().check()
-        if self.activation_function != "silu":
-            raise ConfigError(
-                f"model.activation_function: {self.activation_function} given, but gpt-oss has its own (swiglu_alpha,"
-                " swiglu_limit). Remove the key"
-            )
 
 
 def _balance_notes(theirs: Mapping[str, Any]) -> list[str]:

@@ -8,11 +8,12 @@ from dataclasses import field
 from typing import Any
 
 from jaxlm.core.field_types import NonNegativeFloat, NumLayers, PositiveInt
-from jaxlm.interop.hf.balanced_experts import correction_bias
+from jaxlm.interop.hf.block_rows import llama_rows
 from jaxlm.interop.hf.family import Family, FixedKey, Json, KeyGroup
+from jaxlm.interop.hf.grouped_experts import correction_bias
 from jaxlm.interop.hf.shared_keys import rope, router, usual_keys
-from jaxlm.interop.hf.weights import attention, embeddings_and_head, expert_rows, pre_norms, qk_norms
 from jaxlm.interop.hf.weights import correction_bias as bias_tensor
+from jaxlm.interop.hf.weights import expert_rows
 from jaxlm.models.base import ModelConfig
 from jaxlm.models.decoders.llama_blocks import LlamaAttention
 from jaxlm.models.decoders.moe_decoder import UniformMoeConfig
@@ -84,10 +85,7 @@ FAMILY = Family(
         FixedKey("shared_intermediate_size", 0),
     ),
     tensors=lambda config: (
-        *embeddings_and_head(config),
-        *pre_norms(),
-        *attention(),
-        *qk_norms("heads head_size", "kv_heads head_size"),
+        *llama_rows(config, norms_first=True, mlp=None),
         *expert_rows("block_sparse_moe", gate="w1", up="w3", down="w2"),
         bias_tensor("block_sparse_moe"),
     ),

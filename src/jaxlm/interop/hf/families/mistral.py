@@ -1,10 +1,28 @@
-"""Mistral, alone or in a folder of Mistral 3: config.json keys and weight names."""
+"""Mistral, alone or in a folder of Mistral 3: Llama's blocks with sliding-window attention.
 
-from jaxlm.interop.hf.family import Family, FixedKey, JsonKey
-from jaxlm.interop.hf.shared_keys import activation, head_dim, kv_heads, rope, size_keys
+Source: Jiang et al. 2023 (arXiv:2310.06825), section 2.
+"""
+
+from jaxlm.core.field_types import PositiveInt
+from jaxlm.interop.hf.block_rows import llama_rows
+from jaxlm.interop.hf.family import Family, FixedKey
+from jaxlm.interop.hf.shared_keys import activation, head_dim, kv_heads, rope, same_keys, size_keys
 from jaxlm.interop.hf.text_part import pixtral_part
-from jaxlm.interop.hf.weights import attention, embeddings_and_head, gated_mlp, pre_norms
-from jaxlm.models.families.mistral import MistralConfig
+from jaxlm.models.base import ModelConfig
+from jaxlm.models.decoders.llama_blocks import LlamaBlocks
+from jaxlm.models.decoders.pre_norm import UniformConfig
+from jaxlm.reading.choices import choice
+
+
+@choice(ModelConfig, "mistral")
+class MistralConfig(LlamaBlocks, UniformConfig):
+    """Mistral. The defaults are Mistral 7B v0.1."""
+
+    seq_len: PositiveInt = 8192
+    intermediate_dim: PositiveInt = 14336
+    num_kv_heads: PositiveInt | None = 8
+    sliding_window: PositiveInt | None = 4096
+
 
 FAMILY = Family(
     model_types=("mistral",),
@@ -16,10 +34,10 @@ FAMILY = Family(
         head_dim(),
         rope(),
         activation("hidden_act", "silu", written={"gelu_new": "gelu_pytorch_tanh"}),
-        JsonKey("sliding_window", "sliding_window", 4096),
+        *same_keys(sliding_window=4096),
         FixedKey("attention_dropout", 0.0),
     ),
-    tensors=lambda config: (*embeddings_and_head(config), *pre_norms(), *attention(), *gated_mlp()),
+    tensors=lambda config: tuple(llama_rows(config, norms_first=True)),
     text=(
         pixtral_part(
             "mistral",

@@ -10,8 +10,8 @@ from typing import Any, ClassVar
 
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.field_types import NonNegativeFloat, NonNegativeInt, NumLayers, PositiveInt
-from jaxlm.interop.hf.balanced_experts import grouped_experts
 from jaxlm.interop.hf.family import Family, Json, KeyGroup
+from jaxlm.interop.hf.grouped_experts import grouped_experts
 from jaxlm.interop.hf.latent import latent_keys, latent_moe_tensors
 from jaxlm.interop.hf.shared_keys import rope
 from jaxlm.interop.hf.text_part import pixtral_part

@@ -28,14 +28,13 @@ from jaxlm.interop.hf.weights import (
 )
 from jaxlm.models.base import ModelConfig
 from jaxlm.models.decoder import DecoderBlock, pre_norm_block
-from jaxlm.models.decoder import gated_mlp as initial_mlp
 from jaxlm.models.decoders.hybrid import HybridConfig, gated_delta_net
-from jaxlm.models.families.olmo2 import post_norm_block
+from jaxlm.models.decoders.llama_blocks import LlamaBlocks
 from jaxlm.reading.choices import choice
 
 
 @choice(ModelConfig, "olmo_hybrid")
-class OlmoHybridConfig(HybridConfig):
+class OlmoHybridConfig(HybridConfig, LlamaBlocks):
     """OLMo Hybrid. The defaults are OLMo Hybrid 7B.
 
     Attributes:
@@ -52,9 +51,9 @@ class OlmoHybridConfig(HybridConfig):
     state_key_dim: PositiveInt = 96
     state_value_dim: PositiveInt = 192
     negative_eigenvalues: bool = True
-
-    def block(self, *, key: jax.Array) -> DecoderBlock:
-        return post_norm_block(self, use_bias=False, key=key)
+    use_qk_norm = True
+    norms_all_heads = True
+    norms_only_follow = True
 
     def recurrent_block(self, *, key: jax.Array) -> DecoderBlock:
         keys = jax.random.split(key, 5)
@@ -63,7 +62,7 @@ class OlmoHybridConfig(HybridConfig):
         mixer = gated_delta_net(self, keys[0], norm_eps=1e-5, max_beta=2.0 if self.negative_eigenvalues else 1.0)
         bias = (times + jnp.log(-jnp.expm1(-times))).reshape(mixer.dt_bias.array.shape)
         mixer = dataclasses.replace(mixer, dt_bias=hax.named(bias, mixer.dt_bias.axes))
-        return pre_norm_block(self, mixer, initial_mlp(self, keys[1:4]))
+        return pre_norm_block(self, mixer, self.mlp(keys[1:4]))
 
 
 def _attention_tensors(norm: str) -> Iterator[Tensor]:

@@ -1,32 +1,41 @@
-"""Phi-3 and Phi-4: config.json keys and weight names. Queries, keys and values are one matrix, as are gate and up."""
+"""Phi-3 and Phi-4: Llama's blocks with optional partial rotary embeddings and LongRoPE.
+
+Source: Abdin et al. 2024 (arXiv:2404.14219), section 2. Files have queries, keys and values as one matrix, and gate and up.
+"""
 
 from collections.abc import Iterator
 from typing import Any
 
-from jaxlm.interop.hf.family import Family, FixedKey, Json, JsonKey, KeyGroup
-from jaxlm.interop.hf.shared_keys import activation, head_dim, kv_heads, rope, rope_to_json, size_keys
-from jaxlm.interop.hf.weights import (
-    BLOCK,
-    HEADS,
-    Tensor,
-    embeddings_and_head,
-    fused,
-    fused_gated_mlp,
-    pre_norms,
-    single,
-)
-from jaxlm.models.families.phi3 import Phi3Config
+from jaxlm.core.field_types import PositiveInt
+from jaxlm.interop.hf.block_rows import llama_rows
+from jaxlm.interop.hf.family import Family, FixedKey, Json, KeyGroup
+from jaxlm.interop.hf.shared_keys import activation, head_dim, kv_heads, rope, rope_to_json, same_keys, size_keys
+from jaxlm.interop.hf.weights import BLOCK, HEADS, Tensor, fused, fused_gated_mlp, single
+from jaxlm.models.base import ModelConfig
+from jaxlm.models.decoders.llama_blocks import LlamaBlocks
+from jaxlm.models.decoders.pre_norm import UniformConfig
+from jaxlm.reading.choices import choice
 
-_LAYER = "model.layers.{layer}."
+
+@choice(ModelConfig, "phi3")
+class Phi3Config(LlamaBlocks, UniformConfig):
+    """Phi-3 and Phi-4. The defaults are Phi-3 mini 4k. Set `rope: {type: longrope}` for the long-context models."""
+
+    seq_len: PositiveInt = 4096
+    hidden_dim: PositiveInt = 3072
+    intermediate_dim: PositiveInt = 8192
+    sliding_window: PositiveInt | None = 2047
+
+
+_ATTN = "model.layers.{layer}.self_attn."
 _ORIGINAL = "original_max_position_embeddings"
 
 
 def _tensors(config: Phi3Config) -> Iterator[Tensor]:
-    yield from embeddings_and_head(config)
-    yield from pre_norms()
+    yield from llama_rows(config, norms_first=True, attn=None, mlp=None)
     qkv = {f"{BLOCK}attn.{name}.weight": f"{out} | embed" for name, out in HEADS.items()}
-    yield fused(f"{_LAYER}self_attn.qkv_proj.weight", qkv)
-    yield single(f"{_LAYER}self_attn.o_proj.weight", f"{BLOCK}attn.o_proj.weight", "embed | heads head_size")
+    yield fused(f"{_ATTN}qkv_proj.weight", qkv)
+    yield single(f"{_ATTN}o_proj.weight", f"{BLOCK}attn.o_proj.weight", "embed | heads head_size")
     yield from fused_gated_mlp()
 
 
@@ -47,7 +56,7 @@ FAMILY = Family(
         rope(rotates_part=True, renamed={"su": "longrope", "yarn": "longrope"}, original=4096),
         KeyGroup((_ORIGINAL,), lambda _: {}, _original_to_theirs),  # `rope` reads it
         activation("hidden_act", "silu"),
-        JsonKey("sliding_window", "sliding_window", None),
+        *same_keys(sliding_window=None),
         FixedKey("attention_dropout", 0.0),
         FixedKey("resid_pdrop", 0.0),
         FixedKey("embd_pdrop", 0.0),

@@ -1,11 +1,13 @@
-"""Qwen3 mixture-of-experts models, alone or in a folder of Qwen3-VL: config.json keys and weight names.
+"""Qwen3 MoE: Qwen3's attention with a mixture of experts in place of the MLP.
 
-Folders of Qwen3-VL have all experts of a layer in one tensor.
+Source: Yang et al. 2025 (arXiv:2505.09388), section 2.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import field
 from typing import Any
 
+from jaxlm.core.field_types import NonNegativeFloat, NumLayers, PositiveInt
 from jaxlm.interop.hf.family import Family, FixedKey, Json, JsonKey, KeyGroup
 from jaxlm.interop.hf.shared_keys import (
     expert_layers,
@@ -17,7 +19,7 @@ from jaxlm.interop.hf.shared_keys import (
 from jaxlm.interop.hf.text_part import TextPart
 from jaxlm.interop.hf.weights import (
     Tensor,
-    biased_attention,
+    attention,
     embeddings_and_head,
     expert_rows,
     gated_mlp,
@@ -26,7 +28,31 @@ from jaxlm.interop.hf.weights import (
     rows_by_stack,
     stacked_expert_rows,
 )
-from jaxlm.models.families.qwen3_moe import Qwen3MoeConfig
+from jaxlm.models.base import ModelConfig
+from jaxlm.models.decoders.llama_blocks import LlamaAttention
+from jaxlm.models.decoders.moe_decoder import MixedMoeConfig
+from jaxlm.models.rope import DefaultRotary, RotaryConfig
+from jaxlm.reading.choices import choice
+
+
+@choice(ModelConfig, "qwen3_moe")
+class Qwen3MoeConfig(LlamaAttention, MixedMoeConfig):
+    """Qwen3 MoE. The defaults are Qwen3 30B-A3B."""
+
+    seq_len: PositiveInt = 4096
+    hidden_dim: PositiveInt = 2048
+    intermediate_dim: PositiveInt = 768
+    num_layers: NumLayers = 48
+    num_heads: PositiveInt = 32
+    num_kv_heads: PositiveInt | None = 4
+    head_dim: PositiveInt | None = 128
+    layer_norm_epsilon: NonNegativeFloat = 1e-6
+    rope: RotaryConfig = field(default_factory=lambda: DefaultRotary(theta=1e6))
+    num_experts: PositiveInt = 128
+    num_experts_per_token: PositiveInt = 8
+    attention_bias: bool = False
+    norm_topk_prob: bool = True
+    use_qk_norm = True
 
 
 def _window_to_ours(theirs: Mapping[str, Any]) -> Json:
@@ -39,7 +65,7 @@ _WINDOWS = ("use_sliding_window", "sliding_window", "max_window_layers", "layer_
 
 def _attention(config: Qwen3MoeConfig) -> Iterator[Tensor]:
     yield from pre_norms()
-    yield from biased_attention(config)
+    yield from attention(qkv_bias=config.attention_bias, out_bias=config.attention_bias)
     yield from qk_norms()
 
 

@@ -3,13 +3,14 @@
 import functools
 import json
 from dataclasses import field
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 from haliax import Axis, NamedArray
 
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.field_types import check_fields
+from jaxlm.core.rules import Rules, unused
 from jaxlm.models.base import ModelConfig, ModelTraits, vocab_axis
 from jaxlm.models.flax.model import FlaxDefinition, FlaxInputs, FlaxModel, load_factory, named_axes
 from jaxlm.models.flops import FlopsPerToken, matrix_operations
@@ -39,14 +40,15 @@ class FlaxConfig(ModelConfig):
     factory: str = field(kw_only=True)
     kwargs: dict[str, Any] = field(default_factory=dict)
     axes: dict[str, list[str | None]] = field(default_factory=dict)
+    key_rules: ClassVar[Rules] = (
+        unused(
+            *("scan_layers", "attn_backend", "mlp_tile_tokens", "pad_vocab_to_multiple_of"),
+            why="a Flax module computes its layers itself",
+        ),
+    )
 
     def check(self) -> None:
         check_fields(self, "model")
-        for name in ("scan_layers", "attn_backend", "mlp_tile_tokens", "pad_vocab_to_multiple_of"):
-            if getattr(self, name) != getattr(ModelConfig, name):
-                raise ConfigError(
-                    f"model.{name}: {getattr(self, name)} given, but it has no effect on a Flax module. Remove it"
-                )
         if (policy := parse_remat(self.gradient_checkpointing)) not in (AUTO, NONE, CHEAP, FULL):
             raise ConfigError(
                 f"model.gradient_checkpointing: {remat_name(policy)} given, but jaxlm does not know the activations and"
