@@ -92,7 +92,8 @@ def open_phase_data(run: Run, phase: Phase, resumed: VerifiedCheckpoint | None) 
     }
     position = {"examples": 0} if resumed is None else resumed.position()
     reopen = lambda: opened.batches(**order)  # noqa: E731
-    data = with_annotations(plan, phase, opened, log, reopen, first_step, position, run.clock, run.flag_sync.check_stop)
+    where = (plan, phase, opened, log, run.records.report, reopen, first_step, position)
+    data = with_annotations(*where, run.clock, run.flag_sync.check_stop)
     with contextlib.closing(data.batches(**order, services=_services(run, phase))) as batches:
         if resumed is not None:
             batches.restore(position)
@@ -144,6 +145,7 @@ def open_metrics(
         run.console,
         phase,
         data.batches.records,
+        run.records.report,
         skipped=skipped,
         guards=phase.guards(run.plan.precision),
         can_show_batches=not history.attempt and data.data.has_examples_per_step,
