@@ -71,7 +71,7 @@ class Side:
             plain = self.plan.data[0].open(tokenizer, SEQ_LEN, lambda _: None)
             reopen = lambda: plain.batches(**order)  # noqa: E731
             clock, position, check_stop = ActivityClock(), {"examples": 0}, lambda: None
-            where = self.plan, self.phase, plain, print, reopen
+            where = self.plan, self.phase, plain, print, lambda step, text, *_, **fields: print(text), reopen
             self.data = with_annotations(*where, 0, position, clock, check_stop)
             self.steps = compile_steps(self.plan, self.phase, 0, print)
             self.state = enter_phase(self.plan.state_builder, self.phase, self.plan.layout, None)()

@@ -131,7 +131,10 @@ def measure(
     step = compile_step(plan, phase, print).call
     state = enter_phase(plan.state_builder, phase, plan.layout, None)()
     flags, batch = FlagSync.unset(plan.layout), random_batch(plan, 0)
-    listeners = [TrackerListener(trackers), ProgressListener(Console(), phase, lambda step: "", skipped=0)]
+    listeners = [
+        TrackerListener(trackers),
+        ProgressListener(Console(), phase, lambda step: "", lambda *_: None, skipped=0),
+    ]
     switch = Switch(listeners)
     workload = Workload(plan.batches.train, plan.config.model.seq_len, 1e9, None, 10**6)
     reports = AsyncMetrics("train", workload, [switch])

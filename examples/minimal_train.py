@@ -174,7 +174,7 @@ def open_run(
     # Every checkpoint says how it was made: it can be sampled and resumed without anything else.
     files = run_files(plan, tokenizer, tokenizer_to_save(tokenizer, plan), source_of_run(plan, start))
     # The records of steps after the checkpoint are removed, because these steps run again.
-    path, options = plan.log_folder / METRICS, {"resume_step": start.resume_step or 0, "check_lease": check_lease}
+    path, options = plan.log_folder / METRICS, {"resume_step": start.resume_step, "check_lease": check_lease}
     tracker = main_only(lambda: JsonlTracker(path, **options))
     flush = [] if tracker is None else [tracker.flush]  # metrics up to step N are on disk before `step-N` is visible
     try:
@@ -276,7 +276,8 @@ def enter(run: Run, phase: Phase, before: RunState | None, open_batches: OpenBat
     plan, log = run.plan, run.console.log
     weights, num_applied = run.start.load_weights(plan, log) if before is None else (None, 0)  # None: from the seed
     refs = {name: load_reference(plan, name, log) for name in phase.surgery_references}
-    options = {"num_applied": num_applied, "refs": refs, "open_batches": open_batches, "log": log}
+    report = lambda decided: log(decided.text)  # noqa: E731 - what a surgery decides from measurements
+    options = {"num_applied": num_applied, "refs": refs, "open_batches": open_batches, "report": report}
     return enter_phase(plan.state_builder, phase, plan.layout, before, weights, **options)()
 
 

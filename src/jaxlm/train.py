@@ -134,13 +134,14 @@ def train(config: RunConfig, console: Console | None = None, clock: ActivityCloc
         return TrainResult(None, Done(), None, plan)
     state, outcome = None, Done()
     with (
-        _prepared(plan, console) as (plan, tokenizer, init_from, logs, check_lease),
+        _prepared(plan, console) as (plan, tokenizer, init_from, started, logs, check_lease),
         plan.layout.use(),
         stop_on_signals() as stop,
         watch_notices(stop, metadata_host() if config.trainer.preemption_notices else None),
         Watchdog(config.trainer.watchdog, clock, plan.log_folder),
         open_run(plan, tokenizer, console, stop, init_from, logs, check_lease, clock) as run,
     ):
+        run.records.write(init_from.resume_step or 0, "start", rows=started)
         if init_from.state is not None:
             with clock.during(Activity.RESTORE):
                 state = _restore(run, init_from)
@@ -202,9 +203,11 @@ def _make_checked_plan(config: RunConfig, console: Console) -> Plan:
 
 
 @contextlib.contextmanager
-def _prepared(plan: Plan, console: Console) -> Iterator[tuple[Plan, Tokenizer, InitFrom, LogStore, LeaseCheck]]:
-    """Loads the tokenizer and finds the checkpoint to start from. Yields the plan updated for the tokenizer, both, the store
-    of the logs, and what to call before each save.
+def _prepared(
+    plan: Plan, console: Console
+) -> Iterator[tuple[Plan, Tokenizer, InitFrom, list[tuple[str, str]], LogStore, LeaseCheck]]:
+    """Loads the tokenizer and finds the checkpoint to start from. Yields the plan updated for the tokenizer, both, the table
+    of the start, the store of the logs, and what to call before each save.
 
     From the first write on, and while the context is open, a second start of the run is refused.
     """
@@ -262,7 +265,7 @@ def _upload(logs: LogStore, check_lease: LeaseCheck) -> None:
 
 def _start(
     plan: Plan, tokenizer: Tokenizer, saved: SavedRun | None, console: Console
-) -> tuple[Plan, Tokenizer, InitFrom]:
+) -> tuple[Plan, Tokenizer, InitFrom, list[tuple[str, str]]]:
     """Opens the log and finds the checkpoint to start from.
 
     Args:
@@ -281,7 +284,8 @@ def _start(
     if (resumed_plan := read_again(plan, init_from)).retired_refs != plan.retired_refs:
         plan = resumed_plan
         check_references(plan, tokenizer, console.log)
-    console.log(table("run", describe(plan, init_from.describe(plan))))
+    started = describe(plan, init_from.describe(plan))
+    console.log(table("run", started))
     if init_from.initializes(plan):
         plan = plan.with_token_leaves(leaves_from_tokens(plan, tokenizer, console.log))
     plan = plan.with_phase_ends(init_from.history.phase_ends)
@@ -290,7 +294,7 @@ def _start(
         num_sequences, options = init_from.state.position()["examples"], step_options(plan)  # all processes call both
         for line in changes(saved, config, options, init_from.resume_step, num_sequences) if saved else []:
             console.log(f"changed since the last start: {line}")
-    return plan, tokenizer, init_from
+    return plan, tokenizer, init_from, started
 
 
 def _restore(run: Run, init_from: InitFrom) -> RunState:
@@ -340,7 +344,10 @@ def _open_phase(
             skipped = int(state.guard.skipped)
             note = run.records.decided
             control = Control(phase, saver, plan.layout, hooks.evaluations, skipped=skipped, note=note)
-            log(table(f"phase '{phase.name}': parameters", phase_rows(plan, phase, state.model, state.opt_state)))
+            rows = phase_rows(plan, phase, state.model, state.opt_state)
+            facts = {"name": phase.name, "start": phase.start, "end": phase.end, "num_phases": len(plan.phases)}
+            text = table(f"phase '{phase.name}': parameters", rows)
+            run.records.report(data.first_step, text, "phase", **facts, rows=rows)
             steps.write(plan.config.trainer, plan.log_folder / "artifacts", phase.name)
             opened = OpenPhase(
                 phase,
@@ -375,7 +382,7 @@ def _entry(
         num_applied=num_applied,
         refs=refs,
         open_batches=data.reopened,
-        log=log,
+        report=lambda table: run.records.report(phase.start, table.text, "layers", **vars(table)),
     )
 
 

@@ -7,6 +7,7 @@ import jax
 import pytest
 
 from tests.end_to_end.commands import Finished, Uninterrupted, Workplace, make_corpus
+from tests.end_to_end.fork_server import PLOTS
 
 
 @pytest.fixture(scope="session")
@@ -37,7 +38,7 @@ def finished(workplace) -> Workplace:
     """A run of 24 steps on one device with an average of the weights. Do not change it; use a copy."""
     place = workplace()
     place.write_averaged()
-    place.finish("--config_path", "run.yaml")
+    place.finish("--config_path", "run.yaml", **{PLOTS: "1"})
     return place
 
 

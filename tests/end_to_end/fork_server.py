@@ -26,7 +26,15 @@ from typing import IO, Any
 REPOSITORY = Path(__file__).parents[2]
 # jax and Python read these when they are imported or started. (A fork adds the folders of PYTHONPATH itself.)
 READ_AT_START = ("JAX_", "PYTHONUNBUFFERED", "MPL", "OMP_", "LD_")
-_LAZY = ("jaxlm.train", "orbax.checkpoint", "tokenizers", "matplotlib.backends.backend_agg", "matplotlib.figure")
+PLOTS = "JAXLM_TEST_PLOTS"  # a variable with which a fork draws the pictures at the end of a run
+_LAZY = (
+    "jaxlm.train",
+    "jaxlm.session.final_report",
+    "orbax.checkpoint",
+    "tokenizers",
+    "matplotlib.backends.backend_agg",
+    "matplotlib.figure",
+)
 
 
 class ForkedProcess:
@@ -192,6 +200,9 @@ def _run(request: dict[str, Any], descriptors: Sequence[int]) -> None:
     sys.path[1:1] = [path for path in paths if path and path not in sys.path]
     sys.argv = [request["module"], *request["arguments"]]
     sys.modules.pop("__main__", None)
+    if PLOTS not in os.environ:
+        report = importlib.import_module("jaxlm.session.final_report")
+        report.write_plots = lambda *_: []  # a tenth of a run's time, which the tests of pictures take
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", RuntimeWarning)  # a preloaded module runs as __main__
         runpy.run_module(request["module"], run_name="__main__", alter_sys=True)

@@ -19,6 +19,7 @@ import pytest
 from jaxlm.engine.checkpoint.manifest import CHECKSUMS
 from jaxlm.engine.checkpoint.remote import RemoteFolder
 from tests.end_to_end.commands import Workplace, end_of
+from tests.end_to_end.fork_server import PLOTS
 from tests.gcs import BUCKET
 from tests.ports import reserved_port
 
@@ -168,7 +169,7 @@ def test_a_run_whose_folders_are_all_in_a_bucket_moves_from_machine_to_machine(g
     assert "mirror: " not in died.out
     assert "train, read in blocks of 0.262 MB; 0 GB of it in cache/blocks" in died.out
     assert not list(machine[1].folder.rglob("tokens.bin"))
-    last = machine[2].run(*run, *of_x, **gcs)
+    last = machine[2].run(*run, *of_x, **{PLOTS: "1"}, **gcs)
     assert last.code == 0, last.err
     assert re.search(f"resuming, from {EVERYTHING}/runs/x/step-(9|12)", last.out)
     assert losses_in_bucket("x") == losses_in_bucket("whole")

@@ -64,7 +64,7 @@ def check_falls_back(uninterrupted, workplace, number: int, damage: str) -> None
     assert (place.losses(), place.digest("step-24")) == (uninterrupted.losses, uninterrupted.digest)
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 @pytest.mark.parametrize(("number", "damage"), [(3, "flipped"), pytest.param(5, "deleted", marks=pytest.mark.soak)])
 def test_a_damaged_newest_checkpoint_is_set_aside(uninterrupted, workplace, number, damage):
     check_falls_back(uninterrupted, workplace, number, damage)

@@ -23,7 +23,7 @@ RUN = ("--config_path", "run.yaml")
 def test_files_of_a_finished_run(finished):
     logs = finished.folder / "logs" / "run"
     assert {path.name for path in logs.iterdir()} == {
-        *("config.yaml", "environment.json", "goodput.jsonl", "metrics.jsonl", "train.log"),
+        *("config.yaml", "environment.json", "goodput.jsonl", "metrics.jsonl", "train.log", "events.jsonl"),
         *("loss.png", "schedule.png", "step_time.png", "report.html"),
     }
     for picture in logs.glob("*.png"):
@@ -37,6 +37,10 @@ def test_files_of_a_finished_run(finished):
     evals = [r for r in records if "eval/loss" in r]
     assert [r["step"] for r in evals] == [9, 18, 24]
     assert all({"eval/loss", "eval/bpb"} <= r.keys() for r in evals)
+    events = [json.loads(line) for line in (logs / "events.jsonl").read_text().splitlines()]
+    counts = {r["step"]: r["train/skipped_steps"] for r in records if "train/loss" in r}
+    skips = [(step, "skip") for step, count in counts.items() if count > counts.get(step - 1, 0)]
+    assert [(event["step"], event["type"]) for event in events] == [(0, "start"), (0, "phase"), *skips]
     text = (logs / "train.log").read_text()
     for part in (
         "devices",

@@ -64,7 +64,7 @@ def whole(workplace) -> Callable[[], tuple[Workplace, str]]:
     return run
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_copies_beat_random_letters(whole):
     place, shown = whole()
     steps = [record for record in records_of(place) if "train/loss" in record]

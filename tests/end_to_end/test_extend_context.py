@@ -12,6 +12,7 @@ from jaxlm.core.errors import ConfigError
 from jaxlm.plan.load_config import load_config
 from jaxlm.plan.plan import make_plan
 from tests.end_to_end.commands import Workplace, check_close
+from tests.end_to_end.fork_server import PLOTS
 
 NEEDLE = r'type: needle, lengths: [64, 128, 256], depths: [0.0, 1.0], digits: 2, needle: "\n{key}\n", question: "\n"'
 EXTENDED = (
@@ -65,7 +66,7 @@ def prepared(workplace, devices: int = 1) -> Workplace:
 def whole(workplace):
     """The uninterrupted run, and what it logged."""
     place = prepared(workplace)
-    return place, place.finish("--config_path", "run.yaml").out
+    return place, place.finish("--config_path", "run.yaml", **{PLOTS: "1"}).out
 
 
 def records(place: Workplace, name: str) -> dict[int, float]:

@@ -260,7 +260,7 @@ def exported_after_three_steps(place, folder, *words):
     return SafetensorsFile(out / "model.safetensors"), json.loads((out / "config.json").read_text())
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 @pytest.mark.parametrize("kind", one_of(FURTHER))
 def test_layers_that_predict_further_tokens_survive_training(imported, kind, workplace):
     place = workplace()

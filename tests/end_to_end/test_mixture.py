@@ -26,7 +26,7 @@ def write(place: Workplace) -> None:
     path.write_text("\n".join(kept).replace(str(place.cache), "cache") + mixed + "model:" + model)
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_a_mixture_is_evaluated_by_source_and_tag(workplace):
     whole = workplace()
     write(whole)

@@ -1,4 +1,4 @@
-"""Optimizer states in 8 bits: two processes train like one, and a run keeps its format. test_resume.py kills such a run."""
+"""Optimizer states in 8 bits: two processes train like one, and a run keeps its format."""
 
 import pytest
 

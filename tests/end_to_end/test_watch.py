@@ -14,7 +14,7 @@ WATCHED = """
 """
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_watching_changes_nothing_and_broken_trackers_are_reported_once(workplace, monkeypatch):
     pytest.importorskip("wandb")
     for name in [name for name in os.environ if name.startswith("WANDB")]:

@@ -271,7 +271,7 @@ def test_eight_devices_move_the_biases_as_one_does(whole):
     np.testing.assert_array_equal(after_each_step(TinyRun(layout(), phase(optimizer=ADAM), model=MODEL)), whole)
 
 
-@slow
+@pytest.mark.soak
 @pytest.mark.parametrize("optimizer", one_of([ADAM, MuonConfig(learning_rate=1e-3, warmup=0)]), ids=["adam", "muon"])
 def test_nothing_else_sees_the_biases(optimizer):
     """The norm of the gradient, clipping and the other parameters' updates are those of a model whose biases stay."""
@@ -324,7 +324,7 @@ def test_the_statistics_of_the_sigmoid_router():
     np.testing.assert_allclose(stats.probabilities.array, expected, rtol=1e-5)
 
 
-@slow
+@pytest.mark.soak
 @pytest.mark.parametrize("shards", one_of(["model", "data"]))
 def test_experts_on_eight_devices_train_as_on_one(shards):
     model = dataclasses.replace(MODEL, num_experts=8, num_expert_groups=4)

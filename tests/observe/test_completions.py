@@ -63,7 +63,7 @@ def test_every_completion_is_a_line_and_some_are_shown(tmp_path):
     assert (records[4]["finished"], records[5]["rewards"]["right"], records[5]["prompt"]) == (False, None, "é? ")
     assert other.log_completions.call_count == 1
     step, tabled = other.log_completions.call_args.args
-    assert (step, [one.text for one in tabled]) == (4, ["x" * 500])
+    assert (step, [one.completion for one in tabled]) == (4, ["x" * 500])
     text = shown.getvalue()
     assert text.startswith(
         "step 4: completions (train)\n  reward 0.500  right 1.000  length -0.500  advantage +1.250\n  | 2+2? >>>…"

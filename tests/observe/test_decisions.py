@@ -16,7 +16,7 @@ from jaxlm.engine.metrics import Totals
 from jaxlm.observe import plots
 from jaxlm.observe.callbacks import Callbacks
 from jaxlm.observe.console import Console
-from jaxlm.observe.decision_notes import Band, described, numbers, parse_decisions, strategy_bands
+from jaxlm.observe.decision_notes import Band, decisions_of, described, numbers, strategy_bands
 from jaxlm.observe.events import MAX_MARKS
 from jaxlm.observe.logged_run import read_run, read_runs
 from jaxlm.observe.loop_state import LoopState
@@ -161,8 +161,7 @@ def test_numbers_of_a_note():
 
 
 def parsed(*decisions: tuple[int, dict], ends=None):
-    text = "".join(json.dumps({"step": step, "controller": "orchestrator", **note}) + "\n" for step, note in decisions)
-    return parse_decisions(text.encode(), ends or {0: np.inf})[0]
+    return decisions_of([{"step": step, "controller": "orchestrator", **note} for step, note in decisions], ends or {})
 
 
 def test_bands_follow_switches_branches_and_rollbacks():

@@ -8,12 +8,10 @@ from jaxlm.observe.logged_run import LoggedRun, Series
 from jaxlm.observe.page.page import render
 from jaxlm.observe.plots import needle_maps
 
-PHASE = """phase '{name}': parameters
-  steps            {start} to {end}
-  layers           2
-  trains           all
-"""
-LOG = PHASE.format(name="short", start=0, end=10) + PHASE.format(name="long", start=10, end=20)
+PHASES = [
+    {"type": "phase", "name": name, "start": start, "end": start + 10, "num_phases": 2, "rows": []}
+    for name, start in (("short", 0), ("long", 10))
+]
 STEPS = np.array([5, 10, 20])
 CELLS = {
     "eval/needle/64/depth_0": [0.0, 0.5, 1.0],
@@ -23,9 +21,9 @@ CELLS = {
 MEANS = {"eval/needle/64": [0.1, 0.6, 1.0], "eval/loss": [3.0, 2.0, 1.0]}
 
 
-def run(log: str = LOG) -> LoggedRun:
+def run(events=PHASES) -> LoggedRun:
     series = {name: Series(STEPS, np.array(values)) for name, values in (CELLS | MEANS).items()}
-    return LoggedRun("mine", series, log=log)
+    return LoggedRun("mine", series, events=events)
 
 
 def test_the_last_grid_of_each_phase_is_read():
@@ -34,7 +32,7 @@ def test_the_last_grid_of_each_phase_is_read():
     assert (short.lengths, short.depths) == ((64, 128), (0.0, 0.25))
     np.testing.assert_array_equal(short.found, [[0.5, 0.0], [0.75, np.nan]])
     np.testing.assert_array_equal(long.found, [[1.0, 0.5], [1.0, np.nan]])
-    (only,) = needle_grids(run(""))
+    (only,) = needle_grids(run(()))
     assert (only.phase, only.step) == ("", 20)
     assert needle_grids(LoggedRun("none", {"eval/loss": Series(STEPS, np.ones(3))})) == []
     assert [name for name in CELLS | MEANS if is_cell(name)] == list(CELLS)

@@ -21,15 +21,17 @@ from jaxlm.observe.ledger import Ledger
 from jaxlm.observe.logged_run import LoggedRun, Series, read_run, read_runs
 from jaxlm.observe.page.page import render
 from jaxlm.observe.page.sections import config_values
+from jaxlm.observe.trackers import JsonlTracker
 from jaxlm.session import final_report
 from tests.observe.page_reader import Page, check_numbers
 
-START = """run
-  run                 mine (seed 0)
-  devices             4 x cpu in 1 process, JAX 0.10.2
-  phase warm          steps 0 to 4; NextToken with Adam, cosine schedule from 0.01
-  phase adapt         steps 4 to 12; NextToken with Adam, cosine schedule from 0.001
-"""
+
+def phase_event(name, start, end, num_phases=2, rows=()):
+    return start, "phase", {"name": name, "start": start, "end": end, "num_phases": num_phases, "rows": rows}
+
+
+START = (0, "start", {"rows": [("run", "mine (seed 0)"), ("devices", "4 x cpu in 1 process, JAX 0.10.2")]})
+EVENTS = (START, phase_event("warm", 0, 4), phase_event("adapt", 4, 12))
 
 
 def record(step, **metrics):
@@ -37,13 +39,15 @@ def record(step, **metrics):
     return {"step": step, "train/loss": 5 - step / 10, **shared, **metrics}
 
 
-def write_run(folder, records, samples=(), config="trainer: {seed: 0}\n", log=START, end=""):
-    folder.mkdir(parents=True)
+def write_run(folder, records, samples=(), config="trainer: {seed: 0}\n", events=EVENTS, end=""):
+    tracker = JsonlTracker(folder / "metrics.jsonl", resume_step=None)
+    for event in events:
+        tracker.log_event(*event)
+    tracker.close()
     (folder / "metrics.jsonl").write_text("".join(json.dumps(one) + "\n" for one in records) + end)
     if samples:
         (folder / "samples.jsonl").write_text("".join(json.dumps(one) + "\n" for one in samples))
     (folder / "config.yaml").write_text(config)
-    (folder / "train.log").write_text(log)
     (folder / "environment.json").write_text('{"jax": "0.10.2"}')
     return folder
 
@@ -199,11 +203,11 @@ def test_extremes_of_a_long_run_stay_and_the_page_is_small(tmp_path):
 
 def test_untrusted_text_stays_text(tmp_path):
     attack = "</script><script>alert(1)</script><img src=x onerror=alert(1)>"
-    log = START + f"step 3: {attack}; update skipped (1 skipped so far). Batch: {attack}\n"
+    events = [*EVENTS, (3, "skip", {"reason": attack, "batch": attack})]
     records = [record(step, **{"train/skipped_steps": float(step > 2), f"eval/{attack}": 1.0}) for step in range(1, 5)]
     samples = [{"step": 1, "name": attack, "prompt": attack, "text": attack + "\ud800"}]
-    folder = write_run(tmp_path / "a<b>", records, samples, f"model: '{attack}'\n", log)
-    other = write_run(tmp_path / "b", records, samples, f"model: '{attack}!'\n", log)
+    folder = write_run(tmp_path / "a<b>", records, samples, f"model: '{attack}'\n", events)
+    other = write_run(tmp_path / "b", records, samples, f"model: '{attack}!'\n", events)
     plain = write_run(tmp_path / "plain", [record(1)])
     page, expected = page_of(folder, other), page_of(plain, plain.parent / "b")
     assert [tag for tag, _ in page.tags].count("script") == [tag for tag, _ in expected.tags].count("script") == 2
@@ -269,13 +273,20 @@ def test_a_run_that_went_back_shows_the_line_that_survives(tmp_path):
 
 
 def test_numbers_of_layers_are_tables_with_bars(tmp_path):
-    """A run that was killed in between has measured twice; a line that was cut off is no table."""
+    """A run that was killed in between has measured twice; a line that is damaged or cut off is no table."""
     table = LayerTable(
         "decouple", "errors of the scores: <b>", ("un-rotation", "rank"), [(0.8, 0.2), (0.4, float("nan"))]
     )
     one = LayerTable("drop_layers", "layers 1 of 2 are dropped", ("Block Influence",), [(0.5,), (0.25,)])
-    log = f"{START}{table.line()}\n{table.line()}\nother: by layer\n{one.line()}\n{one.line()[:-8]}, 0.1\n"
-    page = page_of(write_run(tmp_path / "mine", [record(1)], log=log))
+    folder = write_run(
+        tmp_path / "mine",
+        [record(1)],
+        events=[*EVENTS, *((step, "layers", vars(of)) for step, of in ((0, table), (0, table), (4, one)))],
+    )
+    with open(folder / "events.jsonl", "a") as file:
+        file.write('{"step": 4, "type": "layers", "source": "x", "title": "x", "columns": ["x"], "rows": [["1"]]}\n')
+        file.write('{"step": 4, "type": "layers", "source": "drop_layers", "title": "la')
+    page = page_of(folder)
     decoupled, dropped = (each for each in page.tables if each[0][0] == "layer")
     assert decoupled == [["layer", "un-rotation", "rank"], ["0", "0.8000", "0.2000"], ["1", "0.4000", "nan"]]
     assert dropped == [["layer", "Block Influence"], ["0", "0.5000"], ["1", "0.2500"]]
@@ -284,16 +295,22 @@ def test_numbers_of_layers_are_tables_with_bars(tmp_path):
     assert bars == [f"width: {percent}%" for percent in ("70.00", "17.50", "35.00", "0.00", "70.00", "35.00")]
 
 
-def test_skipped_steps_have_the_text_of_the_log(tmp_path):
-    log = START + "step 3: loss is not finite; update skipped (1 skipped so far). Batch: wiki: sequence 8 of 9\nother\n"
-    skips = [0, 0, 1, 1, 2]
-    folder = write_run(
-        tmp_path / "mine", [record(n, **{"train/skipped_steps": s}) for n, s in enumerate(skips, 1)], log=log
-    )
+def test_skipped_steps_have_their_reason(tmp_path):
+    records = [record(n, **{"train/skipped_steps": s}) for n, s in enumerate([0, 0, 1, 1, 2], 1)]
+    skipped = (3, "skip", {"reason": "loss is not finite", "batch": "wiki: sequence 8 of 9"})
+    folder = write_run(tmp_path / "mine", records, events=[*EVENTS, skipped])
     page = page_of(folder)
     assert page.row("3") == ["loss is not finite", "wiki: sequence 8 of 9"]
-    assert page.row("5") == ["not in train.log", ""]
+    assert page.row("5") == ["not in events.jsonl", ""]
     assert page.row("skipped steps") == ["2"]
+
+
+def test_a_run_of_an_earlier_version_has_its_metrics(tmp_path):
+    folder = write_run(tmp_path / "mine", [record(1, **{"train/skipped_steps": 1.0})], events=())
+    (folder / "train.log").write_text("run\n  devices  4 x cpu\n")
+    page = page_of(folder)
+    assert page.curve("train/loss") == {1: 4.9}
+    assert "events.jsonl is missing, as in runs of earlier versions. It has the start-up table, the phases" in page.text
 
 
 def test_the_newest_marks_stay_and_the_others_are_counted(tmp_path):
@@ -306,7 +323,7 @@ def test_the_newest_marks_stay_and_the_others_are_counted(tmp_path):
     assert sorted(step for step, text in marks(page) if text == "resumed") == list(range(19, 78, 2))
     assert "90 earlier skipped steps have no line in the charts." in page.text
     assert "9 earlier resumes have no line in the charts." in page.text
-    shown = [int(row[0]) for row in page.rows if len(row) == 3 and row[1] == "not in train.log"]
+    shown = [int(row[0]) for row in page.rows if len(row) == 3 and row[1] == "not in events.jsonl"]
     assert shown == list(range(21, 121))
     assert "20 earlier ones are left out." in page.text
     assert page.row("resumed from step") == ["63, 65, 67, 69, 71, 73, 75, 77 (31 earlier ones are left out)"]

@@ -270,7 +270,7 @@ def abstract_state_of(source: ConfigSource) -> Any:
     return plan.state_builder.abstract_state(plan.phases[0])
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_eight_devices_train_like_one():
     """Gradients differ by rounding, so that a moment near the middle of two codes may get the other one. What follows differs
     by as much as losses do, but in ever more codes (0, 37, 53, 211, ... of 40,960 after each step)."""

@@ -9,6 +9,7 @@ import json
 import re
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import jax
 import numpy as np
@@ -67,8 +68,11 @@ class Trainings:
 
     def run(self, run_id: str, steps: int, **sections: Any) -> Any:
         stream = io.StringIO()
+        config = decode_run(ConfigSource(self.config(run_id, steps, **sections)), None)
         try:
-            return train(decode_run(ConfigSource(self.config(run_id, steps, **sections)), None), Console(stream))
+            # Pictures take a tenth of the time, and tests/observe draws them.
+            with mock.patch("jaxlm.session.final_report.write_plots", return_value=[]):
+                return train(config, Console(stream))
         finally:
             self.output = stream.getvalue()
 

@@ -15,6 +15,7 @@ from jaxlm.core import tree
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.field_types import check_fields
 from jaxlm.core.values.batch_types import TokenBatch
+from jaxlm.core.values.logged import LayerTable
 from jaxlm.engine.entry import enter_phase
 from jaxlm.interop.hf.families.gemma2 import Gemma2Config
 from jaxlm.interop.hf.families.gpt2 import Gpt2Config
@@ -173,7 +174,7 @@ def test_the_layers_with_the_least_influence_are_dropped_with_their_moments(buil
     structure = NUM_LAYERS.apply(whole, key=jax.random.key(0))
     fill = lambda model, before: NUM_LAYERS.fill(model, before, refs={}, sums=SUMS, key=jax.random.key(0))  # noqa: E731
     assert eqx.tree_equal(jax.jit(fill)(structure, whole), expected)
-    assert NUM_LAYERS.describe(whole, SUMS) == (
+    assert NUM_LAYERS.describe(whole, SUMS).text == (
         "drop_layers: layers 1, 3 of 5 are dropped, which matter least over 10 tokens, by layer (Block Influence):"
         " 0: 0.5000; 1: 0.1000; 2: 0.9000; 3: 0.0500; 4: 0.8000"
     )
@@ -268,18 +269,18 @@ def test_one_and_eight_devices_choose_the_same_layers(built):
     first, second = plan.phases
     for name, placed in where.items():
         with placed.use():
-            lines: list[str] = []
+            decided: list[LayerTable] = []
             state = enter_phase(plan.state_builder, first, placed, None)()
             before = jax.device_get(state.model)
             entered = enter_phase(
-                plan.state_builder, second, placed, state, open_batches=lambda: Opened(ids), log=lines.append
+                plan.state_builder, second, placed, state, open_batches=lambda: Opened(ids), report=decided.append
             )()
-            said[name], models[name] = lines, jax.device_get(entered.model)
-            (line,) = lines
-            dropped = [int(layer) for layer in line.split("layers ")[1].split(" of ")[0].split(", ")]
+            (table,) = decided
+            said[name], models[name] = table.title, jax.device_get(entered.model)
+            dropped = [int(layer) for layer in table.title.split("layers ")[1].split(" of ")[0].split(", ")]
             assert eqx.tree_equal(models[name], jax.device_get(without(before, dropped)))
             assert all(leaf.is_deleted() for leaf in jax.tree.leaves(state.model)), "the layers free their memory"
-    assert said["one"][0].split(" of ")[0] == said["eight"][0].split(" of ")[0]
+    assert said["one"].split(" of ")[0] == said["eight"].split(" of ")[0]
 
 
 class Opened:

@@ -26,6 +26,7 @@ from jaxlm.core.axes import MICROBATCH
 from jaxlm.core.errors import ConfigError, did_you_mean
 from jaxlm.core.precision import Precision
 from jaxlm.core.sharding import Layout
+from jaxlm.core.values.logged import LayerTable
 from jaxlm.data.base import Batches
 from jaxlm.engine.phases import Phase, with_phase_ends
 from jaxlm.engine.state import (
@@ -381,7 +382,7 @@ def enter_phase(
     num_applied: int = 0,
     refs: Mapping[str, LanguageModel] | None = None,
     open_batches: OpenBatches | None = None,
-    log: Callable[[str], None] | None = None,
+    report: Callable[[LayerTable], None] = lambda decided: None,
 ) -> Callable[[], RunState]:
     """Returns a function that builds the state at the start of a phase. Until it is called, its program compiles in a thread.
 
@@ -394,7 +395,7 @@ def enter_phase(
         refs: the references that the surgeries read, by name.
         open_batches: opens the batches of the phase's data at its first step; without them, surgeries are not calibrated and
             keep the values that they have without.
-        log: receives one line for each surgery that decides something from its measurements.
+        report: receives what each surgery decides from its measurements, if it decides something.
     """
     entry, abstract, refs = state_builder.entry(phase), state_builder.abstract_state(phase), refs or {}
     leaves = state_builder.initial_leaves(phase)
@@ -411,7 +412,7 @@ def enter_phase(
         return build_state(make, abstract, layout, leaves, kept=(refs,))
     sums: Sequence[Any] = ()
     if open_batches is not None:
-        sums = _calibrated(entry, before, layout, Given(leaves, refs), open_batches, log)
+        sums = _calibrated(entry, before, layout, Given(leaves, refs), open_batches, report)
 
     def make_state(before: Before, leaves: Sequence[Leaves], refs: Mapping[str, LanguageModel], sums: Any) -> RunState:
         return entry.state(in_device_memory(before), Given(leaves, refs, sums))
@@ -441,7 +442,7 @@ def _calibrated(
     layout: Layout,
     given: Given,
     open_batches: OpenBatches,
-    log: Callable[[str], None] | None,
+    report: Callable[[LayerTable], None],
 ) -> tuple[Any, ...]:
     """`Given.sums`: each surgery is calibrated on the model that those in front of it have made."""
     model, first = before.model, before.num_applied
@@ -451,6 +452,6 @@ def _calibrated(
         changed = jax.jit(so_far)(model, replace(given, sums=tuple(sums))) if number > first else model
         sums.append(calibrate(surgery, changed, entry.precision, layout, open_batches))
         decided = None if sums[-1] is None else surgery.wants.describe(changed, sums[-1])
-        if decided is not None and log is not None:
-            log(decided)
+        if decided is not None:
+            report(decided)
     return tuple(sums)

@@ -107,8 +107,8 @@ def _described(one: Completion) -> str:
         *(f"{name} {value:.3f}" for name, value in one.rewards.items() if value is not None),
     ]
     facts += [] if one.advantage is None else [f"advantage {one.advantage:+.3f}"]
-    facts += [] if one.is_finished else ["cut off"]
-    text = f"{_shortened(one.prompt)}>>>{_shortened(one.text)}"
+    facts += [] if one.finished else ["cut off"]
+    text = f"{_shortened(one.prompt)}>>>{_shortened(one.completion)}"
     return f"  {'  '.join(facts)}\n{textwrap.indent(text, '  | ', lambda _line: True)}"
 
 

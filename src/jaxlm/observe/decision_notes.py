@@ -1,11 +1,11 @@
 """The decisions of controllers in `decisions.jsonl`: read, in words, and as bands of strategies. A file may be damaged."""
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from textwrap import shorten
 from typing import Any, NamedTuple
 
-from jaxlm.core.redaction import redact
-from jaxlm.observe.records import is_count, parse_jsonl
+from jaxlm.observe.records import is_count
 
 _MAX_CHARACTERS = 400  # of a decision in words
 _MAX_NAME = 60
@@ -45,23 +45,15 @@ class Band(NamedTuple):
     name: str
 
 
-def parse_decisions(content: bytes, attempt_ends: Mapping[int, float]) -> tuple[list[LoggedDecision], int]:
-    """The decisions of a file, and the number of its other lines.
-
-    Args:
-        attempt_ends: of the run's metrics, as `records.attempt_ends` returns them.
-    """
-    records, num_others = parse_jsonl(content)
+def decisions_of(records: Iterable[Mapping[str, Any]], attempt_ends: Mapping[int, float]) -> list[LoggedDecision]:
+    """The decisions in records. Args: attempt_ends: of the run's metrics, as `records.attempt_ends` returns them."""
     decisions = []
-    for record in redact(records):
-        if not all(isinstance(record.get(key), str) for key in ("controller", "event")):
-            continue
-        step, end = record["step"], attempt_ends.get(record.get("attempt", 0))
-        superseded = end is not None and step >= end
+    for record in records:
+        step, end = record["step"], attempt_ends.get(record.get("attempt", 0), math.inf)
         note = {key: value for key, value in record.items() if key not in ("step", "attempt", "controller")}
-        shown_at = max(0, int(end) - 1) if superseded and end is not None else step
-        decisions.append(LoggedDecision(step, _name(record["controller"]), note, shown_at, superseded))
-    return decisions, num_others + len(records) - len(decisions)
+        shown_at = max(0, int(end) - 1) if step >= end else step
+        decisions.append(LoggedDecision(step, _name(record["controller"]), note, shown_at, step >= end))
+    return decisions
 
 
 def described(note: Mapping[str, Any]) -> str:

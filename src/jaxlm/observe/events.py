@@ -1,8 +1,7 @@
-"""What pictures mark in a run: resumes, skipped steps, changes of the batch size, and what each phase did."""
+"""What has happened in a run, for pictures and tables: resumes, skipped steps, changes of the batch size, its phases."""
 
-import re
 from collections.abc import Iterator, Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -15,16 +14,14 @@ from jaxlm.core.values.logged import (
     RESUMED_FROM,
     TOTAL_TOKENS,
     TRAIN_LOSS,
+    LayerTable,
 )
 from jaxlm.observe.decision_notes import Band, strategy_bands
 from jaxlm.observe.logged_run import LoggedRun, Series
 
-STEPS_ROW, LAYERS_ROW, TRAINS_ROW, HIDDEN_ROW = "steps", "layers", "trains", "hidden tokens"
-"""Rows of the table of a phase in the console output, which this module reads back."""
-_ENTRY = re.compile(r"^phase '(.+)': parameters\n((?:  \S.*\n)+)", re.MULTILINE)
-_ROW = re.compile(r"^  (\S.*?)  +(.*)$", re.MULTILINE)
-_STORED = re.compile(r"^phase '(.+)': reads (.+) stored (sequences .+) from (.*)$", re.MULTILINE)
-_COLUMNS = ("steps", "layers", "trains", "hidden tokens", "stored", "training loss", "validation loss", "tokens")
+LAYERS_ROW, TRAINS_ROW, HIDDEN_ROW = "layers", "trains", "hidden tokens"
+"""Rows in the table of a phase that the table of all phases shows too."""
+_COLUMNS = ("steps", LAYERS_ROW, TRAINS_ROW, HIDDEN_ROW, "stored", "training loss", "validation loss", "tokens")
 
 
 class PhaseRecord(NamedTuple):
@@ -66,35 +63,31 @@ class PhaseRecord(NamedTuple):
 
 def phase_history(run: LoggedRun) -> list[PhaseRecord]:
     """The phases that a run has entered, in order; none for a run of a single phase, about which other tables say it."""
-    planned = sum(name.startswith("phase ") for name, _ in run.start_table())
-    entries = {entry[1]: entry for entry in _ENTRY.finditer(run.log)}  # the last of each, for one that has resumed
-    return [] if max(planned, len(entries)) < 2 else list(_records(run, entries))
+    phases = {one["name"]: one for one in run.of("phase")}  # the last of each, for one that has resumed
+    has_several = any(one["num_phases"] > 1 for one in phases.values())
+    return [_record(run, one) for one in phases.values()] if has_several else []
 
 
-def _records(run: LoggedRun, entries: Mapping[str, re.Match[str]]) -> Iterator[PhaseRecord]:
-    for name, entry in entries.items():
-        rows = dict(_ROW.findall(entry[2]))
-        steps = re.fullmatch(r"(\d+) to (\d+)", rows.get(STEPS_ROW, ""))
-        if steps is None:  # of a run that an earlier version has logged
-            continue
-        start, end = map(int, steps.groups())
-        losses = _between(run, TRAIN_LOSS, start, end)
-        validation = _between(run, EVAL_LOSS, start, end)
-        after, before = ([0.0, *_between(run, TOTAL_TOKENS, 0, step)][-1] for step in (end, start))
-        found = (one for one in _STORED.finditer(run.log, entry.end()) if one[1] == name)
-        stored = {one[4]: f"{one[2]} {one[3]}" for one in found}  # the last of each folder, for one that went back
-        yield PhaseRecord(
-            name,
-            start,
-            end,
-            rows.get(LAYERS_ROW, ""),
-            rows.get(TRAINS_ROW, ""),
-            rows.get(HIDDEN_ROW, ""),
-            " and ".join(stored.values()),
-            (losses[0], losses[-1]) if len(losses) else (),
-            validation[-1] if len(validation) else None,
-            int(after - before),
-        )
+def _record(run: LoggedRun, phase: Mapping[str, Any]) -> PhaseRecord:
+    name, start, end, rows = phase["name"], phase["start"], phase["end"], dict(phase["rows"])
+    losses, validation = (_between(run, metric, start, end) for metric in (TRAIN_LOSS, EVAL_LOSS))
+    after, before = ([0.0, *_between(run, TOTAL_TOKENS, 0, step)][-1] for step in (end, start))
+    since = next(number for number, event in enumerate(run.events) if event is phase)
+    read = [one for one in run.events[since:] if one["type"] == "stored" and one["phase"] == name]
+    # The last of each folder, for a phase that went back.
+    stored = {one["folder"]: f"{one['count']:,} sequences ({one['megabytes']:,.1f} MB)" for one in read}
+    return PhaseRecord(
+        name,
+        start,
+        end,
+        rows.get(LAYERS_ROW, ""),
+        rows.get(TRAINS_ROW, ""),
+        rows.get(HIDDEN_ROW, ""),
+        " and ".join(stored.values()),
+        (losses[0], losses[-1]) if len(losses) else (),
+        validation[-1] if len(validation) else None,
+        int(after - before),
+    )
 
 
 def _between(run: LoggedRun, name: str, start: int, end: int) -> list[float]:
@@ -113,7 +106,6 @@ def phase_table(records: Sequence[PhaseRecord]) -> tuple[list[str], list[list[st
 
 MAX_MARKS = 30  # vertical lines of each kind and run; more of them would hide the curves
 _MAX_BANDS = 200
-_MESSAGE = re.compile(r"^step (\d+): (.*); update skipped \(\d+ skipped so far\)\. Batch: ?(.*)$", re.MULTILINE)
 
 
 class Mark(NamedTuple):
@@ -124,7 +116,7 @@ class Mark(NamedTuple):
 
 
 class SkippedStep(NamedTuple):
-    """A skipped step. Reason and batch are empty if the console output does not have them."""
+    """A skipped step. Reason and batch are empty if no event says them."""
 
     step: int
     reason: str
@@ -134,10 +126,8 @@ class SkippedStep(NamedTuple):
 def events(run: LoggedRun) -> Iterator[tuple[str, list[Mark]]]:
     """Lists what pictures mark with vertical lines, by kind, oldest first."""
     yield "resumes", [Mark(step, "resumed") for step in resumes(run)]
-    phases = [
-        (re.match(r"steps (\d+) to", value), name) for name, value in run.start_table() if name.startswith("phase ")
-    ]
-    yield "phases", [Mark(int(begin[1]), name) for begin, name in phases[1:] if begin]
+    begins = {one["name"]: one["start"] for one in run.of("phase") if one["start"]}
+    yield "phases", [Mark(start, f"phase {name}") for name, start in begins.items()]
     steps, sizes = batch_sizes(run)
     changes = np.flatnonzero(np.diff(sizes)) + 1
     yield "batch sizes", [Mark(int(steps[index]) - 1, f"batch {sizes[index]:.0f}") for index in changes]
@@ -175,11 +165,18 @@ def batch_sizes(run: LoggedRun) -> Series:
     return Series(steps[known], sizes[known].round())
 
 
+def layer_tables(run: LoggedRun) -> list[LayerTable]:
+    """The numbers of layers, each table once: a run that was killed may have measured twice."""
+    numbers = lambda rows: [[np.nan if x is None else x for x in row] for row in rows]  # noqa: E731
+    found = [LayerTable(one["source"], one["title"], one["columns"], numbers(one["rows"])) for one in run.of("layers")]
+    return list({one.text: one for one in found}.values())
+
+
 def skipped_steps(run: LoggedRun) -> Sequence[SkippedStep]:
     """The skipped steps of a run, in order, without those that it went back over."""
     steps, counts = run[SKIPPED]
     known = np.isfinite(counts)
     steps, counts = steps[known], counts[known]
     increases = np.diff(counts, prepend=0.0) > 0
-    logged = {int(step): (reason, batch) for step, reason, batch in _MESSAGE.findall(run.log)}
+    logged = {one["step"]: (one["reason"], one["batch"]) for one in run.of("skip")}
     return [SkippedStep(step, *logged.get(step, ("", ""))) for step in steps[increases].tolist()]

@@ -67,10 +67,11 @@ class _StepTime(NamedTuple):
 
 @dataclass(eq=False)
 class ProgressListener:
-    """Shows a progress line on the console, and logs skipped steps.
+    """Shows a progress line on the console, and reports skipped steps.
 
     Attributes:
         records: describes the contents of a batch, given its step counted from 0; called for skipped steps.
+        report: receives skipped steps, as `RunRecords.report`.
         skipped: number of steps skipped so far; at first, before this process started or resumed the phase.
         guards: the guards of the phase, which say why they skip updates.
         can_show_batches: whether the batch of each step follows from the configuration.
@@ -80,6 +81,7 @@ class ProgressListener:
     console: Console
     phase: Phase
     records: Callable[[int], str]
+    report: Callable[..., None]
     skipped: int = field(kw_only=True)
     guards: Sequence[StepGuard] = ()
     can_show_batches: bool = True
@@ -140,10 +142,9 @@ class ProgressListener:
                 if self.can_show_batches
                 else ""
             )
-            self.console.log(
-                f"step {info.step}: {reason}; update skipped ({skipped} skipped so far). Batch:"
-                f" {self.records(info.step - 1)}{command}"
-            )
+            batch = f"{self.records(info.step - 1)}{command}"
+            text = f"step {info.step}: {reason}; update skipped ({skipped} skipped so far). Batch: {batch}"
+            self.report(info.step, text, "skip", reason=reason, batch=batch)
 
 
 class Generated:

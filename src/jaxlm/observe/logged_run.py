@@ -2,7 +2,6 @@
 
 import json
 import os
-import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -11,26 +10,29 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from jaxlm.core.errors import ConfigError, listed
-from jaxlm.core.redaction import redact, redacted
+from jaxlm.core.redaction import redacted
 from jaxlm.core.safe_io import read_bytes, read_stored
 from jaxlm.core.stores import inaccessible, is_url, open_store, storage_errors
-from jaxlm.observe.decision_notes import LoggedDecision, parse_decisions
+from jaxlm.observe.decision_notes import LoggedDecision, decisions_of
 from jaxlm.observe.ledger import account, parse_lines
 from jaxlm.observe.records import (
     COMPLETIONS,
     CONFIG,
     DECISIONS,
     ENVIRONMENT,
+    EVENTS,
     LEDGER,
     METRICS,
     SAMPLES,
     TRAIN_LOG,
     attempt_ends,
     parse_jsonl,
+    parse_records,
     surviving,
 )
 
 LOGS = Path("logs")
+_OF_EVENTS = "the start-up table, the phases, the numbers of layers, and why steps were skipped"
 _LARGEST = 1e300
 
 
@@ -51,7 +53,7 @@ class LoggedRun:
         samples: records with `step`, `name`, `prompt` and `text`.
         completions: records with `step`, `name`, `prompt`, `completion`, `rewards`, `reward` and `advantage`.
         config: the resolved configuration as YAML.
-        log: the console output.
+        events: records with a `type`, in the order in which they were written, without what the run went back over.
         goodput: activity -> seconds.
         unread: what the page lacks because files are damaged; one sentence for each file.
         decisions: of controllers, in the order in which they were made.
@@ -62,7 +64,7 @@ class LoggedRun:
     samples: Sequence[Mapping[str, Any]] = ()
     completions: Sequence[Mapping[str, Any]] = ()
     config: str = ""
-    log: str = ""
+    events: Sequence[Mapping[str, Any]] = ()
     environment: Mapping[str, str] = field(default_factory=dict)
     goodput: Mapping[str, float] = field(default_factory=dict)
     unread: Sequence[str] = ()
@@ -78,11 +80,13 @@ class LoggedRun:
         finite = values[np.isfinite(values)]
         return float(finite[-1]) if len(finite) else None
 
-    def start_table(self) -> list[tuple[str, str]]:
-        """The table of the newest start in the console output, which says what runs on which devices."""
-        starts = re.findall(r"^run\n((?:  \S.*\n)+)", self.log, re.MULTILINE)
-        rows = re.findall(r"^  (\S.*?)(?:  +(.*))?$", starts[-1], re.MULTILINE) if starts else []
-        return [(name, value) for name, value in rows]
+    def of(self, kind: str) -> list[Mapping[str, Any]]:
+        """The events of one type."""
+        return [event for event in self.events if event["type"] == kind]
+
+    def start_table(self) -> Sequence[tuple[str, str]]:
+        """The table of the newest start, which says what runs on which devices."""
+        return self.of("start")[-1]["rows"] if self.of("start") else ()
 
 
 def read_runs(locations: Sequence[str]) -> list[LoggedRun]:
@@ -148,18 +152,18 @@ def _read(name: str, location: str, read: Callable[[str], bytes]) -> LoggedRun:
         raise ConfigError(_no_run(location)) from None
     unread = _left_out(METRICS, len(records), num_damaged)
 
-    def parsed(file: str, parse: Callable[[bytes], tuple[list[Any], int]]) -> list[Any]:
-        lines, num_damaged = parse(optional(file))
+    def parsed(file: str) -> list[Any]:
+        content = optional(file)
+        lines, num_damaged = parse_lines(content) if file == LEDGER else parse_records(file, content)
         unread.extend(_left_out(file, len(lines), num_damaged))
         return lines
 
-    ends = attempt_ends(records)
-    samples = parsed(SAMPLES, lambda content: _valid(content, _is_sample))
-    completions = parsed(COMPLETIONS, lambda content: _valid(content, _is_completion))
-    decisions = parsed(DECISIONS, lambda content: parse_decisions(content, ends))
-    goodput = None
+    ends, goodput = attempt_ends(records), None
+    samples, completions, events, decisions = map(parsed, (SAMPLES, COMPLETIONS, EVENTS, DECISIONS))
+    if not optional(EVENTS) and optional(TRAIN_LOG):
+        unread.append(f"{EVENTS} is missing, as in runs of earlier versions. It has {_OF_EVENTS}")
     try:
-        goodput = account(parsed(LEDGER, parse_lines))
+        goodput = account(parsed(LEDGER))
     except ConfigError as error:  # the page is about much more
         unread.append(str(error))
     return LoggedRun(
@@ -168,32 +172,12 @@ def _read(name: str, location: str, read: Callable[[str], bytes]) -> LoggedRun:
         surviving(samples, ends),
         surviving(completions, ends),
         text(CONFIG),
-        text(TRAIN_LOG),
+        surviving(events, ends),
         _texts(text(ENVIRONMENT)),
         {} if goodput is None else goodput.seconds,
         unread,
-        decisions,
+        decisions_of(decisions, ends),
     )
-
-
-def _valid(content: bytes, is_valid: Callable[[dict[str, Any]], bool]) -> tuple[list[dict[str, Any]], int]:
-    """The records of a file that are valid, without secrets, which earlier versions wrote, and the number of other lines."""
-    records, num_others = parse_jsonl(content)
-    valid = list(filter(is_valid, records))
-    return redact(valid), num_others + len(records) - len(valid)
-
-
-def _is_sample(record: Mapping[str, Any]) -> bool:
-    return all(isinstance(record.get(key), str) for key in ("name", "prompt", "text"))
-
-
-def _is_completion(record: Mapping[str, Any]) -> bool:
-    rewards = record.get("rewards")
-    if not (isinstance(rewards, dict) and rewards):
-        return False
-    numbers = [one for one in (record.get("reward"), record.get("advantage"), *rewards.values()) if one is not None]
-    are_numbers = all(type(one) in (int, float) and abs(one) < _LARGEST for one in numbers)
-    return are_numbers and all(isinstance(record.get(key), str) for key in ("name", "prompt", "completion"))
 
 
 def _left_out(file: str, num_read: int, num_damaged: int) -> list[str]:

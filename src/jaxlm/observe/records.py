@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, TypeGuard
 
 from jaxlm.core.errors import ConfigError
+from jaxlm.core.redaction import redact
 from jaxlm.core.safe_io import free_path, open_regular, read_bytes
 
 METRICS = "metrics.jsonl"
@@ -18,13 +19,26 @@ SAMPLES = "samples.jsonl"
 COMPLETIONS = "completions.jsonl"
 EARLIER_COMPLETIONS = "completions.1.jsonl"
 DECISIONS = "decisions.jsonl"
+EVENTS = "events.jsonl"
 LEDGER = "goodput.jsonl"
 CONFIG = "config.yaml"
 ENVIRONMENT = "environment.json"
 TRAIN_LOG = "train.log"
 REPORT_PAGE = "report.html"
 
-_REWRITTEN = (METRICS, HISTOGRAMS, SAMPLES, COMPLETIONS, EARLIER_COMPLETIONS, DECISIONS, CONFIG, ENVIRONMENT)
+_REWRITTEN = (METRICS, HISTOGRAMS, SAMPLES, COMPLETIONS, EARLIER_COMPLETIONS, DECISIONS, EVENTS, CONFIG, ENVIRONMENT)
+_SCORES = {"reward": float, "advantage": float}
+# Forms of records by their file, or by their `type` in `events.jsonl`. Numbers may be null.
+_FORMS: Mapping[str, Any] = {
+    SAMPLES: {"name": str, "prompt": str, "text": str},
+    COMPLETIONS: {"name": str, "prompt": str, "completion": str, "rewards": {str: float}, **_SCORES},
+    DECISIONS: {"controller": str, "event": str},
+    "start": {"rows": [(str, str)]},
+    "phase": {"name": str, "start": int, "end": int, "num_phases": int, "rows": [(str, str)]},
+    "stored": {"phase": str, "count": int, "megabytes": float, "folder": str},
+    "skip": {"reason": str, "batch": str},
+    "layers": {"source": str, "title": str, "columns": [str], "rows": [[float]]},
+}
 _MAX_STEP = 2**53
 _MAX_METRIC = 1e100  # products of two such numbers are finite
 
@@ -69,14 +83,7 @@ def read_jsonl(path: Path) -> list[dict[str, Any]]:
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
     """The records of a metrics file, without values that are neither null nor a number that a metric may have."""
-    return [
-        {
-            name: value
-            for name, value in record.items()
-            if value is None or (type(value) in (int, float) and abs(value) <= _MAX_METRIC)  # false for nan
-        }
-        for record in read_jsonl(path)
-    ]
+    return [{name: value for name, value in one.items() if _has_form(value, float)} for one in read_jsonl(path)]
 
 
 def parse_jsonl(content: bytes) -> tuple[list[dict[str, Any]], int]:
@@ -92,6 +99,28 @@ def parse_jsonl(content: bytes) -> tuple[list[dict[str, Any]], int]:
         else:
             num_others += line.endswith(b"\n")
     return records, num_others
+
+
+def parse_records(file: str, content: bytes) -> tuple[list[dict[str, Any]], int]:
+    """The records of a file that have its form, without secrets, which earlier versions wrote, and the number of others."""
+    records, num_others = parse_jsonl(content)
+    of = lambda record: _FORMS.get(str(record.get("type")) if file == EVENTS else file)  # noqa: E731
+    sound = [record for record in records if _has_form(record, of(record))]
+    return redact(sound), num_others + len(records) - len(sound)
+
+
+def _has_form(value: Any, form: Any) -> bool:
+    """Tells whether a JSON value has a form: a type, a list of one form, a tuple of forms, or a mapping with certain keys."""
+    if isinstance(form, dict):
+        of_key = lambda key: value.values() if key is str else [value.get(key, ...)]  # noqa: E731
+        return isinstance(value, dict) and all(_has_form(one, of) for key, of in form.items() for one in of_key(key))
+    if isinstance(form, list):
+        return isinstance(value, list) and all(_has_form(one, form[0]) for one in value)
+    if isinstance(form, tuple):
+        return isinstance(value, list) and len(value) == len(form) and all(map(_has_form, value, form))
+    if form is float:
+        return value is None or (type(value) in (int, float) and abs(value) <= _MAX_METRIC)  # false for nan
+    return is_count(value) if form is int else form is str and isinstance(value, str)
 
 
 def attempt_ends(records: Iterable[Mapping[str, Any]]) -> dict[int, float]:

@@ -11,7 +11,7 @@ from jaxlm.engine.phases import Phase
 from jaxlm.models.attention.choose import AttentionChoice, choose_attention
 from jaxlm.models.base import LanguageModel, with_traits
 from jaxlm.models.rows import attention_tasks, stacks_of
-from jaxlm.observe.events import HIDDEN_ROW, LAYERS_ROW, STEPS_ROW, TRAINS_ROW
+from jaxlm.observe.events import HIDDEN_ROW, LAYERS_ROW, TRAINS_ROW
 from jaxlm.optim.base import OptimizerConfig, ParameterGroup
 from jaxlm.optim.schedules import lr_shape_name
 from jaxlm.optim.stored_state import describe_state
@@ -105,7 +105,7 @@ def phase_rows(plan: Plan, phase: Phase, model: LanguageModel, opt_state: Any) -
     parts = f" ({' + '.join(map(str, sizes))})" if len(sizes) > 1 else ""
     where = "" if plan.layout.optimizer_memory is None else ", in the host's memory between steps"
     return [
-        (STEPS_ROW, f"{phase.start} to {phase.end}"),
+        ("steps", f"{phase.start} to {phase.end}"),
         *([(LAYERS_ROW, f"{sum(sizes)}{parts}")] if sizes else []),
         *([] if masking is None else [(HIDDEN_ROW, masking.summary)]),
         (TRAINS_ROW, f"{trainable:,} of {trainable + frozen:,} parameters"),

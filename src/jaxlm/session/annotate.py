@@ -50,6 +50,7 @@ def with_annotations(
     phase: Phase,
     data: Data,
     log: Log,
+    report: Callable[..., None],
     open_batches: Callable[[], Batches],
     first_step: int,
     position: Mapping[str, Any],
@@ -63,6 +64,7 @@ def with_annotations(
     `plan.layout.use()`.
 
     Args:
+        report: receives what is read from disk, as `RunRecords.report`.
         open_batches: opens the phase's batches, for `check_sanity`.
         first_step, position: the step from which the phase is entered or goes on, and the data position there
             (`Batches.state`).
@@ -96,9 +98,10 @@ def with_annotations(
             read = reader.mixture.drawn(0, last)
             for name, folder in folders.items():
                 annotations[name].cache = cache = _opened(folder)
-                count = np.count_nonzero(cache.stored(read[name]))
+                count = int(np.count_nonzero(cache.stored(read[name])))
                 size = count * annotator.example_bytes / 1e6
-                log(f"phase '{phase.name}': reads {count:,} stored sequences ({size:,.1f} MB) from {folder.path}")
+                text = f"phase '{phase.name}': reads {count:,} stored sequences ({size:,.1f} MB) from {folder.path}"
+                report(step, text, "stored", phase=phase.name, count=count, megabytes=size, folder=str(folder.path))
 
         return AskingBatches(data.make_batches(reader, context), ask)
 

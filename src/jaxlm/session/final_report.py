@@ -9,11 +9,11 @@ from textwrap import shorten
 
 from jaxlm.core.guards import SKIPPED
 from jaxlm.core.stores import AT_START_S, retried
-from jaxlm.core.values.logged import BEST_BPB, EVAL_BPB, EVAL_CORE, EVAL_LOSS, TRAIN_LOSS, tables_in
+from jaxlm.core.values.logged import BEST_BPB, EVAL_BPB, EVAL_CORE, EVAL_LOSS, TRAIN_LOSS
 from jaxlm.data.formats.base import FormatConfig
 from jaxlm.observe.console import Console, table
 from jaxlm.observe.curves import needle_grids
-from jaxlm.observe.events import phase_history, skipped_steps
+from jaxlm.observe.events import layer_tables, phase_history, skipped_steps
 from jaxlm.observe.ledger import account, read_lines
 from jaxlm.observe.logged_run import LoggedRun, read_run
 from jaxlm.observe.page.page import write_page
@@ -125,7 +125,7 @@ def write_plots(plan: Plan, run: LoggedRun) -> list[tuple[str, str]]:
             step_time_histogram(measured, times, title)
             durations = f"median {measured.median_ms:.1f} ms, 99th percentile {measured.p99_ms:.1f} ms"
             rows.append(("step time", f"{durations}: {times}"))
-        for number, numbers in enumerate(tables_in(run.log)):
+        for number, numbers in enumerate(layer_tables(run)):
             path = plan.log_folder / f"layers_{number}.png"
             layer_bars(numbers, path, title)
             rows.append((numbers.source, str(path)))

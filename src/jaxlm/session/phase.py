@@ -2,7 +2,6 @@
 
 import contextlib
 import functools
-import itertools
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -93,7 +92,8 @@ def open_phase_data(run: Run, phase: Phase, resumed: VerifiedCheckpoint | None) 
     }
     position = {"examples": 0} if resumed is None else resumed.position()
     reopen = lambda: opened.batches(**order)  # noqa: E731
-    data = with_annotations(plan, phase, opened, log, reopen, first_step, position, run.clock, run.flag_sync.check_stop)
+    where = (plan, phase, opened, log, run.records.report, reopen, first_step, position)
+    data = with_annotations(*where, run.clock, run.flag_sync.check_stop)
     with contextlib.closing(data.batches(**order, services=_services(run, phase))) as batches:
         if resumed is not None:
             batches.restore(position)
@@ -145,6 +145,7 @@ def open_metrics(
         run.console,
         phase,
         data.batches.records,
+        run.records.report,
         skipped=skipped,
         guards=phase.guards(run.plan.precision),
         can_show_batches=not history.attempt and data.data.has_examples_per_step,
@@ -257,11 +258,9 @@ def open_probe(run: Run, phase: Phase, data: Data, refs: Mapping[str, LanguageMo
                 " the cache, or give the phase other controllers"
             )
         of_each = max(1, num_batches // len(context.validation))
-        first = lambda source: lambda: itertools.islice(source.batches(), of_each)  # noqa: E731
-        sources = tuple(replace(source, batches=first(source)) for source in context.validation)
         meter.attach(state)
         with run.clock.during(Activity.EVAL):
-            loss = ObjectiveEval(replace(context, validation=sources)).run(state.model)["objective"]
+            loss = ObjectiveEval(context, of_each).run(state.model)["objective"]
         return from_main(lambda: loss)  # the processes must choose alike
 
     return probe

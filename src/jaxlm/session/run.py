@@ -4,7 +4,6 @@ import contextlib
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any
 
 from jaxlm.core.runtime import from_main, is_main_process, main_only
@@ -72,7 +71,8 @@ class RunRecords:
         ledgers: the ledger of the run's time; empty on processes other than 0.
         trackers: where metrics are logged; empty until the run begins, and on processes other than 0.
         workloads: what a step of each phase that this process has begun amounts to, by its number.
-        files: the first of the trackers, which has the decisions of controllers; empty like `trackers`.
+        files: the first of the trackers, which has the decisions of controllers and other events; empty like `trackers`.
+        on_start: what is written when the run begins.
     """
 
     plan: Plan
@@ -84,6 +84,7 @@ class RunRecords:
     trackers: list[Tracker] = field(default_factory=list)
     files: list[JsonlTracker] = field(default_factory=list)
     workloads: dict[int, Workload] = field(default_factory=dict)
+    on_start: OnStart = field(default_factory=OnStart)
 
     def completions(self) -> CompletionLog:
         return CompletionLog(self.plan.config.trainer.completions, self.trackers, self.console)
@@ -100,6 +101,16 @@ class RunRecords:
         for tracker in self.trackers:
             tracker.log(step, numbers(controller, note))
         self.console.log(f"step {step}: {controller} {described(note)}")
+
+    def report(self, step: int, text: str, kind: str, **fields: Any) -> None:
+        """Shows what has happened after `step` steps on the console, and writes it as an event of a kind."""
+        self.console.log(text)
+        self.write(step, kind, **fields)
+
+    def write(self, step: int, kind: str, **fields: Any) -> None:
+        """Writes an event as soon as the run has begun."""
+        log = lambda: [file.log_event(step, kind, fields) for file in self.files]  # noqa: E731
+        log() if self.files else self.on_start.add(log)
 
     def begin_attempt(self, history: History, step: int) -> None:
         """Tells the trackers and the ledger that the run went back to `step`."""
@@ -124,13 +135,14 @@ def open_records(
         ConfigError: a file of an earlier start, or the log folder, cannot be read and written.
     """
     main_only(lambda: records.check_rewritable(plan.log_folder))
-    begin, metrics = init_from.resume_step or 0, plan.log_folder / records.METRICS
-    loop_state = LoopState(records.read_metrics(metrics) if begin else (), begin)
+    begin = init_from.resume_step or 0
+    before = records.read_metrics(plan.log_folder / records.METRICS) if begin else []
     ledgers = (Ledger(plan.log_folder, clock, begin, console.log),) if is_main_process() else ()
     configs = plan.config.trainer.callbacks
     context = CallbackContext(run_info(plan, init_from), console.log)
     callbacks = main_only(lambda: open_callbacks(configs, context)) or Callbacks({}, console.log)
-    opened = RunRecords(plan, console, loop_state, totals_at(metrics, begin), callbacks, ledgers)
+    totals = LoopState(before, begin), totals_at(before, begin)
+    opened = RunRecords(plan, console, *totals, callbacks, ledgers, on_start=on_start)
     with contextlib.ExitStack() as closing:
 
         def write() -> None:
@@ -148,9 +160,9 @@ def open_records(
             yield opened
 
 
-def totals_at(metrics: Path, step: int) -> Totals:
-    """A run's totals after `step`, from its metrics file; zeros if the file has no such record."""
-    for record in reversed(records.read_metrics(metrics) if step else []):
+def totals_at(metrics: Sequence[Mapping[str, Any]], step: int) -> Totals:
+    """A run's totals after `step`, from the records of its metrics; zeros if there is no such record."""
+    for record in reversed(metrics):
         tokens, gflops = record.get(TOTAL_TOKENS), record.get(TOTAL_GFLOPS)
         if record["step"] == step and tokens is not None and gflops is not None:
             return Totals(step, tokens, gflops)
@@ -164,7 +176,7 @@ def _open_trackers(
     trainer = plan.config.trainer
     files = JsonlTracker(
         plan.log_folder / records.METRICS,
-        resume_step=init_from.resume_step or 0,
+        resume_step=init_from.resume_step,
         attempt=init_from.history.attempt,
         warn=console.log,
         max_completions_bytes=trainer.completions.max_bytes,

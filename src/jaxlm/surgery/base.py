@@ -15,6 +15,7 @@ from haliax import NamedArray
 from jaxlm.core import tree
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.values.batch_types import TokenBatch
+from jaxlm.core.values.logged import LayerTable
 from jaxlm.models.base import LanguageModel, ModelConfig
 from jaxlm.models.diffusion import check_is_whole
 from jaxlm.models.growth import whole
@@ -33,7 +34,7 @@ class Wants:
         measure: (the model before the surgery, in the dtypes of the computation; a batch {batch, position}) -> sums over the
             tokens of the batch, a tree of float32 arrays of a fixed structure. They are added up over the batches. Traced.
         describe: (the model before the surgery, in the dtype of storage; the sums, maybe sharded over processes) -> what
-            `fill` will decide, for the log, or None. All processes call it.
+            `fill` will decide, or None. All processes call it.
         leaves: (shapes, dtypes and axes of the model right after the surgery; its config) -> values that replace leaves made
             by `apply`, such as adapters read from a file: path -> array of the leaf's shape. Raises `ConfigError` if files
             are missing, or do not fit the model or the keys. Called once before anything is compiled, to check the files, and
@@ -44,7 +45,7 @@ class Wants:
     references: tuple[str, ...] = ()
     num_batches: int = 0
     measure: Callable[[LanguageModel, TokenBatch], Any] | None = None
-    describe: Callable[[LanguageModel, Any], str | None] = lambda model, sums: None
+    describe: Callable[[LanguageModel, Any], LayerTable | None] = lambda model, sums: None
     leaves: Callable[[LanguageModel, ModelConfig], Leaves] = lambda model, config: {}
     compiler_options: Mapping[str, Mapping[str, bool | int | str]] = field(default_factory=dict)
 

@@ -77,7 +77,7 @@ class DropLayersConfig(SurgeryConfig):
         cosines = [jnp.sum(counts * _cosine(*pair)) for pair in itertools.pairwise(streams)]
         return {"cosines": jnp.stack(cosines), "tokens": jnp.sum(counts)}
 
-    def describe(self, model: LanguageModel, sums: Mapping[str, Any]) -> str:
+    def describe(self, model: LanguageModel, sums: Mapping[str, Any]) -> LayerTable:
         sums = jax.tree.map(np.asarray, sums)
         influence = 1 - sums["cosines"] / sums["tokens"]
         kept = np.asarray(self._chosen(sums)).tolist()
@@ -87,7 +87,7 @@ class DropLayersConfig(SurgeryConfig):
             f" {int(sums['tokens']):,} tokens"
         )
         rows = [[number] for number in influence.tolist()]
-        return LayerTable("drop_layers", title, ("Block Influence",), rows).line()
+        return LayerTable("drop_layers", title, ("Block Influence",), rows)
 
     def fill(self, model: LanguageModel, before: LanguageModel, *, sums: Any, **_: Any) -> LanguageModel:
         return _gathered(model, before, self._chosen(sums))

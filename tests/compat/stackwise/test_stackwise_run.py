@@ -51,6 +51,5 @@ def test_the_example_of_the_guide_trains(workplace, monkeypatch, capsys):
     assert results["total_training_time"] > 0
     assert str(results["checkpoint"]).endswith("step-8")
 
-    logged = read_run("logs/rack")
-    assert "phases\n  stack_0  steps 0 to 4; layers 1; trains " in logged.log
-    assert "2 (1 + 1)" in render([logged])
+    assert "phases\n  stack_0  steps 0 to 4; layers 1; trains " in out
+    assert "2 (1 + 1)" in render([read_run("logs/rack")])

@@ -77,8 +77,10 @@ class Stored:
         self.plain, self.plan, self.model = plain, setup.plan, setup.model
         self.phase = dataclasses.replace(setup.phase, end=steps)
         self.lines: list[str] = []
+        self.reported: list[tuple[str, dict[str, Any]]] = []
         with self.plan.layout.use():
-            args = (self.plan, self.phase, self.plain, self.lines.append, lambda: pytest.fail("nothing to check"))
+            report = lambda step, text, kind, **fields: self.reported.append((text, fields))  # noqa: E731
+            args = (self.plan, self.phase, self.plain, self.lines.append, report, lambda: pytest.fail("no checks"))
             self.data = annotate.with_annotations(
                 *args, position["step"], position, clock or ActivityClock(), check_stop
             )
@@ -193,7 +195,7 @@ def test_only_sequences_that_steps_read_are_stored(two_epochs, setup, tmp_path):
     seen = {row.tobytes() for batch in few.batches(few.data) for row in np.asarray(batch.tokens.array)}
     assert few.logged() == [len(seen), 2 * BATCH, size, 0]
     (folder,) = (tmp_path / "annotations").glob("*/")
-    before = {path: path.read_bytes() for path in folder.iterdir()}
+    before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
     skipping = Stored(setup, plain, 3)  # after a step back, with the data of a step left out
     assert len(list(skipping.batches(skipping.data, {"examples": BATCH, "step": 1}, skipped=1))) == 2
@@ -260,22 +262,24 @@ def test_a_teacher_is_asked_before_the_first_batch_for_what_steps_still_read(set
     for position, num_stored, folder in ((START, 3 * BATCH, "whole"), (later, BATCH, "elsewhere")):
         run = Stored(taught, setup.opened(tmp_path / folder), 3, position)
         assert run.logged()[:2] == [num_stored, num_stored]
-        (block,) = (tmp_path / folder / "annotations").glob("*/*.npy")
+        (block,) = (tmp_path / folder / "annotations").glob("*/*/records.npy")
         assert len(np.load(block)) == num_stored
         assert len(list(run.batches(run.data, position))) == 3 - position["step"]
-        (line,) = [line for line in run.lines if " stored sequences " in line]
-        assert line.startswith(f"phase 'upper': reads {num_stored} stored sequences"), "as many as are stored there"
+        ((_, fields),) = run.reported
+        assert (fields["phase"], fields["count"]) == ("upper", num_stored), "as many as are stored there"
     again = Stored(taught, setup.opened(tmp_path / "whole"), 3, later)
     list(again.batches(again.data, later))
-    (line,) = again.lines
-    assert line.startswith(f"phase 'upper': reads {3 * BATCH} stored sequences"), "those of the whole phase"
+    assert not again.lines
+    ((text, _),) = again.reported
+    assert text.startswith(f"phase 'upper': reads {3 * BATCH} stored sequences"), "those of the whole phase"
 
 
 def test_other_processes_read_the_blocks_that_process_0_lists(two_epochs, monkeypatch):
     """Their own lists of a shared folder may be old."""
     run = two_epochs[0]
-    place = next(line.rpartition(" from ")[2] for line in run.lines if " stored sequences " in line)
-    folder = AnnotationFolder(run.plain.train[""], json.loads((Path(place) / "cache.json").read_text())["made_from"])
+    place = run.reported[0][1]["folder"]
+    made_from = json.loads((Path(place) / "block-0" / "cache.json").read_text())["made_from"]
+    folder = AnnotationFolder(run.plain.train[""], made_from)
     listed = folder.blocks()
     monkeypatch.setattr(AnnotationFolder, "blocks", lambda _: [])
     monkeypatch.setattr(annotate, "from_main", lambda _: listed)

@@ -25,7 +25,7 @@ def groups() -> list[dict[str, Any]]:
     return records
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_rewarded_responses_become_more_likely_within_the_clipped_range(workplace):
     place = start(workplace(), GRPO, groups())
     finish(place)

@@ -313,7 +313,7 @@ def test_layers_with_other_heads_have_rotary_embeddings_of_their_own(silent):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("text", slow_but("mixed"))
+@ONE_TEXT
 @pytest.mark.parametrize("cut", [False, True], ids=["whole", "cut"])
 def test_decoding_with_a_cache_computes_the_same(text, cut):
     model, read = built(topology(text)), inputs()

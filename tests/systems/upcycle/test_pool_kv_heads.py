@@ -13,7 +13,6 @@ from jaxlm.core import tree
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.field_types import check_fields
 from jaxlm.core.values.batch_types import TokenBatch
-from jaxlm.core.values.logged import tables_in
 from jaxlm.engine.state import shardings
 from jaxlm.interop.hf.families.gemma2 import Gemma2Config
 from jaxlm.interop.hf.families.gemma3 import Gemma3Config
@@ -255,7 +254,7 @@ def test_two_heads_get_the_best_rotation():
 def test_alignment_loses_less_in_every_layer(config, built):
     surgery, model = PoolKvHeadsConfig(num_kv_heads=2, align=True), built(config)
     sums = jax.jit(surgery.measure)(model, batch())
-    (table,) = tables_in(surgery.describe(model, sums))
+    table = surgery.describe(model, sums)
     assert table.source == "pool_kv_heads"
     assert "over 192 tokens" in table.title
     rows = np.asarray(table.rows)
@@ -281,12 +280,12 @@ def test_moments_of_turned_weights_start_anew(built):
 def test_eight_devices_and_one_make_the_same_heads(built, as_inputs, logits_of):
     surgery, model = PoolKvHeadsConfig(num_kv_heads=2, align=True), built(LLAMA)
     sums = jax.jit(surgery.measure)(model, batch())
-    whole, (table,) = pooled(surgery, model, sums), tables_in(surgery.describe(model, sums))
+    whole, table = pooled(surgery, model, sums), surgery.describe(model, sums)
     meshes = layout()
     with meshes.use():
         sharded = jax.device_put(model, shardings(model, meshes))
         sums = jax.jit(surgery.measure)(sharded, batch())
-        made, (other,) = pooled(surgery, sharded, sums), tables_in(surgery.describe(sharded, sums))
+        made, other = pooled(surgery, sharded, sums), surgery.describe(sharded, sums)
     np.testing.assert_allclose(other.rows, table.rows, atol=2e-4)
     expected = logits_of(whole, as_inputs(ids()))
     found = logits_of(jax.device_get(made), as_inputs(ids()))

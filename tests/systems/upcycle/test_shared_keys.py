@@ -11,7 +11,6 @@ import pytest
 from jaxlm.core import tree
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.field_types import check_fields
-from jaxlm.core.values.logged import tables_in
 from jaxlm.engine.state import shardings
 from jaxlm.systems.upcycle.bottleneck import (
     HeadFeatures,
@@ -181,9 +180,9 @@ def test_everything_but_queries_and_keys_is_the_teachers_and_errors_are_shown_by
         np.testing.assert_array_equal(made[path].array, old[path].array, err_msg=path)
     assert made["body.layers.stacked.attn.pairs"].array.shape == (3, 1, 2)
     assert int(made["body.layers.stacked.attn.pairs"].array.max()) < HEAD // 2
-    (table,) = tables_in(surgery.describe(model, sums))
+    table = surgery.describe(model, sums)
     errors = jax.jit(surgery.errors)(model, sums)
-    assert (table.source, table.columns) == ("decouple", ["un-rotation", "rank"])
+    assert (table.source, table.columns) == ("decouple", ("un-rotation", "rank"))
     expected = np.stack([errors.unrotated, errors.low_rank], 1) / np.asarray(errors.signal)[:, None]
     np.testing.assert_allclose(table.rows, expected, atol=1e-4)
 

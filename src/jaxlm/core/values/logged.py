@@ -7,7 +7,6 @@ what they mean.
 """
 
 import enum
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -122,7 +121,7 @@ class StepInfo:
 
 @dataclass(frozen=True)
 class Completion:
-    """Holds what the policy wrote to a prompt, and its rewards.
+    """Holds what the policy wrote to a prompt, and its rewards: a record of `completions.jsonl`.
 
     Attributes:
         name: `train` for a rollout, `eval` for an evaluation, or `eval/<name>` for one of an average of the weights.
@@ -130,22 +129,22 @@ class Completion:
         rewards: by name; None where a reward does not apply.
         reward: their weighted sum.
         advantage: None if nothing is trained on it.
-        is_finished: whether the policy ended it, and not the limit of tokens.
+        finished: whether the policy ended it, and not the limit of tokens.
     """
 
     name: str
     place: str
     prompt: str
-    text: str
+    completion: str
     rewards: Mapping[str, float | None]
     reward: float
     advantage: float | None
-    is_finished: bool
+    finished: bool
 
 
 @dataclass(frozen=True)
 class Sample:
-    """Text that an evaluation has generated.
+    """Text that an evaluation has generated: a record of `samples.jsonl`.
 
     Attributes:
         name: `eval` for the weights, or `eval/<name>` for an average of them.
@@ -154,9 +153,6 @@ class Sample:
     name: str
     prompt: str
     text: str
-
-
-_LINE = re.compile(r"^(\w+): (.*), by layer \((.*)\): (0: .*)$", re.MULTILINE)
 
 
 @dataclass(frozen=True)
@@ -175,25 +171,11 @@ class LayerTable:
     columns: Sequence[str]
     rows: Sequence[Sequence[float]]
 
-    def line(self) -> str:
-        """As one line without its end. Numbers have 4 decimals."""
+    @property
+    def text(self) -> str:
+        """As one line. Numbers have 4 decimals."""
         layers = (f"{layer}: {', '.join(f'{x:.4f}' for x in row)}" for layer, row in enumerate(self.rows))
         return f"{self.source}: {self.title}, by layer ({', '.join(self.columns)}): {'; '.join(layers)}"
-
-
-def tables_in(log: str) -> list[LayerTable]:
-    """The tables in the lines of a log, each once. Lines that are cut off or changed are left out."""
-    tables: dict[str, LayerTable] = {}
-    for match in _LINE.finditer(log):
-        source, title, columns, layers = match.groups()
-        try:
-            rows = [[float(x) for x in row.partition(": ")[2].split(", ")] for row in layers.split("; ")]
-        except ValueError:
-            continue
-        table = LayerTable(source, title, columns.split(", "), rows)
-        if all(len(row) == len(table.columns) for row in rows):
-            tables[match[0]] = table
-    return list(tables.values())
 
 
 class Activity(enum.StrEnum):

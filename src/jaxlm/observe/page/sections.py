@@ -23,11 +23,10 @@ from jaxlm.core.values.logged import (
     TRAIN_LOSS,
     TRAINING_TIME,
     Activity,
-    tables_in,
 )
 from jaxlm.observe.curves import COLORS, needle_grids
 from jaxlm.observe.decision_notes import described
-from jaxlm.observe.events import phase_history, phase_table, resumes, skipped_steps
+from jaxlm.observe.events import layer_tables, phase_history, phase_table, resumes, skipped_steps
 from jaxlm.observe.ledger import IDLE
 from jaxlm.observe.logged_run import LoggedRun, Series
 
@@ -291,11 +290,11 @@ def decisions(runs: Sequence[LoggedRun]) -> list[Newest]:
 
 
 def layers(runs: Sequence[LoggedRun]) -> list[Layers]:
-    """The tables of numbers by layer in the console output of each run."""
+    """The tables of numbers by layer of each run."""
     return [
         Layers(run.name, table.source, table.title, table.columns, _with_bars(table.rows))
         for run in runs
-        for table in tables_in(run.log)
+        for table in layer_tables(run)
     ]
 
 

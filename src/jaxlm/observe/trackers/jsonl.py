@@ -3,7 +3,7 @@
 import json
 import math
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ from jaxlm.observe.records import (
     COMPLETIONS,
     DECISIONS,
     EARLIER_COMPLETIONS,
+    EVENTS,
     HISTOGRAMS,
     SAMPLES,
     drop_after,
@@ -28,22 +29,24 @@ class JsonlTracker:
 
     Records have an `attempt` after the run went back to an earlier checkpoint. Histograms go to a second file with `name`,
     `low`, `high` and `counts`, samples to a third with `name`, `prompt` and `text`, completions with their rewards to a
-    fourth, and decisions with the `controller` to a fifth. They are created with their first record. The first training
-    record of a start that resumes has `throughput/resumed_from`: the step of its checkpoint.
+    fourth, decisions with the `controller` to a fifth, and other events with their `type` to a sixth. They are created with
+    their first record. The first training record of a start that resumes has `throughput/resumed_from`: the step of its
+    checkpoint.
     """
 
     def __init__(
         self,
         path: Path,
         *,
-        resume_step: int,
+        resume_step: int | None,
         attempt: int = 0,
         warn: Callable[[str], None] = print,
         max_completions_bytes: float = math.inf,
         check_lease: LeaseCheck = lambda: None,
     ):
         """Args:
-            resume_step: records of later steps are removed from the file, because the run logs them again.
+            resume_step: records of later steps are removed from the files, because the run logs them again; None removes
+                all, because the run begins.
             attempt: how often the run had gone back. The records of earlier attempts stay.
             warn: prints a warning, if a file cannot be written or has lines that are not records.
             max_completions_bytes: a larger `completions.jsonl` replaces `completions.1.jsonl`, and a new one begins.
@@ -51,21 +54,20 @@ class JsonlTracker:
         Raises:
             ConfigError: the files cannot be read and written.
         """
-        others = (HISTOGRAMS, SAMPLES, DECISIONS, COMPLETIONS, EARLIER_COMPLETIONS)
-        *simple, completions, earlier = (path.with_name(name) for name in others)
+        *simple, completions, earlier = (
+            path.with_name(name) for name in (HISTOGRAMS, SAMPLES, DECISIONS, EVENTS, COMPLETIONS, EARLIER_COMPLETIONS)
+        )
+        place = (attempt, -1 if resume_step is None else resume_step)
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             # All are read before one is changed: a start that is refused changes none.
-            dropping = [
-                drop_after(file, (attempt, resume_step), warn) for file in (path, *simple, completions, earlier)
-            ]
-            for drop in dropping:
+            for drop in [drop_after(file, place, warn) for file in (path, *simple, completions, earlier)]:
                 drop()
-            self._file = LogFile(path, warn, check_lease)
-            self._file.open()
+            self._metrics = LogFile(path, warn, check_lease)
+            self._metrics.open()
         except OSError as error:
             raise unusable(path, error) from error
-        self._histograms, self._samples, self._decisions = (LogFile(file, warn, check_lease) for file in simple)
+        self._files = {file.name: LogFile(file, warn, check_lease) for file in simple}
         self._completions = _RotatedFile(completions, earlier, max_completions_bytes, warn, check_lease)
         self._attempt = attempt
         self._resumed_from = resume_step
@@ -74,43 +76,32 @@ class JsonlTracker:
         record = self._key(step) | {k: finite(v) for k, v in metrics.items()}
         if self._resumed_from and DURATION in metrics:  # a training step, not an evaluation
             record[RESUMED_FROM] = self._resumed_from
-            self._resumed_from = 0
-        self._file.append(json.dumps(record) + "\n")
+            self._resumed_from = None
+        self._metrics.append(json.dumps(record) + "\n")
 
     def log_histograms(self, step: int, histograms: Mapping[str, Histogram]) -> None:
-        for name, h in histograms.items():
-            ends = {"low": finite(h.low), "high": finite(h.high)}
-            self._histograms.append(json.dumps(self._key(step) | {"name": name, **ends, "counts": h.counts}) + "\n")
-        self._histograms.flush(sync=False)
+        self._write(self._files[HISTOGRAMS], step, [{"name": name} | vars(one) for name, one in histograms.items()])
 
     def log_samples(self, step: int, samples: Sequence[Sample]) -> None:
-        for sample in redact(samples):
-            record = self._key(step) | {"name": sample.name, "prompt": sample.prompt, "text": sample.text}
-            self._samples.append(json.dumps(record, ensure_ascii=False) + "\n")
-        self._samples.flush(sync=False)
+        self._write(self._files[SAMPLES], step, map(vars, redact(samples)))
 
     def log_completions(self, step: int, completions: Sequence[Completion]) -> None:
-        for one in redact(completions):
-            rewards = {name: value if value is None else finite(value) for name, value in one.rewards.items()}
-            record = self._key(step) | {
-                "name": one.name,
-                "place": one.place,
-                "prompt": one.prompt,
-                "completion": one.text,
-                "rewards": rewards,
-                "reward": finite(one.reward),
-                "advantage": one.advantage,
-                "finished": one.is_finished,
-            }
-            self._completions.append(json.dumps(record, ensure_ascii=False) + "\n")
-        self._completions.flush()
+        self._write(self._completions, step, map(vars, redact(completions)))
 
     def log_decision(self, step: int, controller: str, note: Mapping[str, Any]) -> None:
         """Logs a decision of a controller. Args: step: whose metrics led to it. note: JSON, with an `event`."""
-        record = self._key(step) | {"controller": controller, **note}
-        numbers = json.loads(json.dumps(redact(record)), parse_constant=lambda _: None)  # NaN and infinity are null
-        self._decisions.append(json.dumps(numbers) + "\n")
-        self._decisions.flush(sync=False)
+        self._write(self._files[DECISIONS], step, [redact({"controller": controller, **note})])
+
+    def log_event(self, step: int, kind: str, fields: Mapping[str, Any]) -> None:
+        """Logs what has happened after `step` steps. Args: kind, fields: as docs/reference/run-folder.md lists them."""
+        self._write(self._files[EVENTS], step, [redact({"type": kind, **fields})])
+
+    def _write(self, file: "LogFile | _RotatedFile", step: int, records: Iterable[Mapping[str, Any]]) -> None:
+        for record in records:
+            text = json.dumps(self._key(step) | dict(record), ensure_ascii=False)
+            numbers = json.loads(text, parse_constant=lambda _: None)  # NaN and infinity are null
+            file.append(json.dumps(numbers, ensure_ascii=False) + "\n")
+        file.flush(sync=False)
 
     def begin_attempt(self, attempt: int, step: int, abandoned_steps: int) -> None:
         self._attempt = attempt
@@ -119,11 +110,11 @@ class JsonlTracker:
         return {"step": step, "attempt": self._attempt} if self._attempt else {"step": step}
 
     def flush(self) -> None:
-        self._file.flush()
-        self._decisions.flush()
+        for file in (self._metrics, *self._files.values()):
+            file.flush()
 
     def close(self) -> None:
-        for file in (self._file, self._histograms, self._samples, self._decisions, self._completions):
+        for file in (self._metrics, *self._files.values(), self._completions):
             file.close()
 
 
@@ -150,8 +141,8 @@ class _RotatedFile:
         self._file.append(line)
         self._size += size
 
-    def flush(self) -> None:
-        self._file.flush(sync=False)
+    def flush(self, *, sync: bool) -> None:
+        self._file.flush(sync=sync)
 
     def close(self) -> None:
         self._file.close()

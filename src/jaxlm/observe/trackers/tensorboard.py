@@ -113,7 +113,7 @@ class TensorboardTracker:
         for number, one in enumerate(completions):
             facts = [f"{name} {value}" for name, value in one.rewards.items() if value is not None]
             title = ", ".join([f"reward {one.reward:g}", *facts, f"advantage {one.advantage}"])
-            text = f"{title}\n\n**prompt**\n\n{_verbatim(one.prompt)}\n\n**completion**\n\n{_verbatim(one.text)}"
+            text = f"{title}\n\n**prompt**\n\n{_verbatim(one.prompt)}\n\n**completion**\n\n{_verbatim(one.completion)}"
             self._writer.add_text(f"{one.name}/completions/{number}", text, step)
 
     def begin_attempt(self, attempt: int, step: int, abandoned_steps: int) -> None:

@@ -219,8 +219,8 @@ class WandbTracker(ForwardTracker):
             group = [one for one in completions if one.name == name]
             names = list(group[0].rewards)
             rows: list[Any] = [
-                [step, one.prompt, one.text, one.reward, *map(one.rewards.get, names), one.advantage, one.is_finished]
-                for one in group
+                [step, c.prompt, c.completion, c.reward, *map(c.rewards.get, names), c.advantage, c.finished]
+                for c in group
             ]
             columns: list[Any] = ["step", "prompt", "completion", "reward", *names, "advantage", "finished"]
             self.log(step, {f"{name}/completions": wandb.Table(columns, rows)})

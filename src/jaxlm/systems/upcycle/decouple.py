@@ -215,7 +215,7 @@ class DecoupleConfig(SurgeryConfig):
     def fill(self, model: LanguageModel, before: LanguageModel, *, sums: Any, **_: Any) -> LanguageModel:
         return self._filled(model, _attention_before(before), _teacher(_config_of(before)), sums)
 
-    def describe(self, model: LanguageModel, sums: InputMoments) -> str:
+    def describe(self, model: LanguageModel, sums: InputMoments) -> LayerTable:
         """The errors of the scores by layer, of un-rotation and of rank."""
         config, layout = _config_of(model), current_layout()
         replicated = None if layout is None else layout.replicated()
@@ -227,7 +227,7 @@ class DecoupleConfig(SurgeryConfig):
             f" {config.seq_len:,}"
         )
         rows = np.stack([unrotated / signal, cut / signal], axis=1).tolist()
-        return LayerTable("decouple", title, ("un-rotation", "rank"), rows).line()
+        return LayerTable("decouple", title, ("un-rotation", "rank"), rows)
 
     def errors(self, model: LanguageModel, sums: InputMoments) -> ScoreErrors:
         """The errors of the bottleneck of every layer [layers]. Traced. Args: model: before the surgery."""

@@ -186,7 +186,7 @@ class PoolKvHeadsConfig(SurgeryConfig):
         )
         return tree.map_leaves(lambda path, leaf: None if path.startswith(turned) else leaf, moments)
 
-    def describe(self, model: LanguageModel, sums: Mapping[str, InputMoments]) -> str:
+    def describe(self, model: LanguageModel, sums: Mapping[str, InputMoments]) -> LayerTable:
         layout = current_layout()
         replicated = None if layout is None else layout.replicated()
         losses = jax.jit(self.losses, out_shardings=replicated)(model, sums)
@@ -199,9 +199,7 @@ class PoolKvHeadsConfig(SurgeryConfig):
             " tokens"
         )
         columns = ("keys", "aligned keys", "values", "aligned values")
-        return LayerTable(
-            "pool_kv_heads", title, columns, [next(rows[paths[stack]]) for stack in stack_of_layer]
-        ).line()
+        return LayerTable("pool_kv_heads", title, columns, [next(rows[paths[stack]]) for stack in stack_of_layer])
 
     def losses(self, model: LanguageModel, sums: Mapping[str, InputMoments]) -> dict[str, jax.Array]:
         """Path of an attention -> `loss_of_mean` of keys and values before and after alignment [layers, 4]. Traced."""
