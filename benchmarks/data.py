@@ -27,9 +27,9 @@ import numpy as np
 import tokenizers
 from processes import spread
 
-from jaxlm.data.cache.build import open_or_build
-from jaxlm.data.cache.cache_key import cache_key
-from jaxlm.data.cache.token_cache import TokenCache
+from jaxlm.data.cache.artifacts import Artifacts
+from jaxlm.data.cache.build import build_cache
+from jaxlm.data.cache.token_cache import TOKEN_CACHE, TokenCache, cache_key
 from jaxlm.data.formats.documents import TextFormat
 from jaxlm.data.mixture import Mixture, MixtureStage, block_counts
 from jaxlm.data.packing import PackedSequences
@@ -168,7 +168,8 @@ def _files(url: str) -> list[TextFile]:
 def _build(folder: Path, files: list[TextFile], tokenizer: Tokenizer) -> int:
     made_from = cache_key(files, tokenizer, bos=False, eos=False)
     encoder = TextFormat().encoder(tokenizer, bos=False, eos=False, key="")
-    cache = open_or_build(folder, files, encoder, made_from, lambda _: None)
+    make = lambda made: build_cache(made, files, encoder, made_from, lambda _: None)  # noqa: E731
+    cache = Artifacts(folder.parent).open_or_make(TOKEN_CACHE, made_from, make, lambda _: None, name=folder.name)
     shutil.rmtree(folder)
     return cache.num_tokens
 

@@ -207,7 +207,7 @@ def test_arrays_with_a_damaged_header_are_one_message(tmp_path):
 def test_nothing_else_reads_formats_whose_readers_trust_the_file():
     """Readers in C++ and numpy's: what checks their input is in one place for each."""
     trusting = re.compile(r"memory_map\(|OSFile\(|ParquetFile\(|torch\.load\(|np\.load\(|from_file\(str")
-    own = {"data/annotations.py", "data/cache/build.py", "data/cache/derived_arrays.py"}
+    own = {"data/cache/build.py"}
     checked = {"core/safe_io.py", "data/sources/document_files.py", "data/tokenizer/tokenizer.py"}
     checked |= {"interop/torch/torch_file.py", "observe/profiler.py"}
     found = {

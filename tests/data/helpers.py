@@ -11,8 +11,12 @@ import pytest
 
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.sharding import Layout
+from jaxlm.data.base import Log
 from jaxlm.data.batch_schedule import BatchSchedule
-from jaxlm.data.cache.token_cache import TokenCache
+from jaxlm.data.cache.artifacts import Artifacts, Key
+from jaxlm.data.cache.build import Workers, build_cache
+from jaxlm.data.cache.token_cache import TOKEN_CACHE, TokenCache
+from jaxlm.data.formats.base import Encoder
 from jaxlm.data.loader import BatchReader, ExampleBatches
 from jaxlm.data.mixture import Mixture
 from jaxlm.data.sources.files import open_files, sources_of
@@ -71,6 +75,14 @@ def write_corpus(folder: Path, num_files: int = 6) -> list[str]:
         (folder / f"b{number}.txt").write_text(text)
     write_records(folder / "a.jsonl", ({"text": text} for text in records))
     return [*records, *texts]
+
+
+def built(
+    folder: Path, files: Sequence[TextFile], encoder: Encoder, made_from: Key, log: Log, *workers: Workers
+) -> TokenCache:
+    """Opens the token cache in a folder, which is built if it does not exist."""
+    make = lambda made: build_cache(made, files, encoder, made_from, log, *workers)  # noqa: E731
+    return Artifacts(folder.parent).open_or_make(TOKEN_CACHE, made_from, make, log, name=folder.name)
 
 
 def refused(path: Path, content: bytes, read: Callable[[Path], object], message: str) -> None:

@@ -12,7 +12,7 @@ from jaxlm.data.formats.completions import PairsFormat, SupervisedFormat
 from jaxlm.data.formats.documents import TextFormat
 from jaxlm.data.several_completions import PairsConfig
 from jaxlm.data.tokens import TokensConfig
-from jaxlm.evals.samples import prompt_ids
+from jaxlm.evals.batches import prompt_ids
 from tests.answers import write_tokenizer
 
 RECORD = {

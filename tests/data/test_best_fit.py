@@ -21,8 +21,8 @@ from jaxlm.core.errors import ConfigError
 from jaxlm.core.field_types import check_fields
 from jaxlm.data import best_fit
 from jaxlm.data.best_fit import BestFitConfig, BestFitSequences, open_rows, pack_best_fit
-from jaxlm.data.cache import derived_arrays
-from jaxlm.data.cache.token_cache import GROUPS, METADATA, DamagedCacheError, TokenCache, read_metadata, write_metadata
+from jaxlm.data.cache.artifacts import METADATA, DamagedError, write_metadata
+from jaxlm.data.cache.token_cache import GROUPS, TOKEN_CACHE, TokenCache
 from jaxlm.data.data import Data
 from jaxlm.data.examples import ExampleRange
 from jaxlm.data.formats.completions import SupervisedFormat
@@ -269,7 +269,7 @@ def test_an_ignored_token_is_an_input_but_not_a_target():
 def test_a_token_beyond_the_vocabulary_is_named():
     cache, config = cache_of([[1, 2, 3], [1, 500, 6]], vocab_size=300), BestFitConfig(fill="split")
     sequences = BestFitSequences(cache, 3, config, pack_best_fit(cache.offsets, 4, config))
-    with pytest.raises(DamagedCacheError, match=r"tokens\.bin: token 4 \(document 2 of some\.txt\) is 500.* has 300"):
+    with pytest.raises(DamagedError, match=r"tokens\.bin: token 4 \(document 2 of some\.txt\) is 500.* has 300"):
         columns_of(sequences)
 
 
@@ -320,34 +320,6 @@ class TestIndexOnDisk:
         open_rows(cache, 14, config)
         assert builds == [16, 16, 16, 16, 16, 15]
 
-    @pytest.mark.parametrize("name", ["starts.npy", "lengths.npy", "firsts.npy", "index.json"])
-    @pytest.mark.parametrize("damage", ["changed", "shorter", "missing", "empty", "header"])
-    def test_a_damaged_index_is_built_again(self, cache, builds, tmp_path, name, damage):
-        config = BestFitConfig(buffer_size=4)
-        expected = open_rows(cache, 15, config).starts.copy()
-        (path,) = (tmp_path / "packed").glob(f"*/{name}")
-        content = path.read_bytes()
-        path.unlink()
-        if damage != "missing":
-            path.write_bytes(
-                {
-                    "changed": content[:-1] + bytes([content[-1] ^ 1]),
-                    "shorter": content[:-4],
-                    "empty": b"",
-                    "header": content[:10] + b"(" + content[11:],
-                }[damage]
-            )
-        np.testing.assert_array_equal(open_rows(cache, 15, config).starts, expected)
-        assert builds == [16, 16]
-        open_rows(cache, 15, config)
-        assert builds == [16, 16]
-
-    def test_a_folder_that_cannot_be_written_gets_none(self, cache, builds, tmp_path, monkeypatch):
-        monkeypatch.setattr(derived_arrays.os, "access", lambda *_: False)
-        found = open_rows(cache, 15, BestFitConfig())
-        np.testing.assert_array_equal(found.starts, pack_best_fit(cache.offsets, 16, BestFitConfig()).starts)
-        assert list(tmp_path.iterdir()) == []
-
 
 class TestRowsThatNeverEnd:
     """With `wrap: true`, as nanochat's loader makes them."""
@@ -390,7 +362,7 @@ class TestRowsThatNeverEnd:
         expected = endless_by_hand(lengths, groups, capacity, config, num_rows)
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(best_fit, "_PART", part)
-            patch.setattr(best_fit, "open_or_index", lambda folder, made_from, build: build())
+            patch.setattr(best_fit, "_open", lambda folder, made_from, build: build())
             rows = open_rows(cache, capacity - 1, config)
             order = data.draw(st.permutations(range(num_rows)))  # any row may be the first that is read
             found = {row: [array.tolist() for array in rows.pieces_of(np.array([row]))[:2]] for row in order[:20]}
@@ -420,7 +392,7 @@ class TestRowsThatNeverEnd:
         expected = rows.pieces_of(np.arange(90))
         before = len(list(Path("/proc/self/fd").iterdir()))
         rows.pieces_of(np.array([900]))
-        assert len(list(tmp_path.rglob("index.json"))) > 100, "this many parts"
+        assert len(list(tmp_path.rglob("cache.json"))) > 100, "this many parts"
         assert len(list(Path("/proc/self/fd").iterdir())) <= before + 4 * (best_fit._MAX_OPEN + 1)
         for found, array in zip(rows.pieces_of(np.arange(90)), expected, strict=True):
             np.testing.assert_array_equal(found, array)
@@ -464,7 +436,7 @@ class TestRowsThatNeverEnd:
     def test_a_cache_of_an_earlier_version_has_no_row_groups_and_says_so(self, config):
         wrapped = {"packing": BestFitConfig()}
         cache = opened(config, **wrapped)[0].train[""].cache
-        metadata = read_metadata(cache.folder)
+        metadata = dict(TOKEN_CACHE.at(cache.folder).metadata)
         del metadata[GROUPS]
         write_metadata(cache.folder / METADATA, metadata)
         data, lines = opened(config, **wrapped)

@@ -1,11 +1,5 @@
 import collections
-import errno
-import multiprocessing
-import os
 import shutil
-import subprocess
-import sys
-import textwrap
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,21 +7,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from jaxlm.core import safe_io as atomic_io
 from jaxlm.core.errors import ConfigError
 from jaxlm.data.cache import build as build_module
-from jaxlm.data.cache.build import open_or_build
-from jaxlm.data.cache.cache_key import cache_key
-from jaxlm.data.cache.token_cache import (
-    DamagedCacheError,
-    TokenCache,
-    open_cache,
-    parse_metadata,
-    read_metadata,
-    write_metadata,
-)
+from jaxlm.data.cache.artifacts import DamagedError, write_metadata
+from jaxlm.data.cache.token_cache import TOKEN_CACHE, TokenCache, cache_key
 from jaxlm.data.formats.documents import TextFormat
-from tests.data.helpers import find_files, small_tokenizer, some_text, write_corpus
+from tests.data.helpers import built, find_files, small_tokenizer, write_corpus
 
 ROOT = Path(__file__).parents[2]
 FILES = ("tokens.bin", "offsets.bin", "cache.json")
@@ -58,12 +43,12 @@ def check_rebuilt(tmp_path: Path, corpus: Path, tokenizer) -> None:
 def build(folder: Path, corpus: Path, tokenizer, *, bos=True, eos=True, log=lambda line: None) -> TokenCache:
     files = find_files([str(corpus)], "data.train_urls", "text")
     made_from = cache_key(files, tokenizer, bos=bos, eos=eos)
-    return open_or_build(folder, files, TextFormat().encoder(tokenizer, bos=bos, eos=eos, key=""), made_from, log)
+    return built(folder, files, TextFormat().encoder(tokenizer, bos=bos, eos=eos, key=""), made_from, log)
 
 
 def open_or_build_files(folder: Path, files, tokenizer) -> None:
     encoder = TextFormat().encoder(tokenizer, bos=True, eos=True, key="")
-    open_or_build(folder, files, encoder, cache_key(files, tokenizer, bos=True, eos=True), print)
+    built(folder, files, encoder, cache_key(files, tokenizer, bos=True, eos=True), print)
 
 
 def flipped(path: Path, number: int) -> Iterator[None]:
@@ -108,17 +93,6 @@ def test_large_vocabularies_use_uint32(tmp_path, tokenizer, corpus, monkeypatch)
     assert build(tmp_path / "narrow", corpus, tokenizer).tokens.dtype == np.uint16
 
 
-def test_is_built_once_without_leftovers(tmp_path, tokenizer, corpus):
-    logged: list[str] = []
-    build(tmp_path / "cache" / "train", corpus, tokenizer, log=logged.append)
-    assert len(logged) == 1
-    assert logged[0].startswith("train: 12 documents, ")
-    build(tmp_path / "cache" / "train", corpus, tokenizer, log=logged.append)
-    assert len(logged) == 1
-    assert sorted(p.name for p in (tmp_path / "cache").iterdir()) == [".lock", "train"]
-    assert sorted(p.name for p in (tmp_path / "cache" / "train").iterdir()) == sorted(FILES)
-
-
 def test_does_not_depend_on_shards_folders_or_the_current_folder(tmp_path, tokenizer, corpus, monkeypatch):
     expected = contents(build(tmp_path / "one", corpus, tokenizer).folder)
     monkeypatch.setattr(build_module, "_SHARD_CHARACTERS", 1 << 20)
@@ -134,7 +108,7 @@ class TestOtherCacheKey:
         with pytest.raises(ConfigError, match=message) as caught:
             build(tmp_path / "train", corpus, tokenizer, **options)
         assert "Choose another data.cache_dir, or delete this folder to rebuild it" in str(caught.value)
-        assert not isinstance(caught.value, DamagedCacheError)
+        assert not isinstance(caught.value, DamagedError)
 
     @pytest.fixture(autouse=True)
     def built(self, tmp_path, corpus, tokenizer):
@@ -168,58 +142,20 @@ class TestOtherCacheKey:
             open_or_build_files(tmp_path / "train", files, tokenizer)
 
 
-class TestDamage:
-    @pytest.fixture
-    def folder(self, tmp_path, corpus, tokenizer):
-        return build(tmp_path / "train", corpus, tokenizer).folder
-
-    @pytest.mark.parametrize("name", FILES)
-    @pytest.mark.parametrize("damage", ["deleted", "truncated", "emptied", "extended"])
-    def test_damage_is_detected_on_opening(self, folder, name, damage):
-        raw = (folder / name).read_bytes()
-        if damage == "deleted":
-            (folder / name).unlink()
-        else:
-            (folder / name).write_bytes({"truncated": raw[:-2], "emptied": b"", "extended": raw + b"\0\0"}[damage])
-        with pytest.raises(DamagedCacheError, match=rf"{name}: .* Delete the folder .*train"):
-            open_cache(folder)
-
-    @pytest.mark.parametrize("name", FILES)
-    def test_any_flipped_bit_is_detected(self, folder, name):
-        for _ in flipped(folder / name, 200):
-            with pytest.raises(DamagedCacheError, match=name):
-                open_cache(folder)
-
-    def test_a_token_beyond_the_vocabulary(self, folder):
-        """Written with matching checksums, so only reading can detect it."""
-        whole = open_cache(folder)
-        tokens = np.array(whole.tokens)
-        tokens[41] = 9999
-        tokens.tofile(folder / "tokens.bin")
-        about = read_metadata(folder)
-        about["crc32"]["tokens.bin"] = zlib.crc32(tokens.tobytes())
-        write_metadata(folder / "cache.json", about)
-        broken = open_cache(folder)
-        np.testing.assert_array_equal(broken.read(np.array([0, 42]), 41), whole.read(np.array([0, 42]), 41))
-        with pytest.raises(
-            DamagedCacheError, match=r"tokens\.bin: token 41 \(document 1 of a\.jsonl\) is 9999.* has 320"
-        ):
-            broken.read(np.array([0, 30]), 20)
-
-
-@pytest.mark.parametrize("content", [b"", b"[]", b"[" * 100_000])
-def test_a_damaged_description_of_a_cache_is_one_message(content):
-    with pytest.raises(DamagedCacheError, match=r"cache\.json"):
-        parse_metadata(content, "cache.json")
-
-
-def test_a_finished_cache_is_read_from_a_read_only_folder(tmp_path, corpus, tokenizer, monkeypatch):
-    build(tmp_path / "cache" / "train", corpus, tokenizer)
-    monkeypatch.setattr(os, "access", lambda _, mode: mode == os.R_OK)  # root can write everywhere
-    monkeypatch.setattr(build_module, "folder_lock", None)
-    build(tmp_path / "cache" / "train", corpus, tokenizer)
-    with pytest.raises(ConfigError, match=r"data\.cache_dir: .*is not writable"):
-        build(tmp_path / "cache" / "validation", corpus, tokenizer)
+def test_a_token_beyond_the_vocabulary(tmp_path, corpus, tokenizer):
+    """Written with matching checksums, so only reading can detect it."""
+    folder = build(tmp_path / "train", corpus, tokenizer).folder
+    whole = TOKEN_CACHE.open(folder)
+    tokens = np.array(whole.tokens)
+    tokens[41] = 9999
+    tokens.tofile(folder / "tokens.bin")
+    about = dict(TOKEN_CACHE.at(folder).metadata)
+    about["crc32"]["tokens.bin"] = zlib.crc32(tokens.tobytes())
+    write_metadata(folder / "cache.json", about)
+    broken = TOKEN_CACHE.open(folder)
+    np.testing.assert_array_equal(broken.read(np.array([0, 42]), 41), whole.read(np.array([0, 42]), 41))
+    with pytest.raises(DamagedError, match=r"tokens\.bin: token 41 \(document 1 of a\.jsonl\) is 9999.* has 320"):
+        broken.read(np.array([0, 30]), 20)
 
 
 def test_invalid_cache_folders_are_refused(tmp_path, corpus, tokenizer):
@@ -242,66 +178,6 @@ def test_progress_is_shown(tmp_path, corpus, tokenizer, monkeypatch):
     build(tmp_path / "train", corpus, tokenizer, log=logged.append)
     assert len(logged) > 5
     assert " of 0.0 MB, 12 documents, " in logged[-2]
-
-
-KILLED = """
-import os, signal, sys
-from pathlib import Path
-from jaxlm.data.cache import build as cache_building
-from tests.data.helpers import small_tokenizer
-from tests.data.test_cache import build
-
-cache_building._SHARD_CHARACTERS = 1000
-corpus, work = Path(sys.argv[1]), Path(sys.argv[2])
-tokenizer = small_tokenizer()
-os.environ["TOKENIZERS_PARALLELISM"] = "false"
-
-
-def attempt(folder, most_calls):
-    '''Builds in a child that kills itself at its most_calls-th call to the file system. Returns its signal.'''
-    child = os.fork()
-    if child == 0:
-        calls = [0]
-        def counted(function):
-            def call(*arguments, **named):
-                calls[0] += 1
-                if calls[0] > most_calls:
-                    os.kill(os.getpid(), signal.SIGKILL)
-                return function(*arguments, **named)
-            return call
-        for name in ("fsync", "replace", "rename", "open", "mkdir", "unlink", "rmdir"):
-            setattr(os, name, counted(getattr(os, name)))
-        build(folder, corpus, tokenizer)
-        os._exit(0)
-    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-
-
-number = 0
-while attempt(work / f"at-{number}" / "train", number) != 0:
-    assert attempt(work / f"at-{number}" / "train", 10**9) == 0
-    number += 1
-print(number)
-tries = 1
-while attempt(work / "often" / "train", 54) != 0:
-    tries += 1
-    assert tries < 100
-print(tries)
-"""
-
-
-@pytest.mark.slow
-def test_a_build_killed_at_any_moment_gives_the_same_bytes(tmp_path, corpus, tokenizer):
-    expected = contents(build(tmp_path / "whole", corpus, tokenizer).folder)
-    environment = os.environ | {"PYTHONPATH": f"{ROOT / 'src'}:{ROOT}", "TOKENIZERS_PARALLELISM": "false"}
-    command = [sys.executable, "-c", textwrap.dedent(KILLED), str(corpus), str(tmp_path)]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)
-    assert done.returncode == 0, done.stderr
-    num_moments, num_tries = map(int, done.stdout.split())
-    assert num_moments > 50
-    assert num_tries > 2  # each start got further than the previous one
-    for folder in [*tmp_path.glob("at-*/train"), tmp_path / "often" / "train"]:
-        assert contents(folder) == expected, folder
-    assert not list(tmp_path.glob("*/train.building"))
 
 
 def interrupt(folder: Path, corpus: Path, tokenizer, monkeypatch) -> list[Path]:
@@ -373,49 +249,3 @@ def test_a_file_that_changes_during_the_build_is_named(tmp_path, corpus, tokeniz
             build(tmp_path / "train", corpus, tokenizer)
     assert not (tmp_path / "train").exists()
     check_rebuilt(tmp_path, corpus, tokenizer)
-
-
-@pytest.mark.parametrize("moment", [0, 1, 4, 12, 22])
-def test_a_full_disk_is_reported_and_nothing_is_lost(tmp_path, corpus, tokenizer, monkeypatch, moment):
-    calls = []
-
-    def full(path):
-        calls.append(path)
-        if len(calls) > moment:
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    with monkeypatch.context() as patch:
-        patch.setattr(atomic_io, "fsync", full)
-        with pytest.raises(
-            ConfigError,
-            match=r"data\.cache_dir: no space left for .*Free some space and start again; finished work is kept",
-        ):
-            build(tmp_path / "train", corpus, tokenizer)
-    assert not (tmp_path / "train").exists()
-    assert not list(tmp_path.glob("**/*.tmp"))
-    check_rebuilt(tmp_path, corpus, tokenizer)
-
-
-def _build_and_report(folder: Path, corpus: Path, barrier, results) -> None:
-    tokenizer = small_tokenizer()
-    barrier.wait()
-    results.put(build(folder, corpus, tokenizer).fingerprint)
-
-
-@pytest.mark.slow
-def test_concurrent_builders_do_not_interfere(tmp_path, tokenizer):
-    corpus = tmp_path / "text"
-    corpus.mkdir()
-    for number in range(40):
-        (corpus / f"{number}.txt").write_text(some_text(number, 300))
-    context = multiprocessing.get_context("spawn")
-    barrier, results = context.Barrier(3), context.Queue()
-    arguments = (tmp_path / "cache" / "train", corpus, barrier, results)
-    processes = [context.Process(target=_build_and_report, args=arguments) for _ in range(3)]
-    for process in processes:
-        process.start()
-    fingerprints = {results.get(timeout=60) for _ in processes}
-    for process in processes:
-        process.join()
-    assert fingerprints == {build(tmp_path / "alone", corpus, tokenizer).fingerprint}
-    assert contents(tmp_path / "cache" / "train") == contents(tmp_path / "alone")

@@ -104,13 +104,6 @@ def test_without_a_generation_block_each_message_counts_for_the_text_it_adds(tok
         assert asked == "".join(f"{m['content']}<|im_end|>\n" for m in messages if m["role"] == "assistant")
 
 
-def test_user_turns_can_be_unmasked(tokenizer):
-    for template in (MARKED, PLAIN):
-        rendered, tokens = encoded(tokenizer, template, CONVERSATIONS[3], mask_user_turns=False)
-        assert tokens.target_mask.all()
-        assert rendered.text == encoded(tokenizer, template, CONVERSATIONS[3])[0].text
-
-
 @pytest.mark.parametrize(
     ("template", "messages", "said"),
     [

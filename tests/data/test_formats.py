@@ -12,7 +12,6 @@ import pytest
 
 from jaxlm.core.errors import ConfigError
 from jaxlm.data.config import DataConfig
-from jaxlm.data.formats.base import FormatConfig
 from jaxlm.data.formats.chat import ChatFormat
 from jaxlm.data.formats.completions import SupervisedFormat
 from jaxlm.data.formats.documents import PretokenizedFormat, TextFormat
@@ -39,65 +38,6 @@ def sequences_of(config: DataConfig, seq_len: int = 64, **changes):
 def write_pairs(path: Path, names=("prompt", "response")) -> str:
     write_records(path, (dict(zip(names, pair, strict=True)) for pair in PAIRS))
     return str(path)
-
-
-def test_the_loss_is_computed_on_the_completion_only(base, tokenizer, tmp_path):
-    path = write_pairs(tmp_path / "a.jsonl")
-    sequences = sequences_of(base, train_urls=[path], format=SupervisedFormat(separate_with="=>"))
-    cache, bos, eos = sequences.cache, tokenizer.bos_id, tokenizer.eos_id
-    for number, (prompt, completion) in enumerate(PAIRS):
-        own = slice(*cache.offsets[number : number + 2])
-        # As in generation: the prompt's tokens do not depend on what follows it.
-        asked, answer = tokenizer.encode_batch([prompt + "=>", completion])
-        assert cache.tokens[own].tolist() == [bos, *asked, *answer, eos]
-        assert cache.target_mask[own].tolist() == [0] * (1 + len(asked)) + [1] * (len(answer) + 1)
-
-
-def test_supervised_fields(base, tmp_path):
-    first, second = write_pairs(tmp_path / "a.jsonl"), write_pairs(tmp_path / "b.jsonl", ("x", "y"))
-
-    def seen(number: int, url: str, **keys) -> list:
-        columns = sequences_of(
-            base, train_urls=[url], cache_dir=f"{tmp_path}/{number}", format=SupervisedFormat(**keys)
-        )
-        return [c.tolist() for c in columns.read(np.arange(len(columns))).values()]
-
-    usual = seen(0, first)
-    assert usual == seen(1, second, input_field="x", output_field="y")
-    for number, keys in enumerate(({"separate_with": " "}, {"mask_inputs": False}, {"pack": False}), start=2):
-        assert seen(number, first, **keys) != usual, keys
-    with pytest.raises(
-        ConfigError, match="line 1: no text and no list of messages under 'prompt': the record has the keys x, y"
-    ):
-        seen(9, second)
-
-
-def test_every_format_field_has_a_test():
-    found = {
-        name: [f.name for f in dataclasses.fields(kind)] for name, kind in FormatConfig.get_known_choices().items()
-    }
-    assert found == {
-        # tests/data/test_chat_format.py and, for truncation, test_packing.py
-        "chat": ["pack", "truncation", "chat_template", "mask_user_turns", "tools_field", "messages_field"],
-        # tests/data/test_groups.py
-        "groups": ["chat_template", "group_size", "prompt_field", "responses_field", "rewards_field"],
-        # tests/data/test_pairs.py
-        "pairs": ["chat_template", "prompt_field", "chosen_field", "rejected_field", "prompt_ends_with", "truncation"],
-        "labeled": ["input_ids_key", "labels_key"],  # tests/data/test_labeled.py
-        "pretokenized": ["input_ids_key"],
-        "prompts": ["prompt_field", "chat_template"],  # tests/systems/rl/test_rollouts.py
-        # tests/data/test_chat_format.py
-        "sharegpt": [
-            *("pack", "truncation", "chat_template", "mask_user_turns", "tools_field"),
-            *("conversations_field", "roles", "system_field"),
-        ],
-        "supervised": [
-            *("chat_template", "pack", "truncation", "input_field", "output_field", "separate_with", "mask_inputs"),
-            "context_field",
-        ],
-        "text": ["text_key"],
-        "unpaired": ["chat_template", "prompt_field", "completion_field", "label_field"],  # tests/data/test_unpaired.py
-    }
 
 
 def test_a_format_can_set_its_text_key(base, tmp_path):
@@ -234,14 +174,6 @@ def test_formats_refuse_unsuitable_files(base, tmp_path):
             sequences_of(base, train_urls=[f"{tmp_path}/{name}.npy"], format=PretokenizedFormat())
     with pytest.raises(ConfigError, match="holds token ids, so there is no text"):
         sequences_of(base, train_urls=[f"{tmp_path}/a.npy"], format=PretokenizedFormat(), tokenizer="bpe")
-
-
-def test_bos_and_eos_are_added_as_ids_not_as_text(base, tokenizer, tmp_path):
-    (tmp_path / "a.txt").write_text("no space behind this")
-    cache = sequences_of(base, train_urls=[f"{tmp_path}/a.txt"]).cache
-    expected = [tokenizer.bos_id, *tokenizer.encode_batch(["no space behind this"])[0], tokenizer.eos_id]
-    assert cache.tokens.tolist() == expected
-    assert cache.num_bytes == len("no space behind this")
 
 
 @pytest.mark.trap("T9")

@@ -11,7 +11,7 @@ from jaxlm.data.formats.documents import TextFormat
 from jaxlm.data.several_completions import GroupsConfig
 from jaxlm.reading.decode import decode
 from jaxlm.reading.yaml import ConfigSource
-from tests.data.helpers import CHATML, some_text
+from tests.data.helpers import some_text
 from tests.data.test_loader import layout_of
 
 RECORDS = [
@@ -22,7 +22,6 @@ RECORDS = [
     }
     for n in range(5)
 ]
-RENAMED = [{"q": r["prompt"], "a": r["responses"], "score": r["rewards"]} for r in RECORDS]
 
 
 @pytest.fixture
@@ -45,9 +44,6 @@ def test_each_response_follows_the_prompt_and_has_its_reward(opened, tokenizer):
             assert columns["targets"][row, number, :size].tolist() == whole[1:]
             assert columns["loss_mask"][row, number, :size].tolist() == [0] * len(prompt) + [1] * (len(answer) + 1)
             assert not columns["segment_ids"][row, number, size + 1 :].any()
-    renamed = opened(RENAMED, prompt_field="q", responses_field="a", rewards_field="score").train[""]
-    for name, column in renamed.read(np.arange(len(RECORDS))).items():
-        np.testing.assert_array_equal(column, columns[name], err_msg=name)
 
 
 def test_groups_without_room_for_a_response_are_left_out_with_their_rewards(opened):
@@ -56,16 +52,6 @@ def test_groups_without_room_for_a_response_are_left_out_with_their_rewards(open
     examples = opened([RECORDS[0], long, RECORDS[1]], 24, lines.append).train[""]
     assert examples.read(np.arange(2))["rewards"].tolist() == [RECORDS[0]["rewards"], RECORDS[1]["rewards"]]
     assert any("1 groups left out: their prompt leaves no room for a token of a completion" in line for line in lines)
-
-
-def test_a_conversation_is_rendered_with_each_response(opened, tokenizer):
-    record = {"prompt": [{"role": "user", "content": "hi"}], "responses": ["yes", "no", "so"], "rewards": [1, 0, 0]}
-    columns = opened([record], chat_template=CHATML).train[""].read(np.arange(1))
-    for number, response in enumerate(record["responses"]):
-        size = int(columns["segment_ids"][0, number].sum())
-        ids = [*columns["tokens"][0, number, :size], columns["targets"][0, number, size - 1]]
-        ids = ids[: len(ids) - (columns["loss_mask"][0, number, size - 1] == 0)]
-        assert tokenizer.decode(ids) == f"<|user|>hi<|end|><|assistant|>{response}<|end|>"
 
 
 def test_batches_keep_groups_together(opened):
@@ -79,14 +65,6 @@ def test_batches_keep_groups_together(opened):
     assert not rewards[5:].any()
     sharding = jax.jit(lambda b: b.sequences().tokens.array)(batch).sharding
     assert sharding.spec[0] in ("data", ("data",)), "flattening moves no row between devices"
-
-
-def test_shown_with_every_response(opened, tokenizer):
-    lines = list(opened(RECORDS).train[""].show(1, tokenizer))
-    assert lines[0].startswith("loss on ")
-    assert [line.partition(" ---")[0] for line in lines[1:]] == [
-        f"--- document 2 of 0.jsonl, response {number}" for number in (1, 2, 3)
-    ]
 
 
 @pytest.mark.parametrize(

@@ -37,13 +37,6 @@ def test_labels_are_used_verbatim_at_their_own_tokens(open_with):
     assert "longer ones that were cut: 2; left out, without labels before the cut: 1" in examples.summary
 
 
-def test_keys_of_the_format(open_with):
-    renamed = [{"a": record["input_ids"], "b": record["labels"]} for record in RECORDS]
-    data = open_with(LabeledConfig, LabeledFormat)(renamed, seq_len=8, input_ids_key="a", labels_key="b")
-    (examples,) = data.train.values()
-    assert examples.read(np.array([0]))["targets"].tolist() == [[0, 8, 9, 0, 0, 0, 0, 0]]
-
-
 @pytest.mark.parametrize(("kind", "form"), [(LabeledConfig, LabeledFormat()), (TokensConfig, PretokenizedFormat())])
 def test_token_ids_have_no_text_for_the_report_to_compress(kind, form):
     assert list(kind(validation_urls=["ids.jsonl"], format=form).corpus.validation_documents()) == []

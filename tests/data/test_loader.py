@@ -17,7 +17,7 @@ from jaxlm.core.sharding import Layout
 from jaxlm.core.values.batch_types import TokenBatch
 from jaxlm.data.batch_schedule import BatchSchedule, BatchStage
 from jaxlm.data.best_fit import BestFitConfig, BestFitSequences, pack_best_fit
-from jaxlm.data.cache.token_cache import DamagedCacheError
+from jaxlm.data.cache.artifacts import DamagedError
 from jaxlm.data.loader import ExampleBatches, eval_batches
 from jaxlm.data.mixture import Mixture, MixtureStage
 from jaxlm.data.packing import PackedSequences
@@ -310,7 +310,7 @@ def test_a_read_error_names_the_position_and_keeps_its_traceback():
     next(batches)
     next(batches)
     for _ in range(2):
-        with pytest.raises(DamagedCacheError, match=r"token \d+ \(document 7 of some\.txt\) is 4[5-9]") as caught:
+        with pytest.raises(DamagedError, match=r"token \d+ \(document 7 of some\.txt\) is 4[5-9]") as caught:
             next(batches)
         functions = [entry.name for entry in caught.traceback]
         assert "read" in functions

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxlm.data.cache.token_cache import DamagedCacheError
+from jaxlm.data.cache.artifacts import DamagedError
 from jaxlm.data.packing import PackedSequences, pack_documents
 from tests.data.helpers import cache_of, numbered_cache
 
@@ -83,7 +83,7 @@ def test_columns_do_not_share_memory():
 
 def test_a_token_beyond_the_vocabulary_is_named():
     cache = cache_of([[1, 2, 3], [4, 500, 6]], vocab_size=300)
-    with pytest.raises(DamagedCacheError, match=r"tokens\.bin: token 4 \(document 2 of some\.txt\) is 500.* has 300"):
+    with pytest.raises(DamagedError, match=r"tokens\.bin: token 4 \(document 2 of some\.txt\) is 500.* has 300"):
         PackedSequences(cache, 4).read(np.array([1]))
     np.testing.assert_array_equal(PackedSequences(cache, 3).read(np.array([0]))["tokens"], [[1, 2, 3]])
 

@@ -53,21 +53,6 @@ def trained(tokenizer, ids, is_target, kind=True):
     return tokenizer.decode([i for i, t in zip(ids, is_target, strict=True) if t is kind])
 
 
-def test_both_halves_hold_the_prompt_and_the_loss_is_on_the_completions(opened, tokenizer):
-    examples = opened(RECORDS).train[""]
-    assert len(examples) == len(RECORDS)
-    columns = examples.read(np.arange(len(RECORDS)))
-    for row, record in enumerate(RECORDS):
-        for (ids, is_target), side in zip(halves(columns, row), ("chosen", "rejected"), strict=True):
-            prompt, completion = tokenizer.encode_batch([record["prompt"], record[side]])
-            assert ids == [tokenizer.bos_id, *prompt, *completion, tokenizer.eos_id]
-            assert is_target == [False] * (1 + len(prompt)) + [True] * (len(completion) + 1)
-    sizes = columns["segment_ids"].sum(axis=-1)
-    np.testing.assert_array_equal(
-        columns["positions"], np.where(columns["segment_ids"] > 0, np.arange(64), 0) * np.ones_like(sizes)[..., None]
-    )
-
-
 def test_the_chosen_half_equals_supervised_fine_tuning(opened, tmp_path):
     pairs = opened(RECORDS).train[""].read(np.arange(len(RECORDS)))
     config = TokensConfig(
@@ -154,14 +139,6 @@ def test_conversations_are_rendered_by_the_chat_template(opened, tokenizer, prom
         assert tokenizer.decode(ids) == f"<|user|>hi<|end|><|assistant|>{answer}<|end|>"
         assert trained(tokenizer, ids, is_target) == f"{answer}<|end|>"
     assert f"train: {said}" in lines
-
-
-def test_fields_name_the_keys(opened):
-    renamed = [{"q": r["prompt"], "a": r["chosen"], "b": r["rejected"]} for r in RECORDS]
-    one, other = opened(RECORDS), opened(renamed, prompt_field="q", chosen_field="a", rejected_field="b")
-    rows = np.arange(len(RECORDS))
-    for name, column in one.train[""].read(rows).items():
-        np.testing.assert_array_equal(column, other.train[""].read(rows)[name], err_msg=name)
 
 
 def test_long_pairs_are_truncated_and_pairs_without_a_target_are_left_out(opened):

@@ -12,13 +12,13 @@ import pytest
 
 from jaxlm.core.errors import ConfigError
 from jaxlm.data.cache import build as build_module
-from jaxlm.data.cache.build import LOCAL_WORKERS, open_or_build
-from jaxlm.data.cache.cache_key import cache_key
+from jaxlm.data.cache.build import LOCAL_WORKERS
 from jaxlm.data.cache.ray_workers import RayConfig, join_cluster
+from jaxlm.data.cache.token_cache import cache_key
 from jaxlm.data.formats.base import Encoder
 from jaxlm.data.formats.documents import TextFormat
 from jaxlm.data.tokenizer.tokenizer import Tokenizer
-from tests.data.helpers import find_files, small_tokenizer, write_corpus
+from tests.data.helpers import built, find_files, small_tokenizer, write_corpus
 
 
 def test_an_unreachable_cluster_is_an_error(monkeypatch):
@@ -83,7 +83,7 @@ def test_the_cache_is_the_same_when_workers_are_killed_and_join(tmp_path, monkey
     def build(name: str, encoder: Encoder, workers, text: str = "text") -> dict[str, bytes]:
         files = find_files([str(tmp_path / text)], "x", "text")
         made_from = cache_key(files, tokenizer, bos=True, eos=True)
-        open_or_build(tmp_path / name / "train", files, encoder, made_from, logged.append, workers)
+        built(tmp_path / name / "train", files, encoder, made_from, logged.append, workers)
         return {path.name: path.read_bytes() for path in (tmp_path / name / "train").iterdir()}
 
     expected = build("local", usual, LOCAL_WORKERS)

@@ -15,9 +15,8 @@ import pytest
 from jaxlm.core.errors import ConfigError
 from jaxlm.data.base import TRAIN
 from jaxlm.data.formats.chat import ChatFormat, ShareGptFormat, for_template
-from jaxlm.data.formats.completions import GroupsFormat, PairsFormat, SupervisedFormat, UnpairedFormat
+from jaxlm.data.formats.completions import GroupsFormat, PairsFormat, PromptsFormat, SupervisedFormat, UnpairedFormat
 from jaxlm.data.formats.documents import LabeledFormat, PretokenizedFormat, TextFormat
-from jaxlm.data.formats.prompts import PromptsFormat
 from jaxlm.data.several_completions import PairsConfig
 from jaxlm.data.sources import record_files
 from jaxlm.data.sources.named import NamedSource

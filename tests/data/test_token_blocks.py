@@ -21,8 +21,9 @@ from fsspec.implementations.memory import MemoryFileSystem
 from jaxlm.core.errors import ConfigError
 from jaxlm.data.best_fit import BestFitConfig, BestFitSequences, pack_best_fit
 from jaxlm.data.cache import token_blocks
+from jaxlm.data.cache.artifacts import DamagedError
 from jaxlm.data.cache.token_blocks import BlockMirror, BlockSums, TokenBlocks
-from jaxlm.data.cache.token_cache import TOKENS, DamagedCacheError, TokenCache
+from jaxlm.data.cache.token_cache import TOKENS, TokenCache
 from jaxlm.data.mixture import Mixture, MixtureStage
 from jaxlm.data.packing import PackedSequences, pack_documents
 from jaxlm.data.shuffle import EraShuffle
@@ -167,12 +168,10 @@ def test_damage_is_one_message(url, tmp_path, monkeypatch):
     Store().pipe_file(path, content[:300])
     cache = opened(url, tmp_path / "a")
     cache.read(np.array([0]), SEQ_LEN)
-    with pytest.raises(
-        DamagedCacheError, match=rf"{url}/{TOKENS}: bytes 256 to 512: the store has 44 of them\. Delete"
-    ):
+    with pytest.raises(DamagedError, match=rf"{url}/{TOKENS}: bytes 256 to 512: the store has 44 of them\. Delete"):
         cache.read(np.array([128]), SEQ_LEN)
     Store().pipe_file(path, content[:300] + b"x" + content[301:])
-    with pytest.raises(DamagedCacheError, match=r"bytes 256 to 512: its checksum does not match\. Delete memory"):
+    with pytest.raises(DamagedError, match=r"bytes 256 to 512: its checksum does not match\. Delete the folder memory"):
         opened(url, tmp_path / "b").read(np.array([0, 128]), SEQ_LEN)
     monkeypatch.setattr(Store, "trouble", 1.0)
     monkeypatch.setattr(Store.chooser, "random", lambda: 0.1)

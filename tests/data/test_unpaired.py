@@ -6,7 +6,7 @@ import pytest
 from jaxlm.core.errors import ConfigError
 from jaxlm.data.formats.completions import UnpairedFormat
 from jaxlm.data.several_completions import UnpairedConfig, _next_with_another
-from tests.data.helpers import CHATML, some_text
+from tests.data.helpers import some_text
 from tests.data.test_loader import layout_of
 
 RECORDS = [
@@ -42,16 +42,6 @@ def test_a_completion_and_that_of_the_next_record_follow_each_prompt(opened, tok
     np.testing.assert_array_equal(np.asarray(batch.mismatched.tokens.array)[:5], columns["mismatched_tokens"])
     np.testing.assert_array_equal(np.asarray(batch.completions.tokens.array)[:5], columns["tokens"])
     assert not np.asarray(batch.completions.loss_mask.array)[5:].any()
-
-
-def test_messages_are_rendered_and_fields_name_the_keys(opened, tokenizer):
-    record = {"q": [{"role": "user", "content": "hi"}], "a": [{"role": "assistant", "content": "yes"}], "good": 0}
-    keys = {"prompt_field": "q", "completion_field": "a", "label_field": "good", "chat_template": CHATML}
-    examples = opened([record], **keys).train[""]
-    columns = examples.read(np.arange(1))
-    assert columns["labels"].tolist() == [0]
-    (shown,) = list(examples.show(0, tokenizer))[1:]
-    assert shown == "--- document 1 of 0.jsonl, completion ---\n⟦<|user|>hi<|end|><|assistant|>⟧yes<|end|>"
 
 
 @pytest.mark.parametrize(

@@ -79,7 +79,7 @@ def test_a_run_killed_in_the_second_phase_ends_the_same(whole, workplace, teache
 def test_killed_while_the_cache_is_written_and_in_training(whole, workplace, teacher, devices):
     place = prepared(workplace, teacher, "cached", devices)
     kill(place, devices, "annotating")
-    assert [path.name for path in (place.folder / "cache" / "annotations").glob("*/block-*.npy")] == ["block-0.npy"]
+    assert [path.name for path in (place.folder / "cache" / "annotations").glob("*/block-*")] == ["block-0"]
     kill(place, devices, "second phase")
     finish(place, devices, whole("cached", devices))
 

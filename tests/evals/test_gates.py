@@ -29,8 +29,10 @@ from jaxlm.reading.yaml import ConfigSource
 from tests.engine.helpers import F32, MODEL, VOCAB, arrays, layout, one_device
 from tests.engine.helpers import batch as training_batch
 from tests.small_runs import MODELS
+from tests.tiers import one_of
 
-WHERE = {"one device": one_device, "fsdp 8": layout}
+WHERE = {"fsdp 8": layout, "one device": one_device}
+MESHES = one_of(WHERE)
 
 
 def built(seed: int, where: Any, config: Any = MODEL, vocab: int = VOCAB) -> Any:
@@ -70,7 +72,7 @@ def logits_of(model: Any, batch: Any) -> np.ndarray:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("where", WHERE)
+@pytest.mark.parametrize("where", MESHES)
 def test_fidelity_is_the_difference_of_mean_losses(where):
     where = WHERE[where]()
     with where.use():
@@ -157,7 +159,7 @@ class Shifted(LanguageModel):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("where", WHERE)
+@pytest.mark.parametrize("where", MESHES)
 def test_a_constant_offset_of_the_logits_is_their_difference(where):
     where = WHERE[where]()
     with where.use():
@@ -175,7 +177,7 @@ def test_a_constant_offset_of_the_logits_is_their_difference(where):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("where", WHERE)
+@pytest.mark.parametrize("where", MESHES)
 def test_a_model_equals_itself_in_every_layer(where):
     where = WHERE[where]()
     with where.use():

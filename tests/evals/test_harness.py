@@ -18,8 +18,8 @@ from jaxlm.core.errors import ConfigError
 from jaxlm.core.precision import parse_precision
 from jaxlm.evals import harness
 from jaxlm.evals.base import EvalContext
+from jaxlm.evals.batches import BatchedModel
 from jaxlm.evals.harness import HarnessEvalConfig
-from jaxlm.evals.scoring import score
 from jaxlm.interop.hf.families.llama import LlamaConfig
 from jaxlm.models.base import Inputs, vocab_axis
 from jaxlm.objectives.next_token import score_batch
@@ -56,7 +56,7 @@ def test_scores_do_not_depend_on_the_batch():
         expected.append(sum(likely[i, token] for i, token in enumerate(continuation)))
     best = int(scores[-1].argmax())
     with layout().use():
-        got = score(model, [*pairs, (pairs[-1][0], [best])], batch_size=3)
+        got = BatchedModel(model, 3).score([*pairs, (pairs[-1][0], [best])])
     np.testing.assert_allclose([one.log_likelihood for one in got[:-1]], expected, rtol=1e-5, atol=1e-5)
     assert [one.is_greedy for one in got] == [*[False] * len(pairs), True]
 

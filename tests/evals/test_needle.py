@@ -17,7 +17,7 @@ from jaxlm.models.inference.generate import GenerationConfig, generate_tokens
 from jaxlm.models.inference.unstacked import Generator
 from jaxlm.reading.decode import decode
 from jaxlm.reading.yaml import ConfigSource
-from tests.evals.test_gates import WHERE, built, context, validation_batches
+from tests.evals.test_gates import MESHES, WHERE, built, context, validation_batches
 from tests.evals.test_written import CHARACTERS, Characters
 
 MATCHED = 6  # tokens
@@ -124,7 +124,7 @@ def test_texts_have_the_length_and_the_depth_that_were_asked_for():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("where", WHERE)
+@pytest.mark.parametrize("where", MESHES)
 def test_it_counts_what_greedy_decoding_writes(where):
     place = WHERE[where]()
     config = dataclasses.replace(CONFIG, lengths=[48], num_samples=2, digits=1)

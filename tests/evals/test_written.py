@@ -20,7 +20,7 @@ from jaxlm.models.base import Hidden, LanguageModel, vocab_axis
 from jaxlm.reading.decode import decode
 from jaxlm.reading.yaml import ConfigSource
 from tests.engine.helpers import layout, one_device
-from tests.evals.test_gates import WHERE, built, context, validation_batches
+from tests.evals.test_gates import MESHES, WHERE, built, context, validation_batches
 
 CHARACTERS = "\0" + "abcdefghijklmnopqrstuvwxyz0123456789 =+.,-?"
 END = 0
@@ -227,7 +227,7 @@ def test_continuations_agree_up_to_the_first_other_token():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("where", WHERE)
+@pytest.mark.parametrize("where", MESHES)
 def test_a_model_continues_as_it_does_itself(where):
     where = WHERE[where]()
     tokenizer: Any = SimpleNamespace(stop_ids=(END,))

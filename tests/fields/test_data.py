@@ -28,7 +28,7 @@ SHOWN_ELSEWHERE = {
     "masking": "tests/data/test_masking.py::test_hidden_tokens_are_the_mask_token_and_nothing_else_changes",
     "stride": "tests/data/test_windows.py::test_each_sequence_begins_a_stride_after_the_one_before",
     "train_overlap": "tests/data/test_windows.py::test_without_the_overlap_every_token_is_a_target_once",
-    "format": "tests/data/test_formats.py::test_every_format_field_has_a_test",
+    "format": "tests/data/test_segments.py::test_every_format_has_a_row_and_every_option_a_test",
     "ignore_token_id": LIMITS + "test_ignored_tokens_are_no_targets_in_training_and_validation",
     "cache_mirror_gb": "tests/data/test_cache_store.py::test_the_mirror_has_a_limit",
     "max_train_batches": LIMITS + "test_training_repeats_the_first_batches_of_a_source",

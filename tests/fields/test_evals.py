@@ -15,7 +15,7 @@ from jaxlm.data.packing import PackedSequences
 from jaxlm.data.tokens import TokensConfig
 from jaxlm.engine.activity import ActivityClock
 from jaxlm.engine.metrics import Totals
-from jaxlm.evals import harness, samples
+from jaxlm.evals import batches, harness
 from jaxlm.evals.base import EvalConfig, EvalContext
 from jaxlm.models.base import vocab_axis
 from jaxlm.objectives.next_token import score_batch
@@ -160,7 +160,7 @@ def test_harness_fields(monkeypatch):
         return SimpleNamespace(all_tasks=["a", "b"], load=lambda tasks: {"tasks": {}})
 
     monkeypatch.setattr(harness, "_harness", lambda: (lambda **call: calls.append(call) or {"results": {}}, manager))
-    monkeypatch.setattr(harness, "_backend", lambda model, tokenizer, batch_size, progress: f"batches of {batch_size}")
+    monkeypatch.setattr(harness, "_backend", lambda model, tokenizer: f"batches of {model.batch_size}")
     fields = {"tasks": ["b"], "task_folder": "elsewhere", "num_fewshot": 2, "limit": 3, "batch_size": 5}
     assert list(fields) == HARNESS
     for config in (harness.HarnessEvalConfig(tasks=["a"]), harness.HarnessEvalConfig(**fields)):
@@ -262,9 +262,9 @@ def test_sample_fields(sampled):
 @pytest.mark.slow
 def test_the_cache_of_samples_has_the_dtype(sampled, monkeypatch):
     dtypes = []
-    generate = samples.generate_tokens
+    generate = batches.generate_tokens
     monkeypatch.setattr(
-        samples, "generate_tokens", lambda *given: dtypes.append(given[2].cache_dtype) or generate(*given)
+        batches, "generate_tokens", lambda *given: dtypes.append(given[2].cache_dtype) or generate(*given)
     )
     sampled()
     assert sampled(cache_dtype="int8").startswith("  | ab")

@@ -106,6 +106,14 @@ def test_one_scale_for_a_matrix_and_that_of_its_inputs(shape, tmp_path):
     np.testing.assert_array_equal(source.view("x.weight"), exact)
 
 
+@pytest.mark.parametrize("block", [None, (4, 8)])
+def test_a_vector_is_a_row(block, tmp_path):
+    codes, scales, exact = in_fp8(np.random.default_rng(2).normal(size=(1, 20)).astype(np.float32), block, "BF16")
+    arrays = {"x__weight": codes[0], "x__weight_scale_inv": scales[0]}
+    source = open_weights(folder_of(tmp_path, fp8(block), **arrays), np.float32)
+    np.testing.assert_array_equal(source.view("x.weight"), exact[0])
+
+
 def test_experts_in_one_tensor_have_scales_of_their_own(tmp_path):
     experts = np.random.default_rng(2).normal(size=(3, 40, 20)).astype(np.float32)
     for block, shape in (((16, 16), (3, 3, 2)), (None, (3, 1, 1)), (None, (3,))):
@@ -124,8 +132,9 @@ def test_experts_in_one_tensor_have_scales_of_their_own(tmp_path):
         ({"x__weight": (4, 6)}, r"x.weight' is float8_e4m3fn without a scale. Expected one of: x.weight_scale_inv"),
         (
             {"x__weight": (4, 6), "x__weight_scale_inv": (2, 2)},
-            r"\[2, 2\] in the file, \[1, 1\] expected for \[4, 6\] with blocks of \[128, 128\]",
+            r"\[2, 2\] in the file, numbers \[1, 1\] expected for \[4, 6\] with blocks of \[128, 128\]",
         ),
+        ({"x__weight": (256, 6), "x__weight_scale_inv": ()}, r"\[\] in the file, numbers \[2, 1\] expected"),
     ],
 )
 def test_incomplete_fp8_is_refused(arrays, message, tmp_path):

@@ -142,7 +142,8 @@ def test_eight_devices_compute_what_one_does(kind, shards):
 @pytest.mark.parametrize("kind", MOSTLY_BY_HAND)
 def test_every_linear_layer_takes_an_adapter(kind):
     model, inputs = model_of(kind), inputs_of(IDS)
-    surgery = LoraConfig(target=r"attn|mlp", rank=2)
+    experts = r"(gate|up|down)_proj" if tree.modules(model, ExpertLinear) else None
+    surgery = LoraConfig(target=r"attn|mlp", experts=experts, rank=2)
     adapted = surgery.apply(model, key=jax.random.key(1))
     np.testing.assert_allclose(final(adapted, inputs), final(model, inputs), rtol=0, atol=1e-6)
     linear = [path for path, _ in tree.modules_by_path(model.body, Linear) if not path.endswith("router")]

@@ -11,6 +11,7 @@ from jaxlm.core.tracing import BlockSizes, tracing
 from jaxlm.models.chunked_loss import head_gradient
 from tests.core.test_fp8 import RECIPES, every_recipe, stands_for
 from tests.models.test_loss import problem, value_and_grads
+from tests.tiers import one_of
 
 Z = 1e-2
 OPTIONS = {"z_loss_weight": Z, "label_smoothing": 0.1, "soft_cap": 2.0, "chunk_tokens": 16}
@@ -60,7 +61,7 @@ def test_a_head_in_fp8_has_the_gradient_of_the_loss(fp8):
 
 @pytest.mark.slow
 @every_recipe
-@pytest.mark.parametrize("model", [2, *(size for size in (1, 8))])
+@pytest.mark.parametrize("model", one_of([2, 1, 8]))
 def test_eight_devices_have_the_scales_of_one(fp8, model):
     given = problem(8, 16, 32, 48)
     given[0][3] *= 30  # one device has the largest hidden states

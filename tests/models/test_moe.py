@@ -99,7 +99,7 @@ def trained(where, model=CONFIG):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=() if "2" in n and "experts" in n else pytest.mark.soak) for n in LAYOUTS]
+    "name", [pytest.param(n, marks=() if n == "experts 2 x fsdp 4" else pytest.mark.soak) for n in LAYOUTS]
 )
 def test_training_on_eight_devices_equals_training_on_one(alone, name):
     (metrics, parameters), (expected, wanted) = trained(LAYOUTS[name]()), alone

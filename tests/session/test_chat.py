@@ -18,7 +18,8 @@ from jaxlm.data.tokenizer.chat_template import ChatTemplate
 from jaxlm.data.tokenizer.templates import NANOCHAT_TOKENS
 from jaxlm.data.tokenizer.train_bpe import BpeConfig, train_bpe
 from jaxlm.evals.base import EvalContext
-from jaxlm.evals.samples import SamplesEvalConfig, prompt_ids
+from jaxlm.evals.batches import prompt_ids
+from jaxlm.evals.samples import SamplesEvalConfig
 from jaxlm.interop.hf.families.llama import LlamaConfig
 from jaxlm.interop.hf.folder import save_folder
 from jaxlm.models.base import Hidden, LanguageModel, vocab_axis

@@ -6,8 +6,7 @@ from types import SimpleNamespace
 import pytest
 
 from jaxlm.data.formats.chat import ChatFormat, ShareGptFormat
-from jaxlm.data.formats.completions import PairsFormat, SupervisedFormat
-from jaxlm.data.formats.prompts import PromptsFormat
+from jaxlm.data.formats.completions import PairsFormat, PromptsFormat, SupervisedFormat
 from jaxlm.objectives.next_token import NextToken
 from jaxlm.objectives.reward import RewardObjective
 from jaxlm.observe.logged_run import LoggedRun, series_of

@@ -15,7 +15,7 @@ from jaxlm.commands import convert, evaluate, sample
 from jaxlm.core.errors import ConfigError
 from jaxlm.data.formats.chat import ChatFormat
 from jaxlm.data.tokenizer.tokenizer import load_tokenizer
-from jaxlm.evals import samples
+from jaxlm.evals import batches, samples
 from jaxlm.evals.base import EvalContext
 from jaxlm.interop.hf.families.llama import LlamaConfig
 from jaxlm.interop.hf.folder import save_folder
@@ -139,7 +139,7 @@ def test_samples_of_a_run_begin_as_its_documents(enforce_bos, folder, monkeypatc
     """`adds_bos` is what a checkpoint's data section says."""
     opened, prompts = open_model(str(folder), {}), []
     plain = opened.tokenizer.encode_batch(["The"])[0]
-    monkeypatch.setattr(samples, "generate_tokens", lambda _model, given, *_: prompts.extend(given) or [[], []])
+    monkeypatch.setattr(batches, "generate_tokens", lambda _model, given, *_: prompts.extend(given) or [[], []])
     plan = opened.plan
     context = EvalContext(
         *(plan.layout, plan.precision, opened.tokenizer, np.zeros(1), (), print, 64, score_batch),

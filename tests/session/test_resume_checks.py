@@ -81,6 +81,25 @@ def test_processes_with_other_data_do_not_train_together(tmp_path, monkeypatch):
     ]
 
 
+@pytest.mark.parametrize(
+    ("key", "value", "is_same"),
+    [("expert_parts", 2, True), ("scan_layers", False, True), ("num_experts_per_token", 1, False)],
+)
+def test_only_what_computes_a_model_otherwise_may_change(key, value, is_same, tmp_path, monkeypatch):
+    """Also keys that only some families have."""
+    places = {"trainer": {"log_dir": str(tmp_path / "logs")}}
+    before, now = (
+        decode_run(ConfigSource({"model": {"type": "mixtral", **SIZES, **keys}, **places}), None)
+        for keys in ({}, {key: value})
+    )
+    monkeypatch.setattr(resume_checks, "load_saved_run", lambda plan: resume_checks.SavedRun("s", before))
+    if is_same:
+        assert resume_checks.check_same_run(make_plan(now, "x", 64)).config == before
+        return
+    with pytest.raises(ConfigError, match=rf"another model[^:]*:\n  model\.{key}: 2 -> {value}\n"):
+        resume_checks.check_same_run(make_plan(now, "x", 64))
+
+
 @pytest.mark.parametrize("vanishes", [True, False])
 def test_a_checkpoint_that_another_start_replaces_while_it_is_read(vanishes, tmp_path, monkeypatch):
     """The other start trains on, and deletes the checkpoint that this one reads. The lock refuses this start later."""

@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import math
 import shutil
 from pathlib import Path
 from unittest import mock
@@ -120,12 +121,16 @@ def test_adapters_come_back_from_peft_bit_for_bit(adapted):
         ({"bias": "some"}, "bias: 'some' given, 'none' expected"),
         ({"lora_bias": True}, "lora_bias: True given, null expected"),
         ({"use_dora": True}, r"missing: .*q_proj\.lora_magnitude_vector"),
-        ({"rank_pattern": {"q_proj": 2}}, "q_proj has rank 4 in the file, but .* gives it 2"),
+        ({"rank_pattern": {"q_proj": 2}}, "q_proj.*in the file, but .* rank 2 expected"),
         ({"rank_pattern": {"(q_proj": 2}}, "rank_pattern: '.q_proj' is not a valid regular expression"),
         ({"alpha_pattern": {"q_proj": 0}}, "alpha_pattern.q_proj: 0 given, a positive number expected"),
         ({"init_lora_weights": "pissa_niter_4"}, "also changes the base model"),
-        ({"r": None}, "r: None given, a positive number expected"),
-        ({"r": 3}, "has rank 4 in the file, but .* gives it 3"),
+        ({"r": None}, "r: None given, a positive integer expected"),
+        ({"r": True}, "r: True given, a positive integer expected"),
+        ({"rank_pattern": {"q_proj": 2.0}}, "rank_pattern.q_proj: 2.0 given, a positive integer expected"),
+        ({"target_parameters": 5}, "target_parameters: 5 given, a list of names or null expected"),
+        ({"lora_dropout": math.nan}, r"lora_dropout: nan given, a number in \[0, 1\) expected"),
+        ({"r": 3}, r"\[4, .*\] in the file, but .* rank 3 expected"),
     ],
     ids=str,
 )
@@ -148,6 +153,40 @@ def test_adapters_of_another_model_are_refused(adapted, tmp_path):
         add_adapters(plain, tmp_path, plan.config.model, plan.layout)
 
 
+def save_arrays(folder: Path, arrays: dict[str, np.ndarray]) -> None:
+    infos = {name: TensorInfo(array.shape, array.dtype) for name, array in arrays.items()}
+    write_safetensors(folder / "adapter_model.safetensors", infos, arrays.values())
+
+
+Q_PROJ = "base_model.model.model.layers.{layer}.self_attn.q_proj.lora_{side}.weight"
+
+
+@pytest.mark.parametrize(
+    ("layer", "side", "damage", "message"),
+    [
+        (0, "A", lambda array: array.astype(np.int32), r"q_proj\.lora_A\.weight: int32 \[3, 32\] in the file"),
+        (
+            0,
+            "B",
+            lambda array: array[:, :1],
+            r"q_proj\.lora_B\.weight: float32 \[32, 1\] in the file, .* rank 3 expected",
+        ),
+        (0, "B", lambda array: array[0, 0], r"q_proj\.lora_B\.weight: float32 \[\] in the file"),
+        (1, "A", lambda array: array[:, :1], r"q_proj\.lora_A\.weight': shape \[3, 1\], but \[3, 32\] expected"),
+        (1, "B", lambda array: array[:1], r"q_proj\.lora_B\.weight': shape \[1, 3\], but \[32, 3\] expected"),
+        (1, "A", lambda array: array * np.float32("nan"), r"layers\.1.*q_proj\.lora_A\.weight' has NaN or infinity"),
+    ],
+    ids=range(6),
+)
+def test_damaged_arrays_are_refused(tmp_path, layer, side, damage, message):
+    """None is broadcast, or filled up with zeros."""
+    arrays = write_adapter(tmp_path / "a", [f"model.layers.{layer}.self_attn.q_proj" for layer in range(2)])
+    name = Q_PROJ.format(layer=layer, side=side)
+    save_arrays(tmp_path / "a", arrays | {name: damage(arrays[name])})
+    with pytest.raises(ConfigError, match=message):
+        read_adapters(tmp_path / "a", LlamaConfig(**SIZES), AxisSizes({"layers": 2}, {}))
+
+
 def write_adapter(folder: Path, modules: list[str], rank: int = 3) -> dict[str, np.ndarray]:
     """Writes square PEFT adapters for these modules. Returns the file's contents."""
     names = [f"base_model.model.{module}.lora_{side}.weight" for module in modules for side in "AB"]
@@ -158,8 +197,7 @@ def write_adapter(folder: Path, modules: list[str], rank: int = 3) -> dict[str, 
     (folder / "adapter_config.json").write_text(
         json.dumps({"peft_type": "LORA", "bias": "none", "r": rank, "lora_alpha": 6})
     )
-    infos = {name: TensorInfo(array.shape, array.dtype) for name, array in arrays.items()}
-    write_safetensors(folder / "adapter_model.safetensors", infos, arrays.values())
+    save_arrays(folder, arrays)
     return arrays
 
 

@@ -244,13 +244,17 @@ def test_the_version_of_peft_decides_where_shapes_do_not(tmp_path, width, versio
     ("settings", "name", "message"),
     [
         ({"target_parameters": ["experts.other"]}, MODULE, "no adapters"),
-        ({"target_parameters": ["0.mlp.experts.down_proj"], "r": 3}, MODULE, "rank 2 in the file, but .* gives it 3"),
+        (
+            {"target_parameters": ["0.mlp.experts.down_proj"], "r": 3},
+            MODULE,
+            r"\[8, 16\] in the file, but .* rank 3 of 4 experts expected",
+        ),
         ({"target_parameters": ["0.mlp.experts.down_proj"], "use_dora": True}, MODULE, "does not compute for experts"),
         ({"target_parameters": ["experts.gate_up_proj", "experts.down_proj"]}, MODULE, "missing: .*base_layer"),
         ({"target_parameters": ["0.mlp.experts.down_proj"]}, MODULE, "maps 16 features to 48, but 24 to 16 expected"),
         ({}, MODULE, "no adapters"),
         ({}, f"{MODULE}.4.up_proj", "no adapters"),
-        ({"rank_pattern": {"1.up_proj": 3}}, f"{MODULE}.0.up_proj", "rank 8 in the file, but .* gives it 2"),
+        ({"rank_pattern": {"1.up_proj": 3}}, f"{MODULE}.0.up_proj", r"\[8, 16\] in the file, but .* rank 2 expected"),
     ],
     ids=str,
 )

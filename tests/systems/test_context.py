@@ -19,7 +19,7 @@ from jaxlm.core.tracing import tracing
 from jaxlm.core.values.batch_types import GroupBatch, LabeledBatch, MaskedBatch, PairBatch, TokenBatch, UnpairedBatch
 from jaxlm.core.values.permutation import in_text_order
 from jaxlm.data.batch import BatchSpec, Column, Columns, shifted_columns, token_columns
-from jaxlm.evals.cases import token_columns as columns_of_prompts
+from jaxlm.evals.batches import text_columns
 from jaxlm.evals.loss import LossMeter
 from jaxlm.interop.hf.families.gpt2 import Gpt2Config
 from jaxlm.interop.hf.families.llama import LlamaConfig
@@ -309,7 +309,7 @@ def test_losses_of_groups_of_tokens_are_those_of_the_text():
 def test_what_is_shown_or_stored_of_a_row_is_in_the_order_of_the_text():
     spec, columns = TOKENS
     plain, other = batch_of(spec, columns, one_device()), reordered("layers", "blocks")
-    for ours, theirs in zip(columns_of_prompts(plain), columns_of_prompts(other), strict=True):
+    for ours, theirs in zip(text_columns(plain), text_columns(other), strict=True):
         np.testing.assert_array_equal(ours, theirs)
     model = random_model(dataclasses.replace(LAST_LAYERS, attn_backend="reference"), None, 0)
     with one_device().use():

@@ -161,8 +161,7 @@ def rules_of(kind: type) -> Rules:
 
 def broken(section: Any) -> Iterator[tuple[str, str]]:
     """Yields the keys of a section that break its rules, each with what is wrong."""
-    for key, problem in filter(None, (rule.problem(section) for rule in rules_of(type(section)))):
-        yield key, problem if _is_given(section, key) else as_default(problem)
+    return filter(None, (rule.problem(section) for rule in rules_of(type(section))))
 
 
 def as_default(problem: str) -> str:

@@ -142,27 +142,21 @@ def atomic_file(path: Path) -> Iterator[Path]:
 @contextlib.contextmanager
 def atomic_folder(folder: Path) -> Iterator[Path]:
     """Yields the path of a temporary folder to create and fill. When the block ends, its files are synced to disk and the
-    folder is renamed to `folder`. Hold the lock when you call it.
+    folder is renamed to `folder`, unless another host was faster. Hold the lock when you call it.
     """
     remove_leftovers(folder)
     unfinished = temporary_path(folder)
     try:
         yield unfinished
-        for path in unfinished.iterdir():
+        for path in (*unfinished.rglob("*"), unfinished):
             fsync(path)
-        commit_folder(unfinished, folder)
+        try:
+            os.rename(unfinished, folder)
+        except OSError as error:
+            if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
+                raise
     finally:
         shutil.rmtree(unfinished, ignore_errors=True)
-
-
-def commit_folder(unfinished: Path, folder: Path) -> None:
-    """Renames a folder whose files are all on disk to its final name. If another host was faster, keeps that host's."""
-    fsync(unfinished)
-    try:
-        os.rename(unfinished, folder)
-    except OSError as error:
-        if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
-            raise
     fsync(folder.parent)
 
 

@@ -156,12 +156,14 @@ def map_modules(tree: T, kind: type[M], pattern: str, change: Callable[[M], Any]
     return map_modules_by_path(tree, kind, pattern, lambda _, module: change(module))
 
 
-def map_modules_by_path(tree: T, kind: type[M], pattern: str, change: Callable[[str, M], Any]) -> T:
-    """As `map_modules`, with `change(path, module)`."""
-    compiled = compile_pattern(pattern)
+def map_modules_by_path(tree: T, kind: type[M], pattern: str, change: Callable[[str, M], Any], key: str = "") -> T:
+    """As `map_modules`, with `change(path, module)`. Args: key: that gave the pattern, for messages."""
+    compiled, prefix = compile_pattern(pattern, key), f"{key}: " if key else ""
     paths = [path for path, _ in modules_by_path(tree, kind)]
     if not any(compiled.search(path) for path in paths):
-        raise ConfigError(f"the pattern '{pattern}' matches no {kind.__name__} layer. {closest_paths(pattern, paths)}")
+        raise ConfigError(
+            f"{prefix}the pattern '{pattern}' matches no {kind.__name__} layer. {closest_paths(pattern, paths)}"
+        )
 
     def changed(path: Any, node: Any) -> Any:
         return change(dotted(path), node) if isinstance(node, kind) and compiled.search(dotted(path)) else node
@@ -169,12 +171,12 @@ def map_modules_by_path(tree: T, kind: type[M], pattern: str, change: Callable[[
     return jax.tree_util.tree_map_with_path(changed, tree, is_leaf=lambda x: isinstance(x, kind))
 
 
-def compile_pattern(pattern: str, key: str | None = None) -> re.Pattern[str]:
+def compile_pattern(pattern: str, key: str = "") -> re.Pattern[str]:
     """Compiles a regular expression. Raises `ConfigError`, which names `key`, if it is not valid."""
     try:
         return re.compile(pattern)
     except re.error as error:
-        where = "" if key is None else f"{key}: "
+        where = f"{key}: " if key else ""
         raise ConfigError(f"{where}'{pattern}' is not a valid regular expression: {error}") from error
 
 

@@ -1,17 +1,13 @@
 """What models said about the training examples of a source, on disk. Each example is annotated once.
 
-<folder of the source>/annotations/<digest of the key>/cache.json      the key
-                                                       block-N.npy     one record per example, a field for each column
-                                                       block-N.json    the indices of these examples, and checksums
+<folder of the source>/annotations/<digest of the key>/block-N/records.npy    one record per example, a field for each column
+                                                               indices.npy    the indices of these examples
 
-Only examples that steps read are annotated. A later run that reads others adds blocks for them. A block counts once its JSON
-exists, and never changes after that, so an interrupted build resumes where it stopped.
+Only examples that steps read are annotated. A later run that reads others adds blocks for them. A block is an artifact that
+never changes, so an interrupted build resumes where it stopped.
 """
 
 import contextlib
-import hashlib
-import json
-import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -22,21 +18,19 @@ import numpy as np
 
 from jaxlm.core import tree
 from jaxlm.core.axes import BATCH, MICROBATCH
-from jaxlm.core.errors import ConfigError
-from jaxlm.core.safe_io import atomic_file, folder_lock, read_bytes, remove_leftovers
+from jaxlm.core.safe_io import folder_lock, remove_leftovers
 from jaxlm.core.values.logged import Activity
 from jaxlm.data.base import Batches, Log
 from jaxlm.data.batch import BatchSpec, Column, Columns
-from jaxlm.data.cache.cache_key import disk_full_errors, writable_folder
+from jaxlm.data.cache.artifacts import METADATA, Artifact, Artifacts, Files, Key, Kind, digest, writable_folder
 from jaxlm.data.data import Data
 from jaxlm.data.examples import Examples, WrappedExamples
 
-_KEY = "cache.json"
 _PREFIX = "annotations."  # of the names of the columns in a batch
 _BLOCK = "block-"
-_INDICES_CRC32 = "indices_crc32"  # blocks of versions before 2026-11 do not have it
+_RECORDS, _INDICES = "records", "indices"
 _MAX_OPEN = 64  # blocks; each open one takes a descriptor
-Key = Mapping[str, Any]
+BLOCK: Kind[Artifact] = Kind("block of annotations", lambda stored: stored)
 
 
 @dataclass(frozen=True)
@@ -52,25 +46,18 @@ class AnnotationFolder:
 
     @property
     def path(self) -> Path:
-        digest = hashlib.sha256(_json(self.made_from)).hexdigest()[:16]
-        return self.examples.cache.folder.parent / "annotations" / digest
+        return self.examples.cache.folder.parent / "annotations" / digest(self.made_from)
 
     def missing(self, indices: np.ndarray) -> np.ndarray:
         """bool: which of some examples have no annotations."""
-        blocks = [_read_block(self._json_of(name))[0] for name in self.blocks()]
+        blocks = [BLOCK.at(self.path / name).array(_INDICES) for name in self.blocks()]
         return ~np.isin(indices, np.concatenate(blocks)) if blocks else np.ones(len(indices), bool)
 
     @contextlib.contextmanager
     def locked(self, log: Log) -> Iterator[None]:
         """Locks the folder to write to it, and creates it. Deletes what an interrupted build has left of a block."""
-        with folder_lock(writable_folder(self.path.parent), log), disk_full_errors(self.path):
+        with folder_lock(writable_folder(self.path.parent), log):
             remove_leftovers(writable_folder(self.path) / "*")
-            if not (self.path / _KEY).exists():
-                with atomic_file(self.path / _KEY) as path:
-                    path.write_bytes(_json({"made_from": self.made_from}))
-            for block in self.path.glob(f"{_BLOCK}*.npy"):
-                if not block.with_suffix(".json").exists():
-                    block.unlink()
             yield
 
     def write(self, indices: np.ndarray, columns: Mapping[str, np.ndarray]) -> None:
@@ -80,66 +67,42 @@ class AnnotationFolder:
             indices: int64 [examples].
             columns: path -> values of these examples, [examples, ...].
         """
-        block = np.empty(len(indices), [(path, values.dtype, values.shape[1:]) for path, values in columns.items()])
+        records = np.empty(len(indices), [(path, values.dtype, values.shape[1:]) for path, values in columns.items()])
         for path, values in columns.items():
-            block[path] = values
-        numbers = [int(name.removeprefix(_BLOCK)) for name in self.blocks()]
-        target = self.path / f"{_BLOCK}{max(numbers, default=-1) + 1}.npy"
-        with atomic_file(target) as path, path.open("wb") as file:
-            np.save(file, block)
-        with atomic_file(target.with_suffix(".json")) as path:
-            content = {"crc32": zlib.crc32(target.read_bytes()), "indices": indices.tolist()}
-            path.write_bytes(_json({**content, _INDICES_CRC32: zlib.crc32(_json(content["indices"]))}))
+            records[path] = values
+
+        def make(made: Files) -> Key:
+            made.put_array(_RECORDS, records)
+            made.put_array(_INDICES, indices)
+            return {}
+
+        number = 1 + max((int(name.removeprefix(_BLOCK)) for name in self.blocks()), default=-1)
+        Artifacts(self.path).open_or_make(BLOCK, self.made_from, make, lambda _: None, name=f"{_BLOCK}{number}")
 
     def blocks(self) -> list[str]:
-        """The names of the blocks that are there. Raises `ConfigError` for another file with such a name."""
-        paths = list(self.path.glob(f"{_BLOCK}*.json"))
-        for path in paths:
-            if not path.stem.removeprefix(_BLOCK).isdecimal():
-                raise _damaged(path, f"its name has no number ({_BLOCK}0.json expected)", path)
-        return sorted(path.stem for path in paths)
+        """The names of the blocks that are there."""
+        names = [path.parent.name for path in self.path.glob(f"{_BLOCK}*/{METADATA}")]
+        return sorted(name for name in names if name.removeprefix(_BLOCK).isdecimal())
 
     def has(self, block: str) -> bool:
         """Tells whether a block is there. A process may see it before it is listed (NFS)."""
-        return self._json_of(block).is_file()
+        return (self.path / block / METADATA).is_file()
 
     def open(self, blocks: Sequence[str]) -> "AnnotationCache":
         """Opens some blocks. Raises `ConfigError` if they are damaged or were made from other inputs."""
-        try:
-            made_from = {**json.loads(read_bytes(self.path / _KEY))["made_from"]}
-        except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
-            raise _damaged(self.path / _KEY, f"it cannot be read: {error!r}", self.path) from error
-        if _json(made_from) != _json(self.made_from):
-            changed = [key for key in {**made_from, **self.made_from} if made_from.get(key) != self.made_from.get(key)]
-            raise ConfigError(
-                f"the annotations in {self.path} were made from other inputs ({', '.join(changed)} differ). Delete this"
-                " folder to build them again"
-            )
-        paths = [self._json_of(name) for name in blocks]
-        return AnnotationCache({path.with_suffix(".npy"): _read_block(path) for path in paths})
-
-    def _json_of(self, block: str) -> Path:
-        return self.path / f"{block}.json"
+        return AnnotationCache([BLOCK.at(self.path / name, self.made_from) for name in blocks])
 
 
 class AnnotationCache:
-    """Annotations that are on disk. The records of a block are checked when they are first read.
+    """Annotations that are on disk. The records of a block are checked when they are first read."""
 
-    Args:
-        blocks: path -> the indices of its examples, and the checksum of its records.
-    """
-
-    def __init__(self, blocks: Mapping[Path, tuple[np.ndarray, int]]):
-        for path in blocks:
-            if not path.is_file():
-                raise _damaged(path, "the file is missing", path.with_suffix(".json"))
-        self._paths, self._crc32 = list(blocks), [crc32 for _, crc32 in blocks.values()]
-        parts = [indices for indices, _ in blocks.values()]
+    def __init__(self, blocks: Sequence[Artifact]):
+        self._stored = blocks
+        parts = [block.array(_INDICES) for block in blocks]
         indices = np.concatenate([np.zeros(0, np.int64), *parts])
         order = np.argsort(indices, kind="stable")
         self._indices = indices[order]
-        self._sizes = [len(part) for part in parts]
-        self._blocks = np.repeat(np.arange(len(parts)), self._sizes)[order]
+        self._blocks = np.repeat(np.arange(len(parts)), [len(part) for part in parts])[order]
         self._rows = np.concatenate([np.zeros(0, np.int64), *(np.arange(len(part)) for part in parts)])[order]
         self._checked: set[int] = set()
         self._open: dict[int, np.ndarray] = {}
@@ -174,27 +137,12 @@ class AnnotationCache:
 
     def _block(self, number: int) -> np.ndarray:
         if number not in self._open:
-            records = self._checked_records(number)
+            records = self._stored[number].array(_RECORDS, is_checked=number in self._checked)
             self._checked.add(number)
             if len(self._open) >= _MAX_OPEN:
                 del self._open[next(iter(self._open))]
             self._open[number] = records
         return self._open[number]
-
-    def _checked_records(self, number: int) -> np.ndarray:
-        path = self._paths[number]
-        deleted = path.with_suffix(".json")
-        try:
-            crc32 = None if number in self._checked else zlib.crc32(np.memmap(path, np.uint8, mode="r").data)
-            if crc32 not in (None, self._crc32[number]):
-                raise _damaged(path, "its checksum does not match its content", deleted)
-            records = np.load(path, mmap_mode="r")
-        except (OSError, ValueError) as error:  # numpy maps no empty file
-            raise _damaged(path, f"it cannot be read: {error!r}", deleted) from error
-        if len(records) != self._sizes[number]:
-            problem = f"it has {len(records):,} records, but {deleted.name} has {self._sizes[number]:,} indices"
-            raise _damaged(path, problem, deleted)
-        return records
 
 
 class Annotations(Protocol):
@@ -307,27 +255,3 @@ def with_annotations(data: Data, annotations: Mapping[str, Annotations], templat
 
     train = {name: AnnotatedExamples(data.train[name], read, dtypes) for name, read in annotations.items()}
     return replace(data, train=train, spec=BatchSpec(make, {**data.spec.columns, **columns}))
-
-
-def _json(content: Any) -> bytes:
-    return json.dumps(content, sort_keys=True).encode()
-
-
-def _read_block(path: Path) -> tuple[np.ndarray, int]:
-    """The indices of a block's examples, and the checksum of its records. Args: path: of its JSON."""
-    try:
-        content = json.loads(read_bytes(path))
-        indices, crc32 = np.array(content["indices"], np.int64), int(content["crc32"])
-        expected = content.get(_INDICES_CRC32)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
-        raise _damaged(path, f"it cannot be read: {error!r}", path) from error
-    if indices.ndim != 1:
-        raise _damaged(path, "its indices are no list of numbers", path)
-    if expected not in (None, zlib.crc32(_json(content["indices"]))):
-        raise _damaged(path, "its checksum does not match its indices", path)
-    return indices, crc32
-
-
-def _damaged(path: Path, problem: str, deleted: Path) -> ConfigError:
-    """Args: deleted: what to delete, so that the rest is kept."""
-    return ConfigError(f"{path}: {problem}. The annotations are damaged: delete {deleted} to build them again")

@@ -23,7 +23,7 @@ import threading
 import zlib
 from array import array
 from collections import defaultdict, deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar, Literal, NamedTuple
@@ -33,7 +33,7 @@ import numpy as np
 from jaxlm.core.field_types import PositiveInt
 from jaxlm.data.base import given
 from jaxlm.data.batch import Columns, shifted_columns
-from jaxlm.data.cache.derived_arrays import RowIndex, open_or_index
+from jaxlm.data.cache.derived_arrays import ROW_INDEX, RowIndex
 from jaxlm.data.cache.token_cache import TokenCache
 from jaxlm.data.examples import Examples, documents_as_text
 from jaxlm.data.formats.base import TRUNCATION_TEXT, Truncation
@@ -207,7 +207,7 @@ class WrappedRows:
     def __init__(
         self, documents: DocumentBatches, capacity: int, buffer_size: int, folder: Path, made_from: Mapping[str, Any]
     ):
-        """Args: folder, made_from: as in `open_or_index`, without what tells the parts apart."""
+        """Args: folder, made_from: as in `Derived.open_or_compute`, without what tells the parts apart."""
         self._documents, self._capacity, self._buffer_size = documents, capacity, buffer_size
         self._folder, self._made_from = folder, {**made_from, "batches": zlib.crc32(documents.ends.data)}
         self._parts: dict[int, RowIndex] = {}
@@ -245,7 +245,7 @@ class WrappedRows:
         """A part, from the disk if it is not among those that are open. Each open one takes four descriptors."""
         with self._lock:
             if number not in self._parts:
-                part = open_or_index(self._folder, {**self._made_from, "part": number}, lambda: self._packed(number))
+                part = _open(self._folder, {**self._made_from, "part": number}, lambda: self._packed(number))
                 self._parts[number] = part
                 for oldest in [opened for opened in self._parts if opened][:-_MAX_OPEN]:
                     del self._parts[oldest]
@@ -344,7 +344,11 @@ def open_rows(cache: TokenCache, seq_len: int, config: BestFitConfig, *, truncat
         documents = DocumentBatches.of(cache, config.refill_size)
         return WrappedRows(documents, seq_len + 1, config.buffer_size, cache.folder.parent / "packed", made_from)
     build = lambda: pack_best_fit(cache.offsets, seq_len + 1, config, truncation=truncation)  # noqa: E731
-    return open_or_index(cache.folder.parent / "packed", made_from, build)
+    return _open(cache.folder.parent / "packed", made_from, build)
+
+
+def _open(folder: Path, made_from: Mapping[str, Any], build: Callable[[], RowIndex]) -> RowIndex:
+    return ROW_INDEX.open_or_compute(folder, made_from, build, lambda _: None)
 
 
 class _Placed(NamedTuple):

@@ -13,8 +13,8 @@ from jaxlm.core.rules import Rules, excludes, only
 from jaxlm.core.runtime import is_main_process
 from jaxlm.data.base import TRAIN, VALIDATION, Log, by_source, given
 from jaxlm.data.batch import BatchSpec, Columns
+from jaxlm.data.cache.artifacts import Artifacts
 from jaxlm.data.cache.build import LOCAL_WORKERS, Workers
-from jaxlm.data.cache.shared_cache import CacheStore
 from jaxlm.data.cache.token_blocks import FOLDER, BlockMirror
 from jaxlm.data.cache.token_cache import TokenCache
 from jaxlm.data.corpus import Corpus
@@ -128,7 +128,7 @@ class DataConfig(SourceConfig, Registry, draccus.ChoiceRegistry, abc.ABC):
     @property
     def corpus(self) -> Corpus:
         """The text behind the section, and its tokenizer."""
-        store = CacheStore.at(self.cache_dir, "data.cache_dir")
+        store = Artifacts.at(self.cache_dir, "data.cache_dir")
         sections = [("", "data", self, store)]
         if self.configs:
             sections = [
@@ -136,7 +136,7 @@ class DataConfig(SourceConfig, Registry, draccus.ChoiceRegistry, abc.ABC):
                     name,
                     key := f"data.configs.{name}",
                     config,
-                    CacheStore.at(config.cache_dir, f"{key}.cache_dir") if config.cache_dir else store.child(name),
+                    Artifacts.at(config.cache_dir, f"{key}.cache_dir") if config.cache_dir else store.child(name),
                 )
                 for name, config in self.configs.items()
             ]

@@ -7,13 +7,12 @@ from typing import Any
 
 from jaxlm.core.errors import ConfigError
 from jaxlm.data.base import TRAIN, VALIDATION, Log
-from jaxlm.data.cache.shared_cache import CacheStore
+from jaxlm.data.cache.artifacts import Artifacts
 from jaxlm.data.sources.named import NamedSource
 from jaxlm.data.sources.record_files import TextFile
 from jaxlm.data.tokenizer.tokenizer import Tokenizer, open_tokenizer
 from jaxlm.data.tokenizer.train_bpe import (
     DEFAULT_VOCAB_SIZE,
-    MADE_FROM,
     TRAIN_BPE,
     BpeConfig,
     bpe_config,
@@ -33,7 +32,7 @@ class Corpus:
     """
 
     sources: tuple[NamedSource, ...]
-    store: CacheStore
+    store: Artifacts
     tokenizer: str | BpeConfig
     added_tokens: list[str]
     vocab_size: int | None
@@ -93,17 +92,15 @@ class Corpus:
             tokenizer.note_template(log)
             return tokenizer
         formats = {source.name: source.config.format.cache_key() for source in self.sources}
-        folder = self.store.folder / "tokenizer"
-        with self.store.shared(folder, MADE_FROM, log):
-            return load_or_train_tokenizer(
-                folder,
-                self._train_files(log),
-                lambda: itertools.chain.from_iterable(source.documents(TRAIN, log) for source in self.sources),
-                self.vocab_size or DEFAULT_VOCAB_SIZE,
-                log,
-                formats={name: format_key for name, format_key in formats.items() if format_key},
-                config=bpe,
-            )
+        return load_or_train_tokenizer(
+            self.store,
+            self._train_files(log),
+            lambda: itertools.chain.from_iterable(source.documents(TRAIN, log) for source in self.sources),
+            self.vocab_size or DEFAULT_VOCAB_SIZE,
+            log,
+            formats={name: format_key for name, format_key in formats.items() if format_key},
+            config=bpe,
+        )
 
     def known_tokenizer(self) -> Tokenizer | None:
         """The tokenizer; None for one that is trained, or if no document depends on what it puts in front of a text."""

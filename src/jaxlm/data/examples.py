@@ -75,7 +75,7 @@ class Examples(abc.ABC):
         """The columns of some examples, [len(indices), ...] each.
 
         Raises:
-            DamagedCacheError: a token id is outside the vocabulary.
+            DamagedError: a token id is outside the vocabulary.
         """
 
     def read_drawn(self, indices: np.ndarray, epochs: np.ndarray, numbers: np.ndarray) -> Columns:

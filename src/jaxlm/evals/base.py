@@ -2,7 +2,7 @@
 
 import abc
 import functools
-from collections import deque
+import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -17,6 +17,7 @@ from jaxlm.core.precision import Precision
 from jaxlm.core.sharding import Layout
 from jaxlm.core.values.logged import ScoredRows
 from jaxlm.core.values.sums import DummyPrefix, Largest, Sum, TokenScores
+from jaxlm.evals.batches import BatchedModel, text_columns
 from jaxlm.models.base import LanguageModel
 from jaxlm.reading.choices import Registry
 from jaxlm.reading.decode import choice_name
@@ -86,7 +87,6 @@ LogCompletions = Callable[[str, ScoredRows, Mapping[str, np.ndarray]], None]
 """Gets the `EvalMetrics.title` of an evaluation, its completions, and what `Rewards.score` returned for them."""
 LoadReference = Callable[[str], LanguageModel]
 """Returns the model of this name in the section `refs`, in its own dtype."""
-_MAX_IN_FLIGHT = 4  # see engine/metrics.py for why the queue must be short
 
 
 @dataclass(frozen=True)
@@ -154,10 +154,20 @@ class EvalContext:
         """Casts a model to the dtype of the computation."""
         return _cast(self.precision, model)
 
-    def go_on(self, _tokens: Sequence[int]) -> bool:
-        """Ends no row that is generated: only says after each piece that there is progress."""
-        self.progress()
-        return False
+    def batched(self, model: LanguageModel, batch_size: int) -> BatchedModel:
+        """A model that is asked about many prompts, in the dtype of the computation."""
+        return BatchedModel(self.cast(model), batch_size, self.progress)
+
+    def batches(self, first: int | None = None) -> Iterator[Any]:
+        """The validation batches of all sources. Args: first: as many of each source; None yields all."""
+        for source in self.validation:
+            yield from itertools.islice(source.batches(), first)
+
+    def texts(self) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+        """The tokens and segments of the validation batches in the order of the text, int32 [row, position] each."""
+        for batch in self.batches():
+            tokens, segments = text_columns(batch)
+            yield np.asarray(tokens), np.asarray(segments)
 
 
 @functools.partial(jax.jit, static_argnums=0)
@@ -261,21 +271,6 @@ class Eval(abc.ABC):
     @abc.abstractmethod
     def run(self, model: LanguageModel) -> dict[str, float]:
         """Metrics by name, to be logged as `eval/<name>`."""
-
-
-def read_results(results: Iterable[Any]) -> Iterator[Any]:
-    """Yields what programs return, on the host. At most a few are queued. Args: results: calls each program."""
-    queued = deque()
-    for result in results:
-        queued.append(result)
-        if len(queued) >= _MAX_IN_FLIGHT:
-            yield jax.device_get(queued.popleft())
-    yield from map(jax.device_get, queued)
-
-
-def read_sums(results: Iterable[Any], shape: int | tuple[int, ...]) -> np.ndarray:
-    """float64, the sum of what programs return. Args: results: as of `read_results`."""
-    return sum((np.asarray(one, np.float64) for one in read_results(results)), np.zeros(shape))
 
 
 @dataclass(frozen=True)

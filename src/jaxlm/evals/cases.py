@@ -8,25 +8,17 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal
 
-import jax
-import numpy as np
-from haliax import NamedArray
-
-from jaxlm.core.axes import BATCH, POSITION
 from jaxlm.core.errors import ConfigError, listed
 from jaxlm.core.field_types import Fraction, NonNegativeFloat, PositiveInt
 from jaxlm.core.hashing import note
 from jaxlm.core.rules import Rules, excludes, only, some_of
 from jaxlm.core.runtime import from_main
 from jaxlm.core.safe_io import read_json_lines
-from jaxlm.core.values.permutation import in_text_order
-from jaxlm.evals.base import Eval, EvalConfig, EvalContext, EvalScope, Limit
-from jaxlm.evals.gate import GateConfig, at_least, at_most
-from jaxlm.evals.samples import check_fits, prompt_ids
-from jaxlm.evals.scoring import score
+from jaxlm.evals.base import Eval, EvalConfig, EvalContext, EvalScope
+from jaxlm.evals.batches import BatchedModel, check_fits, num_shared, prompt_ids
+from jaxlm.evals.gate import GateConfig
 from jaxlm.models.base import LanguageModel
-from jaxlm.models.inference.generate import GenerationConfig, generate_tokens
-from jaxlm.models.inference.unstacked import Generator
+from jaxlm.models.inference.generate import GenerationConfig
 from jaxlm.reading.choices import choice
 from jaxlm.reading.decode import decode
 from jaxlm.reading.yaml import ConfigSource
@@ -105,6 +97,7 @@ class CasesEvalConfig(GateConfig):
     min_student_accuracy: Fraction | None = None
     max_accuracy_drop: Fraction | None = None
 
+    limits: ClassVar[Mapping[str, str]] = {"accuracy": "min_student_accuracy", "accuracy_drop": "max_accuracy_drop"}
     key_rules: ClassVar[Rules] = (
         some_of("cases", "file"),
         excludes("max_accuracy_drop", when="reference", is_=None, why="with which there is nothing to drop from"),
@@ -117,13 +110,6 @@ class CasesEvalConfig(GateConfig):
     @property
     def own_metrics(self) -> tuple[str, ...]:
         return ("accuracy", *(() if self.reference is None else ("reference_accuracy", "accuracy_drop")))
-
-    @property
-    def own_limits(self) -> Mapping[str, Limit | None]:
-        return {
-            "accuracy": at_least(self.min_student_accuracy, "min_student_accuracy"),
-            "accuracy_drop": at_most(self.max_accuracy_drop, "max_accuracy_drop"),
-        }
 
     def check(self) -> None:
         for case in self.cases:
@@ -168,42 +154,29 @@ class CasesEval(Eval):
         self._config, self._cases, self._ctx = config, cases, ctx
 
     def run(self, model: LanguageModel) -> dict[str, float]:
-        own = self._answered(self._ctx.cast(model))
+        own = self._answered(self._ctx.batched(model, _BATCH))
         metrics = {"accuracy": sum(own.values()) / len(own)}
         if self._config.reference is not None:
-            theirs = self._answered(self._ctx.reference(self._config.reference))
+            reference = self._ctx.reference(self._config.reference)
+            theirs = self._answered(BatchedModel(reference, _BATCH, self._ctx.progress))
             metrics["reference_accuracy"] = sum(theirs.values()) / len(theirs)
             metrics["accuracy_drop"] = metrics["reference_accuracy"] - metrics["accuracy"]
             if lost := [name for name, right in theirs.items() if right and not own[name]]:
                 self._ctx.log(f"{self._config.title}: only the reference answers {listed(lost)}")
         return {f"{self._config.title}/{name}": value for name, value in metrics.items()}
 
-    def _answered(self, model: LanguageModel) -> dict[str, bool]:
-        asked = [case for case in self._cases if case.choices is None]
-        right = {case.id: case.is_right(text) for case, text in zip(asked, self._generated(model, asked), strict=True)}
-        chosen = [case for case in self._cases if case.choices is not None]
-        return right | {
-            case.id: case.answer == answer for case, answer in zip(chosen, self._chosen(model, chosen), strict=True)
-        }
-
-    def _generated(self, model: LanguageModel, cases: Sequence[Case]) -> Iterator[str]:
+    def _answered(self, model: BatchedModel) -> dict[str, bool]:
         tokenizer = self._ctx.tokenizer
-        if not cases:
-            return
         config = GenerationConfig(self._config.max_new_tokens, temperature=0.0, stop_ids=tokenizer.stop_ids)
-        generator = Generator.of(model)
-        for start in range(0, len(cases), _BATCH):
-            prompts = [self._ids(case.prompt) for case in cases[start : start + _BATCH]]
-            for tokens in generate_tokens(generator, prompts, config):
-                yield tokenizer.decode(tokens)
-            self._ctx.progress()
-
-    def _chosen(self, model: LanguageModel, cases: Sequence[Case]) -> Iterator[str]:
-        pairs = [self._pair(case.prompt, text) for case in cases for text in case.choices or ()]
-        scored = iter(score(model, pairs, _BATCH, self._ctx.progress)) if pairs else iter(())
-        for case in cases:
+        asked = [case for case in self._cases if case.choices is None]
+        texts = map(tokenizer.decode, model.generate([self._ids(case.prompt) for case in asked], config))
+        right = {case.id: case.is_right(text) for case, text in zip(asked, texts, strict=True)}
+        pairs = [self._pair(case.prompt, text) for case in self._cases for text in case.choices or ()]
+        scored = iter(model.score(pairs))
+        for case in (case for case in self._cases if case.choices is not None):
             likely = [(next(scored).log_likelihood, -number, text) for number, text in enumerate(case.choices or ())]
-            yield max(likely)[2]
+            right[case.id] = max(likely)[2] == case.answer
+        return right
 
     def _pair(self, prompt: str, text: str) -> tuple[list[int], list[int]]:
         """The tokens of a prompt and of what follows, which may change the last tokens of the prompt."""
@@ -243,6 +216,9 @@ class ContinuationsEvalConfig(GateConfig):
         max_delta_nll: largest `delta_nll`; null allows any.
     """
 
+    own_metrics: ClassVar[tuple[str, ...]] = ("agreement", "token_agreement", "nll", "reference_nll", "delta_nll")
+    limits: ClassVar[Mapping[str, str]] = {"agreement": "min_agreement", "delta_nll": "max_delta_nll"}
+
     reference: str = "teacher"
     prompts: PositiveInt = 32
     prompt_tokens: PositiveInt = 32
@@ -253,17 +229,6 @@ class ContinuationsEvalConfig(GateConfig):
     @property
     def own_scope(self) -> EvalScope:
         return EvalScope(references=(self.reference,), validation=True, supervised=True, next_tokens=True)
-
-    @property
-    def own_metrics(self) -> tuple[str, ...]:
-        return ("agreement", "token_agreement", "nll", "reference_nll", "delta_nll")
-
-    @property
-    def own_limits(self) -> Mapping[str, Limit | None]:
-        return {
-            "agreement": at_least(self.min_agreement, "min_agreement"),
-            "delta_nll": at_most(self.max_delta_nll, "max_delta_nll"),
-        }
 
     def check_opens(self, tokenizer: Callable[[], Any], seq_len: int, *, dry: bool) -> None:
         check_fits(
@@ -280,7 +245,6 @@ class ContinuationsEval(Eval):
 
     def __init__(self, config: ContinuationsEvalConfig, ctx: EvalContext):
         self._config, self._ctx = config, ctx
-        self._columns = jax.jit(token_columns, out_shardings=ctx.layout.replicated())
         # The token that ends a text is a part of it: where a text ends, the reference judges too.
         stop_ids = ctx.tokenizer.stop_ids
         self._generation = GenerationConfig(config.max_new_tokens, temperature=0.0, stop_ids=stop_ids, with_stop=True)
@@ -290,10 +254,10 @@ class ContinuationsEval(Eval):
         prompts = list(itertools.islice(self._prompts(), self._config.prompts))
         if not prompts:
             return {}
-        own = self._written(self._ctx.cast(model), prompts)
-        reference = self._ctx.reference(self._config.reference)
-        theirs = self._written(reference, prompts)
-        nll, reference_nll = (self._nll(reference, prompts, texts) for texts in (own, theirs))
+        own = self._ctx.batched(model, _BATCH).generate(prompts, self._generation)
+        reference = BatchedModel(self._ctx.reference(self._config.reference), _BATCH, self._ctx.progress)
+        theirs = reference.generate(prompts, self._generation)
+        nll, reference_nll = (_nll(reference, prompts, texts) for texts in (own, theirs))
         shared = [num_shared(*pair) for pair in zip(own, theirs, strict=True)]
         equal = [sum(a == b for a, b in zip(*pair, strict=False)) for pair in zip(own, theirs, strict=True)]
         total = sum(map(len, theirs))
@@ -309,38 +273,13 @@ class ContinuationsEval(Eval):
     def _prompts(self) -> Iterator[list[int]]:
         """The beginnings of the sequences that begin with one document."""
         size = self._config.prompt_tokens
-        for source in self._ctx.validation:
-            for batch in source.batches():
-                tokens, segments = (np.asarray(column) for column in self._columns(batch))
-                for row, segment_ids in zip(tokens[:, :size], segments[:, :size], strict=True):
-                    if segment_ids[0] != 0 and (segment_ids == segment_ids[0]).all():
-                        yield row.tolist()
-
-    def _written(self, model: LanguageModel, prompts: Sequence[list[int]]) -> list[list[int]]:
-        generator, texts = Generator.of(model), []
-        for start in range(0, len(prompts), _BATCH):
-            texts += generate_tokens(generator, prompts[start : start + _BATCH], self._generation)
-            self._ctx.progress()
-        return texts
-
-    def _nll(self, model: LanguageModel, prompts: Sequence[list[int]], texts: Sequence[list[int]]) -> float:
-        """Mean negative log-likelihood of the tokens of continuations, in nats."""
-        scored = score(model, list(zip(prompts, texts, strict=True)), _BATCH, self._ctx.progress)
-        return -math.fsum(one.log_likelihood for one in scored) / sum(map(len, texts))
+        for tokens, segments in self._ctx.texts():
+            for row, segment_ids in zip(tokens[:, :size], segments[:, :size], strict=True):
+                if segment_ids[0] != 0 and (segment_ids == segment_ids[0]).all():
+                    yield row.tolist()
 
 
-def token_columns(batch) -> tuple[jax.Array, jax.Array]:
-    """int32 [row, position]: tokens and segments in the order of the text."""
-    batch = batch.supervised()
-
-    def of(column: NamedArray) -> jax.Array:
-        return in_text_order(column, batch.order).rearrange((BATCH, POSITION)).array
-
-    return of(batch.tokens), of(batch.segment_ids)
-
-
-def num_shared(one: Sequence[int], other: Sequence[int]) -> int:
-    """Counts the tokens that both begin with."""
-    return next(
-        (at for at, pair in enumerate(zip(one, other, strict=False)) if pair[0] != pair[1]), min(len(one), len(other))
-    )
+def _nll(model: BatchedModel, prompts: Sequence[list[int]], texts: Sequence[list[int]]) -> float:
+    """Mean negative log-likelihood of the tokens of continuations, in nats."""
+    scored = model.score(list(zip(prompts, texts, strict=True)))
+    return -math.fsum(one.log_likelihood for one in scored) / sum(map(len, texts))

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import ClassVar
 
 import haliax as hax
 import jax
@@ -13,8 +14,9 @@ from haliax import NamedArray
 from jaxlm.core.axes import LAYERS, POSITION
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.field_types import AboveOne, NonNegativeFloat
-from jaxlm.evals.base import Eval, EvalConfig, EvalContext, Limit, read_sums
-from jaxlm.evals.gate import PairGateConfig, at_most
+from jaxlm.evals.base import Eval, EvalConfig, EvalContext
+from jaxlm.evals.batches import read_sums
+from jaxlm.evals.gate import PairGateConfig
 from jaxlm.evals.loss import perplexity
 from jaxlm.models.base import Inputs, LanguageModel
 from jaxlm.models.distillation.layerwise import layer_body, layer_streams
@@ -52,21 +54,13 @@ class CompareEvalConfig(PairGateConfig):
         logits: limits of the logits; null does not compare them.
     """
 
+    own_metrics: ClassVar[None] = None
+    limits: ClassVar[Mapping[str, str]] = {
+        f"{name}/{what}": f"{name}.max_{what}" for name in (_ATTENTION, _LOGITS) for what in ("mean_l1", "max_l1")
+    }
+
     attention: L1Limits | None = field(default_factory=L1Limits)
     logits: L1Limits | None = field(default_factory=L1Limits)
-
-    @property
-    def own_metrics(self) -> None:
-        return None
-
-    @property
-    def own_limits(self) -> Mapping[str, Limit | None]:
-        limits: dict[str, Limit | None] = {}
-        for name, given in ((_ATTENTION, self.attention), (_LOGITS, self.logits)):
-            if given is not None:
-                limits[f"{name}/mean_l1"] = at_most(given.max_mean_l1, f"{name}.max_mean_l1")
-                limits[f"{name}/max_l1"] = at_most(given.max_max_l1, f"{name}.max_max_l1")
-        return limits
 
     def check(self) -> None:
         if self.attention is None and self.logits is None:
@@ -105,7 +99,7 @@ class CompareEval(Eval):
         """The metrics; empty without validation data."""
         model, reference = self._ctx.cast(model), self._ctx.reference(self._config.reference)
         measured: dict[str, list[np.ndarray]] = {_ATTENTION: [], _LOGITS: []}
-        for batch in self._config.first_batches(self._ctx):
+        for batch in self._ctx.batches(self._config.batches):
             # One at a time: a batch has the hidden states of all layers of both models.
             for name, sums in jax.device_get(self._differences(model, reference, batch)).items():
                 if sums[..., 2].all():  # a batch may be padding alone
@@ -183,19 +177,11 @@ class FidelityEvalConfig(PairGateConfig):
         max_ppl_ratio: largest `ppl_ratio`; null allows any.
     """
 
+    own_metrics: ClassVar[tuple[str, ...]] = ("nll", "reference_nll", "delta_nll", "ppl_ratio")
+    limits: ClassVar[Mapping[str, str]] = {"delta_nll": "max_delta_nll", "ppl_ratio": "max_ppl_ratio"}
+
     max_delta_nll: NonNegativeFloat | None = 0.05
     max_ppl_ratio: AboveOne | None = 1.05
-
-    @property
-    def own_metrics(self) -> tuple[str, ...]:
-        return ("nll", "reference_nll", "delta_nll", "ppl_ratio")
-
-    @property
-    def own_limits(self) -> Mapping[str, Limit | None]:
-        return {
-            "delta_nll": at_most(self.max_delta_nll, "max_delta_nll"),
-            "ppl_ratio": at_most(self.max_ppl_ratio, "max_ppl_ratio"),
-        }
 
     def open(self, ctx: EvalContext) -> Eval:
         return FidelityEval(self, ctx)
@@ -220,5 +206,5 @@ class FidelityEval(Eval):
 
     def _mean_loss(self, model: LanguageModel) -> tuple[float, float]:
         """The mean loss, and the number of targets; NaN without targets."""
-        sums = read_sums((self._sums(model, batch) for batch in self._config.first_batches(self._ctx)), 2)
+        sums = read_sums((self._sums(model, batch) for batch in self._ctx.batches(self._config.batches)), 2)
         return (float(sums[0] / sums[1]), float(sums[1])) if sums[1] else (math.nan, math.nan)

@@ -1,12 +1,13 @@
 """Evaluations with limits, which compare a model with a reference."""
 
 import abc
-from collections.abc import Iterator, Mapping
+import functools
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import ClassVar
 
 from jaxlm.core.field_types import PositiveInt
-from jaxlm.evals.base import EvalConfig, EvalContext, EvalMetrics, EvalScope, Limit, Limits
+from jaxlm.evals.base import EvalConfig, EvalMetrics, EvalScope, Limit, Limits
 from jaxlm.reading.decode import choice_name
 
 
@@ -20,6 +21,10 @@ class GateConfig(EvalConfig, abc.ABC):
         name: under which its metrics are logged; null means its type. No two of them may have the same.
         fail_fast: a metric beyond its limit ends the run with an error that names it. What was saved stays. False only warns.
     """
+
+    limits: ClassVar[Mapping[str, str]] = {}
+    """The key of the limit of each metric that may have one, by its name without `title`. The last part of a key begins with
+    `min_` for the smallest value that is allowed. Null allows any."""
 
     every: PositiveInt | None = field(default=None, kw_only=True)
     phases: list[str] | None = field(default=None, kw_only=True)
@@ -35,8 +40,14 @@ class GateConfig(EvalConfig, abc.ABC):
     def metrics(self) -> EvalMetrics:
         own = self.own_metrics
         names = None if own is None else tuple(f"{self.title}/{name}" for name in own)
-        limits = {f"{self.title}/{name}": limit for name, limit in self.own_limits.items() if limit is not None}
+        limits = {f"{self.title}/{name}": limit for name, key in self.limits.items() if (limit := self._limit(key))}
         return EvalMetrics(names, self.title, Limits(limits, self.fail_fast))
+
+    def _limit(self, key: str) -> Limit | None:
+        *sections, last = key.split(".")
+        section = functools.reduce(getattr, sections, self)
+        bound = None if section is None else getattr(section, last)
+        return None if bound is None else Limit(bound, f"{key}: {bound:g}", least=last.startswith("min_"))
 
     @property
     def scope(self) -> EvalScope:
@@ -51,11 +62,6 @@ class GateConfig(EvalConfig, abc.ABC):
     @abc.abstractmethod
     def own_metrics(self) -> tuple[str, ...] | None:
         """The names of its metrics without `title`. None: they are not known before it has run."""
-
-    @property
-    @abc.abstractmethod
-    def own_limits(self) -> Mapping[str, Limit | None]:
-        """The limit of each metric that may have one, by its name without `title`."""
 
 
 @dataclass(frozen=True)
@@ -74,19 +80,3 @@ class PairGateConfig(GateConfig, abc.ABC):
     @property
     def own_scope(self) -> EvalScope:
         return EvalScope(references=(self.reference,), validation=True, supervised=True)
-
-    def first_batches(self, ctx: EvalContext) -> Iterator[Any]:
-        """The batches to compare on."""
-        for source in ctx.validation:
-            for _, batch in zip(range(self.batches), source.batches(), strict=False):
-                yield batch
-
-
-def at_most(bound: float | None, key: str) -> Limit | None:
-    """The limit of a key that says the largest value; None for null."""
-    return None if bound is None else Limit(bound, f"{key}: {bound:g}")
-
-
-def at_least(bound: float | None, key: str) -> Limit | None:
-    """The limit of a key that says the smallest value; None for null."""
-    return None if bound is None else Limit(bound, f"{key}: {bound:g}", least=True)

@@ -16,11 +16,10 @@ from jaxlm.core.errors import ConfigError
 from jaxlm.core.field_types import NonNegativeInt, PositiveInt
 from jaxlm.core.install import install_command
 from jaxlm.evals.base import Eval, EvalConfig, EvalContext, EvalScope
-from jaxlm.evals.scoring import score
+from jaxlm.evals.batches import BatchedModel
 from jaxlm.models.base import LanguageModel
-from jaxlm.models.inference.generate import GenerationConfig, generate_tokens
+from jaxlm.models.inference.generate import GenerationConfig
 from jaxlm.models.inference.sampling import StopStrings
-from jaxlm.models.inference.unstacked import Generator
 from jaxlm.reading.choices import choice
 
 _DEFAULT_NEW_TOKENS = 256  # if the task does not set a limit; the same as in the `hf` backend
@@ -108,7 +107,7 @@ class OpenTasks:
         # The harness would fork a process for each core, which may deadlock after jax has started its threads.
         os.environ.setdefault("DISABLE_MULTIPROC", "1")
         results = self.evaluate(
-            model=_backend(model, tokenizer, self.config.batch_size, progress),
+            model=_backend(BatchedModel(model, self.config.batch_size, progress), tokenizer),
             tasks=list(self.config.tasks),
             num_fewshot=self.config.num_fewshot,
             limit=self.config.limit,
@@ -158,19 +157,19 @@ def _harness() -> tuple[Any, Any]:
     return simple_evaluate, TaskManager
 
 
-def _backend(model: LanguageModel, tokenizer: Any, batch_size: int, progress: Callable[[], None]) -> Any:
+def _backend(model: BatchedModel, tokenizer: Any) -> Any:
     """The model behind the harness's model interface. The base class is imported here, because the harness is optional."""
     from lm_eval.api.model import TemplateLM  # pyright: ignore[reportMissingImports]
 
-    return type("Backend", (_BackendMethods, TemplateLM), {})(model, tokenizer, batch_size, progress)
+    return type("Backend", (_BackendMethods, TemplateLM), {})(model, tokenizer)
 
 
 class _BackendMethods:
     """Implements the abstract methods of the harness's `TemplateLM`: log-likelihoods and generation, batched by length."""
 
-    def __init__(self, model: LanguageModel, tokenizer: Any, batch_size: int, progress: Callable[[], None]):
+    def __init__(self, model: BatchedModel, tokenizer: Any):
         super().__init__()
-        self._model, self._tokenizer, self._batch_size, self._progress = model, tokenizer, batch_size, progress
+        self._batched, self._tokenizer, self._seq_len = model, tokenizer, model.model.Pos.size
 
     @property
     def eot_token_id(self) -> int:
@@ -199,15 +198,13 @@ class _BackendMethods:
         self, requests: Sequence[tuple[Any, list[int], list[int]]], **kwargs: Any
     ) -> list[tuple[float, bool]]:
         pairs = [(context, continuation) for _, context, continuation in requests]
-        scores = score(self._model, pairs, self._batch_size, self._progress)
-        return [(scored.log_likelihood, scored.is_greedy) for scored in scores]
+        return [(scored.log_likelihood, scored.is_greedy) for scored in self._batched.score(pairs)]
 
     def loglikelihood_rolling(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[float]:
         """The log-likelihood of each text. Texts longer than the model's sequence length are split into disjoint windows."""
         windows = [(i, window) for i, request in enumerate(requests) for window in self._windows(request)]
         sums = [0.0] * len(requests)
-        scores = score(self._model, [window for _, window in windows], self._batch_size, self._progress)
-        for (i, _), scored in zip(windows, scores, strict=True):
+        for (i, _), scored in zip(windows, self._batched.score([window for _, window in windows]), strict=True):
             sums[i] += scored.log_likelihood
         return sums
 
@@ -216,16 +213,13 @@ class _BackendMethods:
         indices_by_options: dict[str, list[int]] = {}
         for i in sorted(range(len(requests)), key=lambda i: -len(requests[i].args[0])):
             indices_by_options.setdefault(repr(requests[i].args[1]), []).append(i)
-        texts, generator = [""] * len(requests), Generator.of(self._model)
+        texts = [""] * len(requests)
         for indices in indices_by_options.values():
             first = requests[indices[0]]
-            request = _GenerationRequest.of(first.args[1], self._model.Pos.size, first.task_name)
-            for start in range(0, len(indices), self._batch_size):
-                batch = indices[start : start + self._batch_size]
-                continuations = self._generate(generator, [requests[i].args[0] for i in batch], request)
-                for i, text in zip(batch, continuations, strict=True):
-                    texts[i] = text
-                self._progress()
+            request = _GenerationRequest.of(first.args[1], self._seq_len, first.task_name)
+            continuations = self._generate([requests[i].args[0] for i in indices], request)
+            for i, text in zip(indices, continuations, strict=True):
+                texts[i] = text
         return texts
 
     def _windows(self, request: Any) -> Iterator[tuple[list[int], list[int]]]:
@@ -234,17 +228,17 @@ class _BackendMethods:
         windows = utils.get_rolling_token_windows(
             token_list=self.tok_encode(request.args[0]),
             prefix_token=self.prefix_token_id,
-            max_seq_len=self._model.Pos.size,
+            max_seq_len=self._seq_len,
             context_len=1,
         )
         return map(utils.make_disjoint_window, windows)
 
-    def _generate(self, generator: Generator, contexts: Sequence[str], request: "_GenerationRequest") -> list[str]:
+    def _generate(self, contexts: Sequence[str], request: "_GenerationRequest") -> list[str]:
         stops = StopStrings.of_text(request.stops, self._tokenizer.decode)
-        max_prompt_tokens = self._model.Pos.size - request.generation.max_new_tokens
+        max_prompt_tokens = self._seq_len - request.generation.max_new_tokens
         prompts = [self.tok_encode(context)[-max_prompt_tokens:] for context in contexts]
         config = replace(request.generation, stop_ids=self._tokenizer.stop_ids)
-        return [stops.before(ids) for ids in generate_tokens(generator, prompts, config, stops.until)]
+        return [stops.before(ids) for ids in self._batched.generate(prompts, config, stops.until)]
 
 
 @dataclass(frozen=True)

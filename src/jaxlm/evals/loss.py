@@ -13,7 +13,8 @@ import numpy as np
 from jaxlm.core.precision import Precision
 from jaxlm.core.values.permutation import in_row_order
 from jaxlm.core.values.sums import DummyPrefix
-from jaxlm.evals.base import Eval, EvalConfig, EvalContext, EvalMetrics, EvalScope, Score, read_sums
+from jaxlm.evals.base import Eval, EvalConfig, EvalContext, EvalMetrics, EvalScope, Score
+from jaxlm.evals.batches import read_sums
 from jaxlm.models.base import Inputs, LanguageModel
 from jaxlm.models.loss import ChunkLogits, token_numbers
 from jaxlm.reading.choices import choice

@@ -10,18 +10,16 @@ greedy decoding writes, from one forward pass.
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
-import jax
 import numpy as np
 
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.field_types import Fraction, NumDigits, PositiveInt, Seed
 from jaxlm.core.values.pass_key import NEEDLE, PLACE, QUESTION
-from jaxlm.evals.base import Eval, EvalConfig, EvalContext, EvalScope, Limit
-from jaxlm.evals.cases import num_shared, token_columns
-from jaxlm.evals.gate import GateConfig, at_least
-from jaxlm.evals.scoring import score
+from jaxlm.evals.base import Eval, EvalConfig, EvalContext, EvalScope
+from jaxlm.evals.batches import num_shared
+from jaxlm.evals.gate import GateConfig
 from jaxlm.models.base import LanguageModel
 from jaxlm.reading.choices import choice
 
@@ -48,6 +46,8 @@ class NeedleEvalConfig(GateConfig):
         min_accuracy: smallest `needle/accuracy`; null allows any.
     """
 
+    limits: ClassVar[Mapping[str, str]] = {"accuracy": "min_accuracy"}
+
     lengths: list[PositiveInt] | None = None
     depths: list[Fraction] = field(default_factory=lambda: [0.0, 0.25, 0.5, 0.75, 1.0])
     num_samples: PositiveInt = 4
@@ -68,10 +68,6 @@ class NeedleEvalConfig(GateConfig):
             return None
         cells = (name for length in self.lengths for name in (str(length), *(_cell(length, d) for d in self.depths)))
         return ("accuracy", *cells)
-
-    @property
-    def own_limits(self) -> Mapping[str, Limit | None]:
-        return {"accuracy": at_least(self.min_accuracy, "min_accuracy")}
 
     def check(self) -> None:
         for name in ("lengths", "depths"):
@@ -147,18 +143,17 @@ class NeedleEval(Eval):
     def __init__(self, config: NeedleEvalConfig, ctx: EvalContext, before: list[int]):
         self._config, self._ctx, self._before = config, ctx, before
         self._lengths = config.lengths_for(ctx.seq_len)
-        self._columns = jax.jit(token_columns, out_shardings=ctx.layout.replicated())
         self._text: np.ndarray | None = None
 
     def run(self, model: LanguageModel) -> dict[str, float]:
         """The metrics. Raises `ConfigError` if the validation text is shorter than the longest haystack."""
-        config, model = self._config, self._ctx.cast(model)
+        config = self._config
         by_length: dict[int, float] = {}
         metrics: dict[str, float] = {}
         for length in self._lengths:
             pairs = [pair for depth in config.depths for pair in self._pairs(length, depth)]
             rows = config.batch_size * (max(self._lengths) // length)
-            scored = score(model, pairs, rows, self._ctx.progress, max_length=length)
+            scored = self._ctx.batched(model, rows).score(pairs, max_length=length)
             found = np.array([one.is_greedy for one in scored], float).reshape(len(config.depths), -1)
             by_length[length] = metrics[str(length)] = float(found.mean())
             metrics |= {
@@ -188,8 +183,7 @@ class NeedleEval(Eval):
         longest, special = max(self._lengths), self._ctx.tokenizer.is_special()
         missing = needed = longest * self._config.num_samples
         parts = []
-        for batch in (batch for source in self._ctx.validation for batch in source.batches()):
-            tokens, segments = (np.asarray(column) for column in self._columns(batch))
+        for tokens, segments in self._ctx.texts():
             parts.append(tokens[(segments != 0) & ~special[tokens]])
             missing -= len(parts[-1])
             if missing <= 0:

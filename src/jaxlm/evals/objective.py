@@ -6,7 +6,8 @@ from typing import ClassVar
 
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.values.sums import Largest
-from jaxlm.evals.base import Eval, EvalConfig, EvalContext, EvalScope, read_results
+from jaxlm.evals.base import Eval, EvalConfig, EvalContext, EvalScope
+from jaxlm.evals.batches import read_results
 from jaxlm.models.base import LanguageModel
 from jaxlm.reading.choices import choice
 
@@ -31,17 +32,17 @@ class ObjectiveEvalConfig(EvalConfig):
 class ObjectiveEval(Eval):
     """The metrics of `ObjectiveEvalConfig`, over all sources."""
 
-    def __init__(self, ctx: EvalContext):
+    def __init__(self, ctx: EvalContext, first: int | None = None):
+        """Args: first: measures so many batches of each source; None measures all."""
         assert ctx.measure is not None
-        self._ctx, self._measure = ctx, ctx.measure
+        self._ctx, self._measure, self._first = ctx, ctx.measure, first
 
     def run(self, model: LanguageModel) -> dict[str, float]:
         """The metrics; empty without validation data."""
         model = self._ctx.cast(model)
         totals: dict[tuple[int, str], float] = defaultdict(float)
         weights: dict[tuple[int, str], float] = defaultdict(float)
-        batches = (batch for source in self._ctx.validation for batch in source.batches())
-        for measured in read_results(self._measure(model, batch) for batch in batches):
+        for measured in read_results(self._measure(model, batch) for batch in self._ctx.batches(self._first)):
             for number, group in enumerate(measured):
                 for name, part in group.items():
                     if isinstance(part, Largest):

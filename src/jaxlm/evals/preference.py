@@ -14,7 +14,8 @@ import jax.numpy as jnp
 from jaxlm.core.axes import POSITION
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.values.batch_types import PairBatch
-from jaxlm.evals.base import Eval, EvalConfig, EvalContext, EvalMetrics, EvalScope, read_sums
+from jaxlm.evals.base import Eval, EvalConfig, EvalContext, EvalMetrics, EvalScope
+from jaxlm.evals.batches import read_sums
 from jaxlm.models.base import LanguageModel
 from jaxlm.reading.choices import choice
 
@@ -57,7 +58,7 @@ class PreferenceEval(Eval):
         }
 
     def _batches(self) -> Iterator[PairBatch]:
-        for batch in (batch for source in self._ctx.validation for batch in source.batches()):
+        for batch in self._ctx.batches():
             if not isinstance(batch, PairBatch):
                 raise ConfigError(
                     "evals: type preference needs pairs to validate on. Set data.type to pairs, or remove it"

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
-from jaxlm.core.errors import ConfigError, counted
+from jaxlm.core.errors import ConfigError
 from jaxlm.core.field_types import (
     Fraction,
     NonNegativeFloat,
@@ -16,12 +16,12 @@ from jaxlm.core.field_types import (
     Seed,
 )
 from jaxlm.evals.base import Eval, EvalConfig, EvalContext, EvalMetrics
+from jaxlm.evals.batches import check_fits, prompt_ids
 from jaxlm.models.base import LanguageModel
 from jaxlm.models.inference.denoise import DenoisingConfig, denoised
-from jaxlm.models.inference.generate import CacheDtype, GenerationConfig, generate_tokens, how_to_fit
+from jaxlm.models.inference.generate import CacheDtype, GenerationConfig
 from jaxlm.models.inference.sampling import check_temperature
 from jaxlm.models.inference.tools.calls import Tool, ToolCalls
-from jaxlm.models.inference.unstacked import Generator
 from jaxlm.reading.choices import choice
 
 
@@ -133,11 +133,12 @@ class SamplesEval(Eval):
         config, tokenizer = self._config, self._ctx.tokenizer
         prompts = [prompt_ids(tokenizer, prompt, bos=self._ctx.enforce_bos) for prompt in config.prompts]
         generation = GenerationConfig.of(config, stop_ids=tokenizer.stop_ids)
-        model = self._ctx.cast(model)
         if model.is_causal:
-            continuations = generate_tokens(Generator.of(model), prompts, generation, self._ctx.go_on, self._calls)
+            batched = self._ctx.batched(model, len(prompts))
+            continuations = batched.generate(prompts, generation, tools=self._calls)
         else:
-            continuations = denoised(model, prompts, generation, tokenizer.mask_id, config.denoising)
+            cast = self._ctx.cast(model)
+            continuations = denoised(cast, prompts, generation, tokenizer.mask_id, config.denoising)
         for prompt, ids in zip(config.prompts, continuations, strict=True):
             text = tokenizer.decode(ids) if self._calls is None else self._calls.show(ids)
             self._ctx.log(textwrap.indent(prompt + text, "  | ", lambda _line: True))
@@ -152,24 +153,3 @@ def _of_denoising() -> Iterator[None]:
         yield
     except ConfigError as error:
         raise ConfigError(f"evals: type samples: denoising.{error}") from error
-
-
-def check_fits(prompt: str, num_tokens: int, max_new_tokens: int, seq_len: int) -> None:
-    """Raises `ConfigError` if a prompt and the tokens after it are too long for a model. Args: prompt: which it is."""
-    if num_tokens + max_new_tokens > seq_len:
-        and_new = f" and max_new_tokens is {max_new_tokens}, which together" if max_new_tokens else ", which"
-        raise ConfigError(
-            f"{prompt} has {counted(num_tokens, 'token')}{and_new} exceed model.seq_len: {seq_len}."
-            f" {how_to_fit(num_tokens, seq_len)}"
-        )
-
-
-def prompt_ids(tokenizer, prompt: str, *, bos: bool | None = True) -> list[int]:
-    """The prompt's token ids.
-
-    Args:
-        bos: put the BOS token in front, if the tokenizer has one; None puts what the tokenizer itself puts there. An empty
-            prompt gets BOS in any case: a model needs something to continue.
-    """
-    ids = [*tokenizer.ids_before(bos=bos), *tokenizer.encode(prompt)]
-    return ids or list(tokenizer.ids_before(bos=True))

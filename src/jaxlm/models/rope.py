@@ -189,8 +189,7 @@ def check_rope(rope: RotaryConfig, num_heads: int, head_size: int) -> None:
         raise ConfigError(
             f"model.num_heads: {num_heads} heads have {head_size} features each, of which {num_rotated} are rotated;"
             " rotary position embeddings need an even number, or one more feature for the last pair. Change"
-            " model.num_heads, model.hidden_dim, model.head_dim or"
-            " model.rope.partial_rotary_factor"
+            " the keys that say the size of a head (such as model.head_dim), or model.rope.partial_rotary_factor"
         )
     rope.check(num_rotated)
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 import jax
 
 from jaxlm.core import tree
-from jaxlm.core.axes import EMBED, EXPERTS, MLP
+from jaxlm.core.axes import BATCH, EMBED, EXPERTS, MLP, POSITION, axis_names
 from jaxlm.core.devices import cuda_capability
 from jaxlm.core.precision import Precision
 from jaxlm.core.sharding import Layout
@@ -79,16 +79,20 @@ def attention_tasks(
 def expert_rows(model: LanguageModel, layout: Layout, precision: Precision) -> Iterator[tuple[str, str]]:
     """How devices exchange the tokens of experts, and how they multiply, one row for each way. Args: model: with shapes."""
     choices: dict[tuple[str, ...], None] = {}
+    of_batch, of_row, of_experts = ({*axis_names(layout.compute.get(a, ()))} for a in (BATCH, POSITION, EXPERTS))
+    is_exchanged = any(layout.mesh.shape[name] > 1 for name in of_experts & (of_batch | of_row))
     model = jax.eval_shape(precision.cast_to_compute, model)
     for experts in tree.modules(model, Experts):
         weight = experts.gate_proj.weight
         shape = [weight.axis_size(name) // layout.num_shards(name) for name in (EXPERTS, EMBED, MLP)]
         with layout.use():
             name, reason = choose_products(activation_dtype(model), weight, shape, experts.expert_products)
-        limit = "no choice is dropped"
+        exchange, limit = experts.expert_dispatch, "no choice is dropped"
+        if not is_exchanged:
+            exchange = "none, because no devices share both tokens and experts"
         if experts.expert_capacity is not None:
-            limit = f"choices beyond {experts.expert_capacity:g} times even loads are dropped"
-        choices[f"{experts.expert_dispatch}: {limit}", f"{name}: {reason}"] = None
+            limit = f"choices beyond {experts.expert_capacity:g} times even loads are dropped; which ones depends on the mesh"
+        choices[f"{exchange}: {limit}", f"{name}: {reason}"] = None
     for exchange, products in choices:
         yield "dispatch of tokens", exchange
         yield "products of experts", products

@@ -248,7 +248,10 @@ class _Decoder:
         }
         section = self._construct(kind, values | inner, path) if inner else section
         for key, problem in broken(section):
-            raise self._error((*path, *key.split(".")), problem)
+            names = key.split(".")
+            raise self._error(
+                (*path, *names), problem if _is_written(names, {**(inherited or {}), **tree}) else as_default(problem)
+            )
         return section
 
     def _construct(self, kind: Any, values: Mapping[str, Any], path: KeyPath) -> Any:
@@ -384,6 +387,11 @@ def unknown_key(
     section = ".".join(map(str, path[:-1])) or "the top level"
     typed = "" if choice is None else f" (type {choice})"
     return config_error(source, path, f"no such key in {section}{typed}.{hint} Allowed: {', '.join(allowed)}")
+
+
+def _is_written(names: Sequence[str], tree: Any) -> bool:
+    """Tells whether a key of a section, or of one inside, is written."""
+    return not names or not isinstance(tree, Mapping) or (names[0] in tree and _is_written(names[1:], tree[names[0]]))
 
 
 def _located(problem: str, kind: Any, path: KeyPath, values: Mapping[str, Any]) -> tuple[KeyPath, str]:

@@ -11,7 +11,7 @@ from jaxlm.core import tree
 from jaxlm.core.runtime import broadcast_from_main, main_only
 from jaxlm.data.base import Log
 from jaxlm.data.batch_schedule import BatchSchedule
-from jaxlm.data.cache.derived_arrays import Arrays, open_or_compute
+from jaxlm.data.cache.derived_arrays import ARRAYS, Arrays
 from jaxlm.data.cache.token_cache import TokenCache
 from jaxlm.data.config import DataConfig
 from jaxlm.data.data import Data
@@ -63,7 +63,7 @@ def compute_leaves(
         log(f"computed in {time.perf_counter() - started:.1f} s")
         return dict(values)
 
-    return open_or_compute(section.corpus.store.folder / _FOLDER, made_from, compute, log)
+    return ARRAYS.open_or_compute(section.corpus.store.folder / _FOLDER, made_from, compute, log)
 
 
 @dataclass(frozen=True)

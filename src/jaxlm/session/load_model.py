@@ -20,7 +20,7 @@ from jaxlm.engine.checkpoint.manifest import DamagedError
 from jaxlm.engine.checkpoint.policy import CheckpointerConfig
 from jaxlm.engine.checkpoint.restore import VerifiedCheckpoint, resolve_checkpoints, restore
 from jaxlm.engine.phases import Phase
-from jaxlm.evals.samples import prompt_ids
+from jaxlm.evals.batches import prompt_ids
 from jaxlm.interop.hf.family import with_mtp_of
 from jaxlm.interop.hf.folder import ReadOptions, load_model, open_folder, parameter_dtype
 from jaxlm.interop.hf.hub import local_folder, may_be_repository

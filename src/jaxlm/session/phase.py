@@ -2,7 +2,6 @@
 
 import contextlib
 import functools
-import itertools
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -259,11 +258,9 @@ def open_probe(run: Run, phase: Phase, data: Data, refs: Mapping[str, LanguageMo
                 " the cache, or give the phase other controllers"
             )
         of_each = max(1, num_batches // len(context.validation))
-        first = lambda source: lambda: itertools.islice(source.batches(), of_each)  # noqa: E731
-        sources = tuple(replace(source, batches=first(source)) for source in context.validation)
         meter.attach(state)
         with run.clock.during(Activity.EVAL):
-            loss = ObjectiveEval(replace(context, validation=sources)).run(state.model)["objective"]
+            loss = ObjectiveEval(context, of_each).run(state.model)["objective"]
         return from_main(lambda: loss)  # the processes must choose alike
 
     return probe

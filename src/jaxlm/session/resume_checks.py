@@ -21,14 +21,13 @@ from jaxlm.engine.checkpoint.manifest import Cursor, DamagedError
 from jaxlm.engine.checkpoint.store import Checkpoint
 from jaxlm.engine.phases import Phase
 from jaxlm.interop.hf.source_folder import SourceFolder
-from jaxlm.models.base import ModelConfig
 from jaxlm.observe.environment import computing
 from jaxlm.plan.load_config import as_run_config, read_config
 from jaxlm.plan.plan import Plan, initial_model, plan_phases
 from jaxlm.plan.run_config import RunConfig
 from jaxlm.reading.choices import own_modules
 from jaxlm.reading.decode import dump, encode
-from jaxlm.reading.effects import CONTENT, HARMLESS, ROUNDING, Effect, effect_of, follows, stated_effects
+from jaxlm.reading.effects import CONTENT, HARMLESS, OWN, ROUNDING, Effect, effect_of, follows
 from jaxlm.session.compilation.options import StepOptions, step_options
 from jaxlm.session.init_from import InitFrom, expected_cursor
 from jaxlm.session.references import references_identity
@@ -42,8 +41,6 @@ RENDERING = "rendering.json"
 ENVIRONMENT = "environment.json"
 EVALUATED = "evaluated.json"
 
-# Keys of the model section that change how the model is computed, but not the model.
-_NOT_IDENTITY = tuple(stated_effects(ModelConfig))
 _MODEL, _DATA, _TOKENIZER, _REFS = "model", "data", "tokenizer", "refs"
 
 
@@ -140,8 +137,11 @@ def check_same_run(plan: Plan) -> SavedRun | None:
     if saved is None:
         return None
     changed: dict[str, list[str]] = {_MODEL: [], _DATA: [], _TOKENIZER: [], _REFS: []}
-    models = (_encode_without(model, _NOT_IDENTITY) for model in (initial_model(saved.config), plan.model))
-    changed[_MODEL] += _differences(_MODEL, *models)
+    models = (_encode_without(model, ()) for model in (initial_model(saved.config), plan.model))
+    for line in _differences(_MODEL, *models):
+        # What a key states a smaller effect for changes how the model is computed, but not the model.
+        if effect_of(type(plan.model), line.partition(":")[0].removeprefix(f"{_MODEL}.")) is OWN:
+            changed[_MODEL].append(line)
     data = data_identity(plan)
     # A phase that the configuration no longer has reads no other data. Whether the run can go on without it, `check_cursor`
     # says.

@@ -69,7 +69,10 @@ def describe(plan: Plan, start: str | None = None) -> list[tuple[str, str]]:
         ("evaluation", describe_evaluations(plan)),
         *model_rows(first.model, model, plan.state_builder.Vocab.size, plan.layout, chunk),
         ("FLOPs per token", f"{flops_per_token(plan, first).causal:.4g} ({passes}, {attended} attention)"),
-        ("attention", "; ".join(f"{c.name}: {c.reason}" for c in attention_choices(plan)) or "chosen by the model"),
+        (
+            "attention",
+            "; ".join({f"{c.name}: {c.reason}": None for c in attention_choices(plan)}) or "chosen by the model",
+        ),
         *expert_rows(model, plan.layout, plan.precision),
         *[(name, text) for name, text in optional.items() if text is not None],
         *planned_phases(plan),

@@ -12,7 +12,6 @@ from typing import Any
 import haliax as hax
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from jaxlm.core import tree
 from jaxlm.core.axes import MICROBATCH
@@ -22,6 +21,7 @@ from jaxlm.data.config import DataConfig
 from jaxlm.data.data import ValidationData
 from jaxlm.engine.phases import Phase
 from jaxlm.evals.base import EvalConfig, EvalContext, ValidationSet, failed
+from jaxlm.evals.batches import read_sums
 from jaxlm.evals.gate import GateConfig
 from jaxlm.models.base import LanguageModel
 from jaxlm.objectives.next_token import score_batch
@@ -116,8 +116,7 @@ def _problem(plan: Plan, phase: Phase, model: LanguageModel) -> str | None:
 def mean_loss(model: LanguageModel, batches: Iterable, plan: Plan) -> float:
     """Mean next-token loss in nats on training batches {microbatch, batch, ...}, in the dtype of the model."""
     program = jax.jit(_sums, out_shardings=plan.layout.replicated())
-    # One at a time: simulated devices deadlock if many are in flight.
-    total = sum((np.asarray(program(model, batch), np.float64) for batch in batches), np.zeros(2))
+    total = read_sums((program(model, batch) for batch in batches), 2)
     return float(total[0] / total[1]) if total[1] else math.nan
 
 

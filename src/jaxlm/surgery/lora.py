@@ -147,6 +147,11 @@ class LoraConfig(SurgeryConfig):
         for name in ("rank_pattern", "alpha_pattern", "modules_to_save"):
             for pattern in getattr(self, name):
                 tree.compile_pattern(pattern, f"surgery lora: {name}")
+        if self.experts is None:
+            target = tree.compile_pattern(self.target or "$^", "surgery lora: target")
+            if found := [path for path, _ in tree.modules_by_path(model, ExpertLinear) if target.search(path)]:
+                said = f"matches experts ({found[0]}), which get adapters by experts. Set that too, or another target"
+                raise ConfigError(f"surgery lora: target: '{self.target}' {said}")
         if self.existing == "merge":
             model = self._with_existing(model, lambda layer: layer.merged())
         indices, names = itertools.count(), NumberedPaths(model)
@@ -170,9 +175,10 @@ class LoraConfig(SurgeryConfig):
 
         adapted = model
         if self.target is not None:
-            adapted = tree.map_modules_by_path(model, Linear, self.target, adapt)
+            adapted = tree.map_modules_by_path(model, Linear, self.target, adapt, "surgery lora: target")
         if self.experts is not None:
-            adapted = tree.map_modules_by_path(adapted, ExpertLinear, self.experts, adapt_experts)
+            args = self.experts, adapt_experts, "surgery lora: experts"
+            adapted = tree.map_modules_by_path(adapted, ExpertLinear, *args)
         if self.existing == "refuse":
             self._check_no_adapters(model)
         elif tree.num_parameters(adapted) == tree.num_parameters(model):
@@ -259,9 +265,8 @@ class LoraConfig(SurgeryConfig):
                 f"surgery lora: existing: merge given, but no layer that target '{self.target}' matches has an adapter."
                 " Remove the key"
             )
-        return tree.map_modules_by_path(
-            model, LoraLinear, ".*", lambda path, layer: change(layer) if path in paths else layer
-        )
+        own = lambda path, layer: change(layer) if path in paths else layer  # noqa: E731
+        return tree.map_modules_by_path(model, LoraLinear, ".*", own)
 
     def _check_init_of(self, path: str, layer: Linear, sizes: Sequence[AdapterSize]) -> None:
         """Raises `ConfigError` if the adapter of a layer cannot start as `init` says."""

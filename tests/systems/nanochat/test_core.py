@@ -22,7 +22,7 @@ from jaxlm.core.errors import ConfigError
 from jaxlm.core.precision import parse_precision
 from jaxlm.data.tokenizer.tokenizer import load_tokenizer
 from jaxlm.evals.base import EvalContext
-from jaxlm.evals.scoring import Scored
+from jaxlm.evals.batches import BatchedModel, Scored
 from jaxlm.interop.hf.families.gpt2 import Gpt2Config
 from jaxlm.interop.hf.families.llama import LlamaConfig
 from jaxlm.models.base import Inputs, vocab_axis
@@ -222,11 +222,11 @@ def test_fields(bundle, tokenizer, monkeypatch):
     """What is scored, in which batches."""
     calls = []
 
-    def fake(model, pairs, batch_size, progress, max_length):
-        calls.append((batch_size, len(pairs)))
+    def fake(self, pairs, max_length):
+        calls.append((self.batch_size, len(pairs)))
         return [Scored(-1.0, False) for _ in pairs]
 
-    monkeypatch.setattr("jaxlm.systems.nanochat.core_eval.score", fake)
+    monkeypatch.setattr(BatchedModel, "score", fake)
     usual = open_core(CoreEvalConfig(bundle=str(bundle), tasks=["winograd"]), tokenizer).run(model_of(LLAMA))
     assert (list(usual), calls) == (["winograd"], [(16, 24)])
     options = {"tasks": ["copa", "jeopardy"], "max_per_task": 7, "batch_size": 5}

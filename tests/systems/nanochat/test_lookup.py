@@ -399,7 +399,7 @@ def test_prepare_computes_the_tables_once(tmp_path, monkeypatch):
     monkeypatch.setattr(Console, "log", lambda _, text: lines.append(text))
     tokenizer, prepared = prepare(config, Console())
     assert sum("computing body.lookups.0.bounds, body.lookups.1.bounds from" in line for line in lines) == 1
-    (file,) = (tmp_path / "cache" / "derived").glob("*.npz")
+    (file,) = (tmp_path / "cache" / "derived").glob("*/body.lookups.0.bounds.npy")
     plan = make_plan(config, "x", tokenizer.vocab_size)
     lines.clear()
     bounds = leaves_from_tokens(plan, tokenizer, lines.append)

@@ -195,7 +195,7 @@ def test_only_sequences_that_steps_read_are_stored(two_epochs, setup, tmp_path):
     seen = {row.tobytes() for batch in few.batches(few.data) for row in np.asarray(batch.tokens.array)}
     assert few.logged() == [len(seen), 2 * BATCH, size, 0]
     (folder,) = (tmp_path / "annotations").glob("*/")
-    before = {path: path.read_bytes() for path in folder.iterdir()}
+    before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
     skipping = Stored(setup, plain, 3)  # after a step back, with the data of a step left out
     assert len(list(skipping.batches(skipping.data, {"examples": BATCH, "step": 1}, skipped=1))) == 2
@@ -262,7 +262,7 @@ def test_a_teacher_is_asked_before_the_first_batch_for_what_steps_still_read(set
     for position, num_stored, folder in ((START, 3 * BATCH, "whole"), (later, BATCH, "elsewhere")):
         run = Stored(taught, setup.opened(tmp_path / folder), 3, position)
         assert run.logged()[:2] == [num_stored, num_stored]
-        (block,) = (tmp_path / folder / "annotations").glob("*/*.npy")
+        (block,) = (tmp_path / folder / "annotations").glob("*/*/records.npy")
         assert len(np.load(block)) == num_stored
         assert len(list(run.batches(run.data, position))) == 3 - position["step"]
         ((_, fields),) = run.reported
@@ -278,7 +278,8 @@ def test_other_processes_read_the_blocks_that_process_0_lists(two_epochs, monkey
     """Their own lists of a shared folder may be old."""
     run = two_epochs[0]
     place = run.reported[0][1]["folder"]
-    folder = AnnotationFolder(run.plain.train[""], json.loads((Path(place) / "cache.json").read_text())["made_from"])
+    made_from = json.loads((Path(place) / "block-0" / "cache.json").read_text())["made_from"]
+    folder = AnnotationFolder(run.plain.train[""], made_from)
     listed = folder.blocks()
     monkeypatch.setattr(AnnotationFolder, "blocks", lambda _: [])
     monkeypatch.setattr(annotate, "from_main", lambda _: listed)

@@ -322,7 +322,7 @@ def test_losses_do_not_depend_on_the_mesh_and_frozen_layers_do_not_change(mesh, 
         assert changed == (trainable == (".*",) or path.startswith(("body.1", "head"))), path
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_training_a_split_model_is_training_the_whole_one():
     whole, halves = TinyRun(one_device()), TinyRun(one_device(), phase(surgeries=(SplitAtConfig(1),)))
     for number in range(4):

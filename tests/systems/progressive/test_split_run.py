@@ -1,4 +1,4 @@
-"""A second phase that trains only the upper of two stacks: frozen bit for bit, killed, resumed, exported and sampled."""
+"""A second phase that trains only the upper of two stacks: frozen bit for bit, exported and sampled."""
 
 import numpy as np
 import pytest
@@ -50,17 +50,6 @@ def test_the_lower_stack_and_the_embedding_do_not_change(whole):
     earlier = whole[0].digest("step-15")
     assert {path: earlier[path] for path in lower} == lower
     assert earlier["model.head.weight"] != after["model.head.weight"]
-
-
-@pytest.mark.soak
-def test_a_run_killed_at_each_place_ends_the_same(whole, workplace):
-    """One run that is killed at each place in turn."""
-    place = start(workplace, whole[0].devices)
-    for fault in ("after surgery", "second phase"):
-        place.die("--config_path", "run.yaml", at=fault)
-    place.finish("--config_path", "run.yaml")
-    assert place.losses() == whole[1]
-    assert place.digest("step-24") == whole[3]
 
 
 @pytest.mark.soak

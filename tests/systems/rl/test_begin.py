@@ -2,7 +2,7 @@
 
 import pytest
 
-from jaxlm.data.formats.prompts import PromptsFormat
+from jaxlm.data.formats.completions import PromptsFormat
 from jaxlm.systems.rl.rewards.function import FunctionRewardConfig
 from jaxlm.systems.rl.rollouts import RolloutsConfig
 from tests.data.test_begin import NAMED, check_beginning, folder, section  # noqa: F401 - fixtures

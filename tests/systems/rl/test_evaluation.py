@@ -11,15 +11,15 @@ import pytest
 
 from jaxlm.core.errors import ConfigError
 from jaxlm.data.tokens import TokensConfig
+from jaxlm.evals import batches
 from jaxlm.evals.base import EvalConfig, EvalContext
-from jaxlm.evals.samples import prompt_ids
+from jaxlm.evals.batches import prompt_ids
 from jaxlm.models.base import vocab_axis
 from jaxlm.models.inference.generate import GenerationConfig, generate_tokens
 from jaxlm.models.inference.unstacked import Generator
 from jaxlm.objectives.next_token import score_batch
 from jaxlm.reading.decode import decode
 from jaxlm.reading.yaml import ConfigSource
-from jaxlm.systems.rl import evaluation
 from tests.fields.proofs import outcome_of
 from tests.fields.trees import tree
 
@@ -186,8 +186,8 @@ def test_metrics_are_means_over_the_answers(case, tmp_path, capsys):
 @pytest.mark.slow
 def test_the_cache_has_the_dtype(case, tmp_path, monkeypatch):
     configs = []
-    generate = evaluation.generate_tokens
-    monkeypatch.setattr(evaluation, "generate_tokens", lambda *given: configs.append(given[2]) or generate(*given))
+    generate = batches.generate_tokens
+    monkeypatch.setattr(batches, "generate_tokens", lambda *given: configs.append(given[2]) or generate(*given))
     run(case, tmp_path)
     run(case, tmp_path, cache_dtype="bfloat16")
     assert [config.cache_dtype for config in configs] == [None, "bfloat16"]

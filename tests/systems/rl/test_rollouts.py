@@ -12,7 +12,7 @@ from jaxlm.core.errors import ConfigError
 from jaxlm.core.field_types import check_fields
 from jaxlm.data.batch_schedule import BatchSchedule, BatchSize
 from jaxlm.data.config import DataConfig
-from jaxlm.data.formats.prompts import PromptsFormat
+from jaxlm.data.formats.completions import PromptsFormat
 from jaxlm.data.loader import RunServices
 from jaxlm.models.inference.sampling import Sampling
 from jaxlm.reading.decode import decode

@@ -251,7 +251,7 @@ def test_the_first_update_of_a_later_block_is_that_of_a_new_optimizer():
     assert np.median(np.abs(update)) > 0.97
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 @pytest.mark.parametrize("order", one_of(["parallel", "sequential"]))
 def test_eight_devices_and_one_do_the_same(order):
     keys = {"order": order, "convergence": Convergence(max_steps=2)}

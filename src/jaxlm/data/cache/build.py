@@ -1,7 +1,6 @@
-"""Builds token caches atomically, with workers: a cache either exists and is complete, or does not exist.
+"""Builds token caches, with workers.
 
-A cache is built in `<split>.building` and renamed when it is complete. Progress is saved in shards, so an interrupted build
-resumes where it stopped and produces the same bytes.
+Progress is saved in shards, so an interrupted build resumes where it stopped and produces the same bytes.
 """
 
 import abc
@@ -15,28 +14,18 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from jaxlm.core.errors import ConfigError, counted
-from jaxlm.core.safe_io import atomic_file, commit_folder, folder_lock, fsync, read_bytes
+from jaxlm.core.safe_io import atomic_file, read_bytes
 from jaxlm.data.base import Log
-from jaxlm.data.cache.cache_key import CacheKey, disk_full_errors, file_digests, writable_folder
-from jaxlm.data.cache.token_cache import (
-    GROUPS,
-    METADATA,
-    NUMBERS,
-    OFFSETS,
-    TARGETS,
-    TOKENS,
-    TokenCache,
-    open_cache,
-    write_metadata,
-)
+from jaxlm.data.cache.artifacts import Files, Key
+from jaxlm.data.cache.token_cache import GROUPS, NUMBERS, OFFSETS, TARGETS, TOKENS
 from jaxlm.data.formats.base import Encoder
 from jaxlm.data.formats.segments import RawContent, TokenizedText
-from jaxlm.data.sources.record_files import TextFile
+from jaxlm.data.sources.record_files import TextFile, file_digests
 
 _SHARD_CHARACTERS = 1 << 22  # at most this much work is lost if the process is killed
 _SHARD_VERSION = 2  # of what a shard file has
@@ -85,35 +74,27 @@ class _Shard(NamedTuple):
     position: int
 
 
-def open_or_build(
-    folder: Path,
-    files: Sequence[TextFile],
+def build_cache(
+    made: Files,
+    texts: Sequence[TextFile],
     encoder: Encoder,
-    made_from: CacheKey,
+    made_from: Key,
     log: Log,
     workers: Workers = LOCAL_WORKERS,
-) -> TokenCache:
-    """Opens the cache in `folder`, and builds it first if it does not exist.
+) -> dict[str, Any]:
+    """Writes the files of a token cache. Returns what its metadata says of them.
 
     Raises:
-        ConfigError: the existing cache was built from something else (the message lists the differences) or is damaged,
-            or the folder is not writable.
+        ConfigError: the texts cannot be tokenized, or have changed meanwhile.
     """
-    building = folder.with_name(f"{folder.name}.building")
-    if not folder.exists() or building.exists():
-        with folder_lock(writable_folder(folder.parent), log), disk_full_errors(building):
-            if not folder.exists():  # another process may have built it meanwhile
-                _prepare_building_folder(building, made_from)
-                _write_shards(building, files, encoder, made_from, log, workers)
-                _check_unchanged(files, made_from)
-                _join_shards(building, files, made_from, log)
-                commit_folder(building / "finished", folder)
-            shutil.rmtree(building, ignore_errors=True)
-    return open_cache(folder, made_from)
+    _prepare_shards(made.work, made_from)
+    _write_shards(made.work, texts, encoder, made_from, log, workers)
+    _check_unchanged(texts, made_from)
+    return _join_shards(made, len(texts), log)
 
 
-def _prepare_building_folder(building: Path, made_from: CacheKey) -> None:
-    """Keeps the shards of an interrupted build if its cache key is the same; otherwise starts over."""
+def _prepare_shards(building: Path, made_from: Key) -> None:
+    """Keeps the shards of an interrupted build if its key is the same; otherwise starts over."""
     plan = building / _PLAN
     # With another shard size, the same shard number would hold other documents.
     plan_content = {"version": _SHARD_VERSION, "shard_characters": _SHARD_CHARACTERS, "made_from": dict(made_from)}
@@ -123,13 +104,12 @@ def _prepare_building_folder(building: Path, made_from: CacheKey) -> None:
         building.mkdir()
         with atomic_file(plan) as path:
             path.write_bytes(content)
-    shutil.rmtree(building / "finished", ignore_errors=True)
     for leftover in building.glob("*.tmp"):
         leftover.unlink()
 
 
 def _write_shards(
-    building: Path, files: Sequence[TextFile], encoder: Encoder, made_from: CacheKey, log: Log, workers: Workers
+    building: Path, files: Sequence[TextFile], encoder: Encoder, made_from: Key, log: Log, workers: Workers
 ) -> None:
     """Tokenizes all documents shard by shard; shards that exist already are kept."""
     dtype = np.uint16 if made_from["vocab_size"] <= 1 << 16 else np.uint32
@@ -203,7 +183,7 @@ def _shard_path(building: Path, number: int) -> Path:
     return building / f"shard-{number:06d}.npz"
 
 
-def _check_unchanged(files: Sequence[TextFile], made_from: CacheKey) -> None:
+def _check_unchanged(files: Sequence[TextFile], made_from: Key) -> None:
     now = file_digests(files)
     changed = sorted(name for name, digest in made_from["files"].items() if now[name] != digest)
     if changed:
@@ -248,54 +228,40 @@ def _shards_of(files: Sequence[TextFile], encoder: Encoder) -> Iterator[_Shard]:
         yield _Shard(documents, np.array(sources, np.int64), position)
 
 
-def _join_shards(building: Path, files: Sequence[TextFile], made_from: CacheKey, log: Log) -> None:
-    """Concatenates all shards into `finished/`; `cache.json` is written last."""
-    finished = building / "finished"
-    finished.mkdir()
-    shards = sorted(building.glob("shard-*.npz"))
-    with atomic_file(finished / TOKENS) as path, open(path, "wb") as file:
-        joined = _append_shards(shards, file)
+def _join_shards(made: Files, num_files: int, log: Log) -> dict[str, Any]:
+    """Concatenates all shards."""
+    name, shards = made.work.stem, sorted(made.work.glob("shard-*.npz"))
+    with made.open(TOKENS) as file:
+        joined = _append_shards(shards, file.write)
     if joined["has_targets"]:
-        with atomic_file(finished / TARGETS) as path, open(path, "wb") as file:
-            joined["crc32"][TARGETS] = _append_targets(shards, file)
+        with made.open(TARGETS) as file:
+            _append_targets(shards, file.write)
     if joined["numbers"]:
-        numbers = np.concatenate(joined["numbers"])
-        joined["crc32"][NUMBERS] = zlib.crc32(numbers.data)
-        with atomic_file(finished / NUMBERS) as path:
-            path.write_bytes(numbers.data)
+        made.put(NUMBERS, np.concatenate(joined["numbers"]))
     if not joined["lengths"]:
         raise ConfigError("the data contains no text: every record of its files is empty")
     offsets = np.concatenate([[0], np.cumsum(np.concatenate(joined["lengths"]))]).astype(np.int64)
-    with atomic_file(finished / OFFSETS) as path:
-        path.write_bytes(offsets.data)  # `tofile` does not report a full disk
+    made.put(OFFSETS, offsets)
     num_tokens, num_documents, num_bytes = int(offsets[-1]), len(offsets) - 1, joined["num_bytes"]
     sources, groups = np.concatenate(joined["sources"]), np.concatenate(joined["groups"])
     group_ends = np.flatnonzero(np.append((np.diff(sources) != 0) | (np.diff(groups) != 0), True)) + 1
-    metadata = {
-        "made_from": dict(made_from),
+    log(f"{name}: {counted(num_documents, 'document')}, {num_tokens:,} tokens, {num_bytes:,} bytes of text")
+    if joined["left_out"]:
+        log(f"{name}: {counted(joined['left_out'], 'document')} left out, without a token to compute the loss on")
+    return {
         "dtype": joined["dtype"],
         "num_tokens": num_tokens,
         "num_documents": num_documents,
         "num_bytes": num_bytes,
-        "documents_of_files": np.bincount(sources, minlength=len(files)).tolist(),
+        "documents_of_files": np.bincount(sources, minlength=num_files).tolist(),
         GROUPS: np.diff(group_ends, prepend=0).tolist(),
-        "crc32": {**joined["crc32"], OFFSETS: zlib.crc32(offsets.data)},
     }
-    with atomic_file(finished / METADATA) as path:
-        write_metadata(path, metadata)
-    fsync(finished)
-    log(f"{building.stem}: {counted(num_documents, 'document')}, {num_tokens:,} tokens, {num_bytes:,} bytes of text")
-    if joined["left_out"]:
-        log(
-            f"{building.stem}: {counted(joined['left_out'], 'document')} left out, without a token to compute the loss on"
-        )
 
 
-def _append_shards(shards: Sequence[Path], file: BinaryIO) -> dict[str, Any]:
-    """Writes the tokens of all shards to `file`; returns their counts and checksum."""
+def _append_shards(shards: Sequence[Path], write: Callable[[Any], None]) -> dict[str, Any]:
+    """Writes the tokens of all shards. Returns the rest of them."""
     joined: dict[str, Any] = {"lengths": [], "sources": [], "groups": [], "numbers": []}
     joined |= {"num_bytes": 0, "left_out": 0, "has_targets": False}
-    crc32 = 0
     for path in shards:
         shard = _read_complete_shard(path)
         joined["lengths"].append(shard["lengths"])
@@ -306,21 +272,17 @@ def _append_shards(shards: Sequence[Path], file: BinaryIO) -> dict[str, Any]:
         joined["has_targets"] |= "targets" in shard
         joined["numbers"] += [shard["numbers"]] if "numbers" in shard else []
         joined["dtype"] = shard["tokens"].dtype.name
-        crc32 = zlib.crc32(shard["tokens"].data, crc32)
-        file.write(shard["tokens"].data)
-    return joined | {"crc32": {TOKENS: crc32}}
+        write(shard["tokens"].data)
+    return joined
 
 
-def _append_targets(shards: Sequence[Path], file: BinaryIO) -> int:
-    """Writes the target mask of all shards to `file`; returns its checksum."""
-    crc32 = 0
+def _append_targets(shards: Sequence[Path], write: Callable[[Any], None]) -> None:
+    """Writes the target mask of all shards."""
     for path in shards:
         shard = _read_complete_shard(path)
         target_mask = shard.get("targets", np.zeros(0, np.uint8))
         assert len(target_mask) == len(shard["tokens"]), f"{path}: target mask and tokens differ in length"
-        crc32 = zlib.crc32(target_mask.data, crc32)
-        file.write(target_mask.data)
-    return crc32
+        write(target_mask.data)
 
 
 def _read_complete_shard(path: Path) -> dict[str, np.ndarray]:

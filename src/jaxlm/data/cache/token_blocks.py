@@ -32,8 +32,8 @@ import numpy as np
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.safe_io import SMALL, exclusive, open_regular, read_bytes, temporary_path
 from jaxlm.core.stores import WHILE_TRAINING_S, open_store, retried, storage_errors
-from jaxlm.data.cache.cache_key import disk_full_errors, writable_folder
-from jaxlm.data.cache.token_cache import TOKENS, DamagedCacheError
+from jaxlm.data.cache.artifacts import disk_full_errors, writable_folder
+from jaxlm.data.cache.token_cache import TOKEN_CACHE, TOKENS
 
 FOLDER = Path("cache/blocks")
 _NUM_LOCKS = 64  # blocks that share a lock wait for each other's download
@@ -244,7 +244,7 @@ class TokenBlocks:
 
         Raises:
             ConfigError: the store cannot be read, or the mirror cannot be written.
-            DamagedCacheError: the tokens in the store are not those that were written.
+            DamagedError: the tokens in the store are not those that were written.
         """
         start, stop, step = part.indices(len(self))
         assert step == 1, "tokens are read in order"
@@ -343,10 +343,7 @@ class TokenBlocks:
             if len(content) == size and zlib.crc32(content) == self._sums.crc32[number]:
                 return content
         problem = "its checksum does not match" if len(content) == size else f"the store has {len(content):,} of them"
-        raise DamagedCacheError(
-            f"the token cache is damaged: {where}: bytes {begin:,} to {begin + size:,}: {problem}. Delete {self.url} to"
-            " rebuild it"
-        )
+        raise TOKEN_CACHE.damaged(where, f"bytes {begin:,} to {begin + size:,}: {problem}")
 
     def _size(self, number: int) -> int:
         return min(self._sums.block_bytes, self.num_bytes - number * self._sums.block_bytes)

@@ -7,31 +7,38 @@
                     cache.json     the cache key, counts, and checksums, including its own
 """
 
-import json
-import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 import numpy as np
 
-from jaxlm.core.errors import ConfigError
-from jaxlm.core.safe_io import read_bytes
-from jaxlm.data.cache.cache_key import CacheKey, check_cache_key
+from jaxlm.data.cache.artifacts import Artifact, DamagedError, Key, Kind
+from jaxlm.data.sources.record_files import TextFile, files_key
+from jaxlm.data.tokenizer.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     from jaxlm.data.cache.token_blocks import TokenBlocks
 
 TOKENS, OFFSETS, TARGETS, NUMBERS = "tokens.bin", "offsets.bin", "targets.bin", "numbers.bin"
-METADATA = "cache.json"
 GROUPS = "documents_of_groups"
 """Key of the metadata; caches of earlier versions do not have it."""
-_SEAL = "seal"
 
 
-class DamagedCacheError(ConfigError):
-    """The files of a token cache were changed or truncated after they were written."""
+def cache_key(files: Sequence[TextFile], tokenizer: Tokenizer, *, bos: bool | list[int], eos: bool) -> Key:
+    """The part of a token cache's key that does not depend on the format.
+
+    Args:
+        bos: whether documents begin with BOS, or the other ids that they begin with.
+    """
+    return {
+        "tokenizer": tokenizer.fingerprint,
+        "vocab_size": tokenizer.vocab_size,
+        "enforce_bos": bos,
+        "enforce_eos": eos,
+        **files_key(files),
+    }
 
 
 @dataclass(frozen=True)
@@ -86,7 +93,7 @@ class TokenCache:
         """int32 [len(starts), length]: `length` tokens from each start on; 0 past the end of the cache.
 
         Raises:
-            DamagedCacheError: an id is outside the vocabulary. The message names the cache file, the token, and its source.
+            DamagedError: an id is outside the vocabulary. The message names the cache file, the token, and its source.
         """
         if self.blocks is not None:
             self.blocks.fetch(starts, length)
@@ -113,7 +120,7 @@ class TokenCache:
         return ids
 
     def _refuse(self, position: int, token: int) -> NoReturn:
-        raise DamagedCacheError(
+        raise DamagedError(
             f"{self.location}/{TOKENS}: token {position} ({self.source_of(position)}) is {token}, but the vocabulary has"
             f" {self.vocab_size}. The cache is damaged: delete {self.location} and start again"
         )
@@ -138,106 +145,34 @@ class TokenCache:
         raise AssertionError(f"no source has token {position}")
 
 
-def open_cache(folder: Path, made_from: CacheKey | None = None, blocks: "TokenBlocks | None" = None) -> TokenCache:
-    """Opens an existing cache and verifies its checksums.
+def read_cache(stored: Artifact, blocks: "TokenBlocks | None" = None) -> TokenCache:
+    """Opens a cache and verifies its checksums.
 
     Args:
         blocks: its tokens, if they are not in the folder. They are verified as they are read.
 
     Raises:
-        ConfigError: the cache was not built from `made_from`.
-        DamagedCacheError: a file is missing or damaged.
+        DamagedError: a file is missing or damaged.
     """
-    metadata = read_metadata(folder)
-    if made_from is not None:
-        check_cache_key("token cache", folder if blocks is None else blocks.url, metadata["made_from"], made_from)
-    crc32 = metadata["crc32"]
-    tokens = _map_tokens(folder, metadata) if blocks is None else blocks
-    offsets = np.fromfile(_sized(folder / OFFSETS, (metadata["num_documents"] + 1) * 8), np.int64)
-    _check_sum(folder / OFFSETS, offsets, crc32[OFFSETS])
-    target_mask = None
-    if TARGETS in crc32:
-        target_mask = np.asarray(np.memmap(_sized(folder / TARGETS, metadata["num_tokens"]), np.uint8, mode="r"))
-        _check_sum(folder / TARGETS, target_mask, crc32[TARGETS])
-    numbers = None
-    if NUMBERS in crc32:
-        path, num_documents = folder / NUMBERS, metadata["num_documents"]
-        # Each document has equally many, so the size says how many.
-        size = path.stat().st_size if path.is_file() else 0
-        numbers = np.fromfile(_sized(path, max(1, size // (4 * num_documents)) * 4 * num_documents), np.float32)
-        _check_sum(path, numbers, crc32[NUMBERS])
-        numbers = numbers.reshape(num_documents, -1)
+    metadata, crc32 = stored.metadata, stored.crc32
     return TokenCache(
-        folder,
-        tokens,
-        offsets,
-        target_mask=target_mask,
-        vocab_size=metadata["made_from"]["vocab_size"],
+        stored.folder,
+        stored.raw(TOKENS, metadata["dtype"]) if blocks is None else blocks,
+        np.array(stored.raw(OFFSETS, np.int64)),
+        target_mask=stored.raw(TARGETS) if TARGETS in crc32 else None,
+        vocab_size=stored.made_from["vocab_size"],
         num_bytes=metadata["num_bytes"],
         fingerprint="".join(f"{crc32[name]:08x}" for name in (TOKENS, OFFSETS, TARGETS, NUMBERS) if name in crc32),
-        documents_of=dict(zip(metadata["made_from"]["files"], metadata["documents_of_files"], strict=True)),
+        documents_of=dict(zip(stored.made_from["files"], metadata["documents_of_files"], strict=True)),
         blocks=blocks,
-        numbers=numbers,
+        # Each document has equally many, so the size says how many.
+        numbers=stored.raw(NUMBERS, np.float32).reshape(metadata["num_documents"], -1) if NUMBERS in crc32 else None,
         documents_of_groups=np.array(metadata[GROUPS], np.int64) if GROUPS in metadata else None,
     )
 
 
-def _map_tokens(folder: Path, metadata: Mapping[str, Any]) -> np.ndarray:
-    dtype = np.dtype(metadata["dtype"])
-    # As a plain array: slicing a `memmap` is slow.
-    tokens = np.asarray(np.memmap(_sized(folder / TOKENS, metadata["num_tokens"] * dtype.itemsize), dtype, mode="r"))
-    _check_sum(folder / TOKENS, tokens, metadata["crc32"][TOKENS])
-    return tokens
-
-
-def read_metadata(folder: Path) -> dict[str, Any]:
-    """Reads `cache.json` of a complete cache: `made_from` (the cache key), counts, checksums."""
-    try:
-        return parse_metadata(read_bytes(folder / METADATA), str(folder / METADATA))
-    except FileNotFoundError:
-        raise _damaged(folder / METADATA, "the file is missing") from None
-
-
-def parse_metadata(raw: bytes, path: str) -> dict[str, Any]:
-    """The content of a `cache.json`. Args: path: its path or URL, for messages."""
-    try:
-        metadata = json.loads(raw)
-    except (ValueError, RecursionError) as error:
-        raise _damaged(path, f"not JSON ({error})") from error
-    expected = {"made_from", "dtype", "num_tokens", "num_documents", "num_bytes", "documents_of_files", "crc32"}
-    if not isinstance(metadata, dict) or metadata.keys() - {GROUPS} != expected | {_SEAL}:
-        raise _damaged(path, "its keys are not those that this version of jaxlm writes")
-    if metadata.pop(_SEAL) != _seal(metadata):
-        raise _damaged(path, "its checksum does not match its content")
-    return metadata
-
-
-def write_metadata(path: Path, metadata: Mapping[str, Any]) -> None:
-    """Writes `cache.json`, with a checksum of its own content."""
-    path.write_text(json.dumps({**metadata, _SEAL: _seal(metadata)}))
-
-
-def _seal(metadata: Mapping[str, Any]) -> int:
-    return zlib.crc32(json.dumps(metadata).encode())
-
-
-def _sized(path: Path, size: int) -> Path:
-    """Returns `path` after checking that the file exists and has `size` bytes."""
-    if not path.is_file():
-        raise _damaged(path, "the file is missing")
-    if path.stat().st_size != size:
-        raise _damaged(path, f"its size is {path.stat().st_size:,} bytes instead of {size:,}")
-    return path
-
-
-def _check_sum(path: Path, content: np.ndarray, crc32: int) -> None:
-    if zlib.crc32(content.data) != crc32:
-        raise _damaged(path, "its checksum does not match its content")
-
-
-def _damaged(path: Path | str, problem: str) -> DamagedCacheError:
-    folder = str(path).rpartition("/")[0]
-    return DamagedCacheError(f"the token cache is damaged: {path}: {problem}. Delete the folder {folder} to rebuild it")
+_FACTS = frozenset({"dtype", "num_tokens", "num_documents", "num_bytes", "documents_of_files"})
+TOKEN_CACHE = Kind("token cache", read_cache, _FACTS, frozenset({GROUPS}))
 
 
 @dataclass(frozen=True)

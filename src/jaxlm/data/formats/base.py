@@ -54,6 +54,8 @@ class FormatConfig(Registry, draccus.ChoiceRegistry, abc.ABC):
 
     keys_of_turns: ClassVar[tuple[str, ...]] = ("role", "content")
     """The keys of a message that this format reads. Others are for the chat template."""
+    has_loss_mask: ClassVar[bool] = False
+    """Whether documents say on which of their tokens the loss is computed."""
     newer_keys: ClassVar[tuple[str, ...]] = ()
     """Options that older runs do not have, left out at their defaults."""
 
@@ -80,11 +82,6 @@ class FormatConfig(Registry, draccus.ChoiceRegistry, abc.ABC):
     @abc.abstractmethod
     def can_read(self, name: str) -> bool:
         """Tells whether a file with this name may hold records of this format."""
-
-    @property
-    def has_loss_mask(self) -> bool:
-        """Tells whether documents say on which of their tokens the loss is computed."""
-        return False
 
     def key_of_text(self, source_key: str) -> str | None:
         """The key, or column, that this format reads text from; None if it reads none.
@@ -115,8 +112,12 @@ class FormatConfig(Registry, draccus.ChoiceRegistry, abc.ABC):
         return Encoder(self, key, tokenizer, template, *boundary_ids(tokenizer, bos=bos, eos=ends))
 
     def template(self, tokenizer: Tokenizer, key: str) -> ChatTemplate | None:
-        """The chat template for messages; None if there is none. Args: key: as for `encoder`. Raises like `encoder`."""
-        return None
+        """The chat template for messages; None in formats without any, and without one of the format or the tokenizer, which
+        only texts do without. Args: key: as for `encoder`. Raises like `encoder`."""
+        given = self.given_template()
+        if self.bos_policy in ("text", "ids") or (given is None and tokenizer.chat_template is None):
+            return None
+        return ChatTemplate.load(given, tokenizer, f"{key}.chat_template")
 
     @abc.abstractmethod
     def read(self, file: TextFile, encoder: "Encoder") -> Iterator[RawContent]:
@@ -176,8 +177,10 @@ class Encoder:
         """Tokenizes documents; None for a document without target tokens. Thread-safe."""
         return tokenize(contents, self.tokenizer)
 
-    def framed(self, *texts: Segment) -> tuple[Segment, ...]:
-        """A sequence of texts between the ids `before` and `after`, which are trained as the text beside them is."""
+    def sequence(self, *texts: Segment, is_rendered: bool = False) -> tuple[Segment, ...]:
+        """Joins texts. If no template has rendered them, they get `before` and `after`, trained as their neighbors are."""
+        if is_rendered:
+            return texts
         return (Segment(self.before, texts[0].trained), *texts, Segment(self.after, texts[-1].trained))
 
     def cache_key(self) -> dict[str, Any]:
@@ -207,16 +210,14 @@ class MaskedFormat(RecordsFormat):
             `keep_end` its beginning, and `drop_overlength` leaves it out.
     """
 
+    has_loss_mask: ClassVar[bool] = True
+
     pack: bool = field(default=True, kw_only=True)
     truncation: Truncation = field(default="keep_start", kw_only=True)
 
     @property
     def documents_per_sequence(self) -> int | None:
         return 0 if self.pack else 1
-
-    @property
-    def has_loss_mask(self) -> bool:
-        return True
 
     @property
     def overlong(self) -> Truncation:

@@ -1,4 +1,4 @@
-"""Prompts with one or several completions, with preferences or rewards; the loss is computed on the completions."""
+"""Prompts with completions, on which the loss is computed, also with preferences or rewards; and prompts alone."""
 
 import abc
 import itertools
@@ -17,7 +17,6 @@ from jaxlm.data.formats.chat import OF_TEMPLATE, Messages, are_messages, for_tem
 from jaxlm.data.formats.segments import RawContent, Segment, Segments
 from jaxlm.data.sources.record_files import Record, TextFile
 from jaxlm.data.tokenizer.chat_template import ChatTemplate
-from jaxlm.data.tokenizer.tokenizer import Tokenizer
 from jaxlm.reading.choices import choice
 
 _SYSTEM, _USER, _ASSISTANT = "system", "user", "assistant"
@@ -53,18 +52,13 @@ class PromptedFormat(RecordsFormat):
 
     chat_template: str | None = field(default=None, kw_only=True)
 
-    def template(self, tokenizer: Tokenizer, key: str) -> ChatTemplate | None:
-        return template_of(self, tokenizer, key)
-
     def read(self, file: TextFile, encoder: Encoder) -> Iterator[RawContent]:
         for record in self.records(file):
-            content = rendered(record, self.completions(record), self.keys, encoder.template)
-            sequences = [
-                self.segments(content.prompt, one, encoder, content.is_rendered) for one in content.completions
-            ]
-            if not content.is_rendered:
-                sequences = [encoder.framed(*segments) for segments in sequences]
-            segments = Segments(sequences, content.is_rendered, numbers=content.numbers)
+            content = _rendered(record, self.completions(record), self.keys, encoder.template)
+            is_rendered = content.is_rendered
+            pairs = [self.segments(content.prompt, one, encoder, is_rendered) for one in content.completions]
+            sequences = [encoder.sequence(*pair, is_rendered=is_rendered) for pair in pairs]
+            segments = Segments(sequences, is_rendered, numbers=content.numbers)
             yield RawContent.of(record, (content.prompt, *content.completions), segments)
 
     def texts(self, file: TextFile) -> Iterator[str]:
@@ -116,14 +110,7 @@ class CompletionsFormat(PromptedFormat):
         return 1
 
 
-def template_of(config: FormatConfig, tokenizer: Tokenizer, key: str) -> ChatTemplate | None:
-    """The chat template for messages; None if neither the format nor the tokenizer has one, which only texts do without."""
-    if config.given_template() is None and tokenizer.chat_template is None:
-        return None
-    return ChatTemplate.load(config.given_template(), tokenizer, f"{key}.chat_template")
-
-
-def text_or_messages(record: Record, key: str) -> str | Messages:
+def _text_or_messages(record: Record, key: str) -> str | Messages:
     """The value under a key of a record. Raises `ConfigError` if it is neither a text nor a list of messages."""
     value = record.values.get(key)
     if isinstance(value, str):
@@ -134,7 +121,7 @@ def text_or_messages(record: Record, key: str) -> str | Messages:
     raise ConfigError(f"{record.where}: no text and no list of messages under '{key}': {problem}")
 
 
-def rendered(record: Record, content: Completions, keys: Sequence[str], template: ChatTemplate | None) -> Completions:
+def _rendered(record: Record, content: Completions, keys: Sequence[str], template: ChatTemplate | None) -> Completions:
     """The texts of what a record has under `keys`. Without a prompt, it is the messages that all completions begin with;
     without completions, the template ends with the header of an answer."""
     prompt, are_texts = content.prompt, [isinstance(completion, str) for completion in content.completions]
@@ -231,8 +218,8 @@ class SupervisedFormat(MaskedFormat, PromptedFormat):
 
     def prompt(self, record: Record) -> str | Messages:
         """Writes the prompt, including the context and `separate_with`. Raises `ConfigError` if there is none."""
-        prompt, key = text_or_messages(record, self.input_field), self.context_field
-        context = "" if key is None or record.values.get(key, key) is None else text_or_messages(record, key)
+        prompt, key = _text_or_messages(record, self.input_field), self.context_field
+        context = "" if key is None or record.values.get(key, key) is None else _text_or_messages(record, key)
         if isinstance(prompt, str) and isinstance(context, str):
             return "\n".join(filter(None, (prompt, context))) + (self.separate_with or "")
         if context:
@@ -242,7 +229,7 @@ class SupervisedFormat(MaskedFormat, PromptedFormat):
         return prompt
 
     def completions(self, record: Record) -> Completions:
-        return Completions(self.prompt(record), (text_or_messages(record, self.output_field),))
+        return Completions(self.prompt(record), (_text_or_messages(record, self.output_field),))
 
     def segments(self, prompt: str, completion: str, encoder: Encoder, is_rendered: bool) -> tuple[Segment, Segment]:
         return Segment(prompt, not self.mask_inputs), Segment(completion, needed=True)
@@ -306,8 +293,8 @@ class PairsFormat(CompletionsFormat):
 
     def completions(self, record: Record) -> Completions:
         is_absent = self.prompt_field == _PROMPT and record.values.get(_PROMPT) is None
-        prompt = None if self.prompt_field is None or is_absent else text_or_messages(record, self.prompt_field)
-        chosen, rejected = (text_or_messages(record, key) for key in (self.chosen_field, self.rejected_field))
+        prompt = None if self.prompt_field is None or is_absent else _text_or_messages(record, self.prompt_field)
+        chosen, rejected = (_text_or_messages(record, key) for key in (self.chosen_field, self.rejected_field))
         if prompt is None and isinstance(chosen, str) and isinstance(rejected, str):
             return self._text_pair(record.where, chosen, rejected)
         return Completions(prompt, (chosen, rejected))
@@ -363,7 +350,7 @@ class UnpairedFormat(CompletionsFormat):
                 f"{record.where}: expected true or false under '{self.label_field}', got {label!r:.80}. Keys of the record:"
                 f" {listed(record.values)}"
             )
-        prompt, completion = (text_or_messages(record, key) for key in (self.prompt_field, self.completion_field))
+        prompt, completion = (_text_or_messages(record, key) for key in (self.prompt_field, self.completion_field))
         return Completions(prompt, (completion,), numbers=(float(label),))
 
 
@@ -391,7 +378,7 @@ class GroupsFormat(CompletionsFormat):
         return self.group_size
 
     def completions(self, record: Record) -> Completions:
-        prompt = text_or_messages(record, self.prompt_field)
+        prompt = _text_or_messages(record, self.prompt_field)
         responses = self._list(record, self.responses_field, "texts", lambda item: isinstance(item, str))
         rewards = self._list(record, self.rewards_field, "numbers", lambda item: type(item) in (int, float))
         for number, reward in enumerate(rewards):
@@ -412,3 +399,47 @@ class GroupsFormat(CompletionsFormat):
                 f" {entries!r:.80}. Keys of the record: {listed(record.values)}"
             )
         return entries
+
+
+@choice(FormatConfig, "prompts")
+class PromptsFormat(RecordsFormat):
+    """Records with a prompt, as a text or a list of messages, for `data.type: rollouts`. Rewards see the other keys of the
+    record.
+
+    Attributes:
+        prompt_field: key of the prompt.
+        chat_template: for messages: `chatml`, `nanochat`, a Jinja template, or the path of a .jinja file; null uses the
+            tokenizer's chat template. It renders them up to the header of the assistant's answer,
+            or to the end of the one that they end with.
+    """
+
+    produces: ClassVar[str] = "prompts"
+    bos_policy: ClassVar[Begin] = "prompt"
+
+    prompt_field: str = "prompt"
+    chat_template: str | None = None
+
+    @property
+    def documents_per_sequence(self) -> int | None:
+        return 1
+
+    def read(self, file: TextFile, encoder: Encoder) -> Iterator[RawContent]:
+        key = self.prompt_field
+        for record in file.records((key,), OF_TEMPLATE):
+            content = Completions(_text_or_messages(record, key), ())
+            text, _, is_rendered, _ = _rendered(record, content, (key,), encoder.template)
+            prompt = Segment(text, needed=is_rendered or not len(encoder.before))
+            sequence = encoder.sequence(prompt, is_rendered=is_rendered)
+            # Leaving it out would shift the records that follow.
+            refusal = (
+                f"{record.where}: the prompt under '{key}' has no token. Set data.enforce_bos, or remove the record"
+            )
+            segments = Segments([sequence], is_rendered, is_masked=False, refusal=refusal)
+            yield RawContent.of(record, (text,), segments)
+
+    def no_targets_message(self, encoder: Encoder) -> str:
+        return f"{encoder.key}: there is no record. Check the files"
+
+    def texts(self, file: TextFile) -> Iterator[str]:
+        for record in file.records((self.prompt_field,)):
+            yield plain_text(_text_or_messages(record, self.prompt_field))

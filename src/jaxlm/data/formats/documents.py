@@ -8,7 +8,7 @@ import numpy as np
 
 from jaxlm.core.errors import ConfigError, listed
 from jaxlm.core.safe_io import map_array
-from jaxlm.data.formats.base import Begin, Encoder, FormatConfig
+from jaxlm.data.formats.base import Begin, Encoder, FormatConfig, RecordsFormat
 from jaxlm.data.formats.segments import RawContent, Segment, Segments
 from jaxlm.data.sources.document_files import ARRAYS, format_of, has_records
 from jaxlm.data.sources.record_files import Record, TextFile
@@ -35,7 +35,7 @@ class TextFormat(FormatConfig):
     def read(self, file: TextFile, encoder: Encoder) -> Iterator[RawContent]:
         for document in file.read():
             text = document.text
-            content = Segments([encoder.framed(Segment(text))], is_masked=False)
+            content = Segments([encoder.sequence(Segment(text))], is_masked=False)
             yield RawContent(content, len(text), len(text.encode()), document.position, group=document.group)
 
     def no_targets_message(self, encoder: Encoder) -> str:
@@ -137,7 +137,7 @@ IGNORED = -100
 
 
 @choice(FormatConfig, "labeled")
-class LabeledFormat(IdsFormat):
+class LabeledFormat(RecordsFormat, IdsFormat):
     """Records with the token ids of a text and as many labels, each of which is what the model should predict at that very
     token (not at the one before it), or -100 for nothing. For `data.type: labeled`.
 
@@ -147,6 +147,7 @@ class LabeledFormat(IdsFormat):
     """
 
     produces: ClassVar[str] = "labels"
+    has_loss_mask: ClassVar[bool] = True
 
     input_ids_key: str = "input_ids"
     labels_key: str = "labels"
@@ -154,13 +155,6 @@ class LabeledFormat(IdsFormat):
     @property
     def documents_per_sequence(self) -> int | None:
         return 1
-
-    @property
-    def has_loss_mask(self) -> bool:
-        return True
-
-    def can_read(self, name: str) -> bool:
-        return has_records(name)
 
     def read(self, file: TextFile, encoder: Encoder) -> Iterator[RawContent]:
         size = encoder.tokenizer.vocab_size

@@ -21,7 +21,6 @@ from jaxlm.data.formats.chat import (
     for_template,
     template_variables,
 )
-from jaxlm.data.formats.completions import template_of
 from jaxlm.data.formats.segments import TokenizedText, with_brackets
 from jaxlm.data.sources.record_files import Record, TextFile, glance
 from jaxlm.data.tokenizer.chat_template import ChatTemplate
@@ -42,7 +41,7 @@ def describe_records(
         )
     kinds = () if config.has_loss_mask else _kinds(config, records)  # masks are drawn
     has_turns = any(_turns(record.values.get(key)) for record in records for key in config.keys)
-    template = template_of(config, tokenizer, "data.format") if has_turns else None
+    template = config.template(tokenizer, "data.format") if has_turns else None
     unread = dict.fromkeys(key for record in records for key in _unread(config, template, record, text_key))
     unread |= dict.fromkeys(_left_out(config, template, records)) if template else {}
     return "; ".join((*kinds, *([f"not read: {listed(unread)}"] if unread else []))) or None

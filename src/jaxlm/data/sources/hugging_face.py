@@ -18,7 +18,6 @@ from jaxlm.core.errors import ConfigError
 from jaxlm.core.install import install_command
 from jaxlm.core.safe_io import atomic_folder, listed_file, read_json_object
 from jaxlm.data.base import Log
-from jaxlm.data.cache.cache_key import disk_full_errors
 from jaxlm.data.sources.mirror import MirroredSource, copy_folder_name
 
 if TYPE_CHECKING:
@@ -135,7 +134,7 @@ class HubDataset(MirroredSource):
     def _make_copy(self, copy: Path, log: Log) -> None:
         action = "streaming" if self.stream else "loading"
         log(f"mirror: {self.url}: {action} with the library datasets ...")
-        with disk_full_errors(copy), atomic_folder(copy) as unfinished:
+        with atomic_folder(copy) as unfinished:
             if self.stream:
                 rows = self._call("load_dataset", **dict(self.options), streaming=True)
                 num_rows = write_rows(self._with_load_errors(rows.with_format("arrow").iter(_ROWS)), unfinished)

@@ -24,7 +24,7 @@ from jaxlm.core.errors import ConfigError
 from jaxlm.core.safe_io import atomic_file, folder_lock, remove_leftovers
 from jaxlm.core.stores import open_store, storage_errors
 from jaxlm.data.base import DataSource, Log
-from jaxlm.data.cache.cache_key import disk_full_errors, writable_folder
+from jaxlm.data.cache.artifacts import disk_full_errors, writable_folder
 from jaxlm.data.sources.document_files import format_of, has_records
 
 _RANGE = re.compile(r"(\d+)\.\.(\d+)")
@@ -142,8 +142,9 @@ class MirroredSource(DataSource):
     def files(self, mirror: Path, log: Log) -> list[tuple[str, Path]]:
         copy = self._copy_path(mirror)
         if not self.is_local(mirror):
-            with folder_lock(writable_folder(copy.parent), log):
+            with folder_lock(writable_folder(copy.parent), log), disk_full_errors(copy):
                 if not self.is_local(mirror):  # another process may have copied it meanwhile
+                    remove_leftovers(copy)
                     self._make_copy(copy, log)
         return self.paths(mirror)
 
@@ -186,8 +187,7 @@ class RemoteFile(MirroredSource):
 
     def _make_copy(self, copy: Path, log: Log) -> None:
         fs, path = open_store(self.url, self.key)
-        remove_leftovers(copy)
-        with disk_full_errors(copy), atomic_file(copy) as unfinished:
+        with atomic_file(copy) as unfinished:
             with _read_errors(self.url, self.key, local=copy.parent):
                 fs.get_file(path, str(unfinished), callback=_progress_callback(self, log))
                 fs.invalidate_cache(posixpath.dirname(path))

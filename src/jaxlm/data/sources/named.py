@@ -16,20 +16,19 @@ from typing import Any
 
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.hashing import note
-from jaxlm.core.runtime import is_main_process
 from jaxlm.core.safe_io import atomic_file, folder_lock, read_bytes, read_stored
-from jaxlm.core.stores import AT_START_S, open_store, retried, storage_errors
+from jaxlm.core.stores import AT_START_S, open_store, retried
 from jaxlm.data.base import TRAIN, VALIDATION, DataSource, Log
-from jaxlm.data.cache.build import LOCAL_WORKERS, Workers, open_or_build
-from jaxlm.data.cache.cache_key import cache_key, check_cache_key, disk_full_errors, file_digests, writable_folder
-from jaxlm.data.cache.shared_cache import CacheStore, describe_cache, find_blocks, open_in_store, share_sums
+from jaxlm.data.cache.artifacts import Artifacts, digest, disk_full_errors, writable_folder
+from jaxlm.data.cache.build import LOCAL_WORKERS, Workers, build_cache
+from jaxlm.data.cache.shared_cache import describe_cache, find_blocks, open_in_store, share_sums
 from jaxlm.data.cache.token_blocks import BlockMirror
-from jaxlm.data.cache.token_cache import METADATA, Provenance, TokenCache, make_provenance, read_metadata
+from jaxlm.data.cache.token_cache import TOKEN_CACHE, Provenance, TokenCache, cache_key, make_provenance
 from jaxlm.data.formats.base import Encoder
 from jaxlm.data.formats.chat import renders_messages
 from jaxlm.data.formats.preview import MaskPreview, describe_records, preview_masks
 from jaxlm.data.sources.files import open_files
-from jaxlm.data.sources.record_files import TextFile
+from jaxlm.data.sources.record_files import TextFile, file_digests
 from jaxlm.data.sources.source_config import DEFAULT_TEXT_KEY, ListedUrl, SourceConfig
 from jaxlm.data.tokenizer.chat_template import RENDERING
 from jaxlm.data.tokenizer.tokenizer import Tokenizer
@@ -37,15 +36,11 @@ from jaxlm.data.tokenizer.tokenizer import Tokenizer
 _NAME = "text.json"
 
 
-class _UploadError(Exception):
-    pass
-
-
 @dataclass(frozen=True)
 class TextLedger:
     """The ledger of a source. Args: store: the source's caches, with which it is shared."""
 
-    store: CacheStore
+    store: Artifacts
 
     def known(self, identities: Collection[str]) -> dict[str, str]:
         """The SHA-256 of known contents, by identity. Raises `ConfigError` if the store cannot be read."""
@@ -63,18 +58,7 @@ class TextLedger:
             merged = self._here() | dict(digests)
             with atomic_file(path) as unfinished:
                 unfinished.write_bytes(_json(merged))
-        if self.store.url is None or not is_main_process():
-            return
-        fs, root = open_store(self.store.url, self.store.key)
-        merged = self._in_store() | merged
-        try:
-            with storage_errors(_UploadError):
-                fs.makedirs(root, exist_ok=True)
-                retried(lambda: fs.pipe_file(f"{root}/{_NAME}", _json(merged)), AT_START_S)
-        except _UploadError as error:
-            log(
-                f"{self.store.key}: {self.store.url}/{_NAME} cannot be written ({error}), so other machines read the text"
-            )
+        self.store.offer(_NAME, lambda *_: _json(self._in_store() | merged), log, "read the text")
 
     def _here(self) -> dict[str, str]:
         path = self.store.folder / _NAME
@@ -124,7 +108,7 @@ class NamedSource:
     name: str
     key: str
     config: SourceConfig
-    store: CacheStore
+    store: Artifacts
     cache_dir: Path
     blocks: BlockMirror
     bos: bool | None
@@ -271,7 +255,7 @@ class NamedSource:
 
     def is_tokenized(self, split: str) -> bool:
         """Tells whether the token cache of the split exists, here or at the URL."""
-        return (self.folder / split).exists() or find_blocks(self.store, self.folder / split, self.blocks) is not None
+        return (self.folder / split).exists() or find_blocks(self.store, split, self.blocks) is not None
 
     def open_cache(
         self,
@@ -293,21 +277,19 @@ class NamedSource:
         encoder = self.encoder(tokenizer)
         made_from = cache_key(self.identified(split, log), tokenizer, bos=self.begin(tokenizer), eos=self.eos)
         given = self.folder / split
-        before = read_metadata(given)["made_from"] if given.exists() and not separate_cache else None
+        before = TOKEN_CACHE.at(given).made_from if given.exists() and not separate_cache else None
         rendering = self.rendering(split, tokenizer, before)
         made_from = {**made_from, **self.config.format.cache_key(), **rendering}
         for name, value in made_from.items():
             note(f"{self.key}, {split} text, {name}", json.dumps(value), evaluates=split == VALIDATION)
-        key_digest = hashlib.sha256(json.dumps(made_from, sort_keys=True).encode()).hexdigest()[:16]
-        folder = self.folder / "evaluate" / key_digest if separate_cache else self.folder
+        store = self.store.child(f"evaluate/{digest(made_from)}") if separate_cache else self.store
         log = self.log_with_name(log)
-        cache = open_in_store(self.store, folder / split, made_from, self.blocks, log)
+        cache = open_in_store(store, split, made_from, self.blocks, log)
         if cache is not None:
             return cache
-        with self.store.shared(folder / split, METADATA, log):
-            files = () if (folder / split).exists() else self.files(split, log)
-            cache = open_or_build(folder / split, files, encoder, made_from, log, workers)
-        share_sums(self.store, folder / split, log)
+        make = lambda made: build_cache(made, self.files(split, log), encoder, made_from, log, workers)  # noqa: E731
+        cache = store.open_or_make(TOKEN_CACHE, made_from, make, log, name=split)
+        share_sums(store, split, log)
         return cache
 
     def describe_cache(self, split: str) -> str:
@@ -316,7 +298,7 @@ class NamedSource:
         Raises:
             ConfigError: the store cannot be read, or the cache there is damaged.
         """
-        return describe_cache(self.store, self.folder / split, self.blocks)
+        return describe_cache(self.store, split, self.blocks)
 
     def log_with_name(self, log: Log) -> Log:
         """`log` with the source's name, if it has one, before every line."""
@@ -369,7 +351,7 @@ class NamedSource:
 
     def _check_cache(self, split: str) -> None:
         """Compares the parts of the cache key that need no tokenizer; opening the cache compares the rest."""
-        before = read_metadata(self.folder / split)["made_from"]
+        before = TOKEN_CACHE.at(self.folder / split).made_from
         files = file_digests(self.files(split))
         now = {**before, "enforce_eos": self.eos, "files": files}
         if self._bos is not None:
@@ -378,7 +360,7 @@ class NamedSource:
             now["text_key"] = self._text_key
         now |= {"format": None} if "format" in before else {}
         now |= self.config.format.cache_key()
-        check_cache_key("token cache", self.folder / split, before, now)
+        TOKEN_CACHE.check_key(self.folder / split, before, now)
 
 
 def truncations(sources: Sequence[NamedSource]) -> dict[str, list[str]]:

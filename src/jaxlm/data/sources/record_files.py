@@ -1,6 +1,7 @@
 """Local files of documents, or of records with several keys for formats that need more than text."""
 
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -143,3 +144,17 @@ class TextFile:
     def documents(self) -> Iterator[str]:
         """The text of the documents. Raises like `read`."""
         return (document.text for document in self.read())
+
+
+def files_key(files: Sequence[TextFile]) -> dict[str, Any]:
+    """The part of an artifact's key that identifies the text."""
+    key: dict[str, Any] = {"files": file_digests(files)}
+    if any(file.has_records for file in files):
+        key["text_key"] = files[0].text_key
+    return key
+
+
+def file_digests(files: Sequence[TextFile]) -> dict[str, str]:
+    """File name -> SHA-256 of the file's content."""
+    with ThreadPoolExecutor() as pool:
+        return dict(zip([f.name for f in files], pool.map(lambda file: file.digest, files), strict=True))

@@ -18,9 +18,8 @@ import draccus
 from jaxlm.core.errors import ConfigError, counted
 from jaxlm.core.field_types import PositiveInt
 from jaxlm.core.rules import Rules, excludes, only
-from jaxlm.core.safe_io import atomic_file, remove_leftovers
+from jaxlm.core.safe_io import atomic_file
 from jaxlm.data.base import TRAIN, VALIDATION, DataSource, Log
-from jaxlm.data.cache.cache_key import disk_full_errors
 from jaxlm.data.formats.base import FormatConfig
 from jaxlm.data.formats.documents import TextFormat
 from jaxlm.data.sources.files import LocalFile, sources_of
@@ -109,9 +108,8 @@ class CorpusSource(MirroredSource):
         return mirror / copy_folder_name(identity) / self.name
 
     def _make_copy(self, copy: Path, log: Log) -> None:
-        remove_leftovers(copy)
         number = 0
-        with disk_full_errors(copy), atomic_file(copy) as unfinished, open(unfinished, "w", encoding="utf-8") as file:
+        with atomic_file(copy) as unfinished, open(unfinished, "w", encoding="utf-8") as file:
             for number, record in enumerate(self.corpus.records(self.split), start=1):
                 file.write(f"{self._line(record, number)}\n")
         log(f"mirror: {self.key}: wrote {number:,} records of {self.split} to {copy}")

@@ -1,22 +1,18 @@
 """Trains a byte-level BPE tokenizer on the run's training text."""
 
-import json
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any, Literal
 
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.field_types import PositiveInt
-from jaxlm.core.safe_io import atomic_folder, folder_lock, read_bytes
-from jaxlm.data.cache.cache_key import CacheKey, check_cache_key, disk_full_errors, files_key, writable_folder
-from jaxlm.data.sources.record_files import TextFile
+from jaxlm.data.cache.artifacts import Artifact, Artifacts, Files, Kind
+from jaxlm.data.sources.record_files import TextFile, files_key
 from jaxlm.data.tokenizer.tokenizer import END_OF_TEXT, Tokenizer, load_tokenizer, pattern_errors
 
 TRAIN_BPE = "bpe"
 DEFAULT_VOCAB_SIZE = 8192
-MADE_FROM = "made_from.json"
 _NUM_BYTES = 256
 _MAX_PIECE = 1 << 20
 _REPORT_EVERY_S = 5.0
@@ -136,8 +132,17 @@ def train_bpe(texts: Iterable[str], vocab_size: int, config: BpeConfig | None = 
     return Tokenizer(backend, bos_id=boundary, eos_id=boundary)
 
 
+def _read(stored: Artifact) -> Tokenizer:
+    for name in stored.crc32:
+        stored.raw(name)
+    return load_tokenizer(str(stored.folder))
+
+
+TOKENIZER = Kind("tokenizer", _read, metadata="made_from.json")
+
+
 def load_or_train_tokenizer(
-    folder: Path,
+    store: Artifacts,
     files: Sequence[TextFile],
     texts: Callable[[], Iterable[str]],
     vocab_size: int,
@@ -145,41 +150,24 @@ def load_or_train_tokenizer(
     formats: Mapping[str, Any],
     config: BpeConfig,
 ) -> Tokenizer:
-    """Loads the tokenizer in `folder`, and trains it first if it does not exist.
+    """Loads the tokenizer `tokenizer` of a store, and trains it first if it does not exist.
 
     Args:
         files: the files that the texts come from.
         formats: source name -> `FormatConfig.cache_key` of sources whose format is not plain text.
 
     Raises:
-        ConfigError: the existing tokenizer was trained on something else. The message lists the differences.
+        ConfigError: the existing tokenizer was trained on something else (the message lists the differences) or is damaged.
     """
     made_from = {"vocab_size": vocab_size, **config.cache_key(), **files_key(files)}
     made_from |= {"formats": dict(formats)} if formats else {}
-    if not folder.exists():
-        with folder_lock(writable_folder(folder.parent), log):
-            if not folder.exists():  # another process may have trained it meanwhile
-                log(f"training a BPE tokenizer of {vocab_size:,} tokens on {len(files):,} files ...")
-                tokenizer = _train(texts(), vocab_size, config, log)
-                with disk_full_errors(folder), atomic_folder(folder) as unfinished:
-                    tokenizer.save(unfinished)
-                    (unfinished / MADE_FROM).write_text(json.dumps(made_from))
-    check_cache_key("tokenizer", folder, _made_from(folder), made_from)
-    return load_tokenizer(str(folder))
 
+    def make(made: Files) -> dict[str, Any]:
+        log(f"training a BPE tokenizer of {vocab_size:,} tokens on {len(files):,} files ...")
+        _train(texts(), vocab_size, config, log).save(made.folder)
+        return {}
 
-def _made_from(folder: Path) -> CacheKey:
-    path = folder / MADE_FROM
-    try:
-        cache_key = json.loads(read_bytes(path))
-        if isinstance(cache_key, dict) and isinstance(cache_key.get("files"), dict):
-            return cache_key
-    except (OSError, ValueError, RecursionError):
-        pass
-    raise ConfigError(
-        f"data.cache_dir: {folder} was not written by jaxlm, or is damaged: {path} is missing or unreadable."
-        " Choose another data.cache_dir, or delete this folder to train the tokenizer again"
-    )
+    return store.open_or_make(TOKENIZER, made_from, make, log, name="tokenizer")
 
 
 def _train(texts: Iterable[str], vocab_size: int, config: BpeConfig, log: Callable[[str], None]) -> Tokenizer:

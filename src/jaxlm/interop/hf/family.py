@@ -343,6 +343,8 @@ def _fields_of(family: Family, content: Mapping[str, Any]) -> tuple[Json, list[s
         except ConfigError as error:
             missing = missing or not isinstance(key, KeyGroup)
             problems.append(str(error))
+        except KeyError as error:  # groups read keys that every file of the family has
+            problems.append(f"{error.args[0]}: missing")
         except (TypeError, ValueError, LookupError, AttributeError, ArithmeticError):  # a text where a number belongs
             names = key.theirs if isinstance(key, KeyGroup) else (key.theirs,)
             values = ", ".join(f"{name}: {content[name]!r}" for name in names if name in content)

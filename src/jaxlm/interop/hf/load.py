@@ -188,7 +188,7 @@ def misfits(
             problems.append(f"{theirs}: missing; {list(shape)} expected")
         elif not _fits(available[theirs].shape, shape, tensor.longer_dims()):
             problems.append(f"{theirs}: {list(available[theirs].shape)} in the file, {list(shape)} expected")
-        elif tree.is_inexact(leaves.get(tensor.parts[0].path)) and not _is_floating(available[theirs].dtype):
+        elif tree.is_inexact(leaves.get(tensor.parts[0].path)) and not is_floating(available[theirs].dtype):
             problems.append(f"{theirs}: {available[theirs].dtype} in the file, a floating-point dtype expected")
     for name, info in available.items():
         if name not in expected and name not in _HEADS and not any(re.search(pattern, name) for pattern in unused):
@@ -249,18 +249,19 @@ def _read_shard(
         numbers = tuple(start + offset for start, offset in zip(starts, offsets, strict=True))
         where, part = view(numbers, unstacked)
         by_number[(*offsets, ...)] = part
-        if not _is_finite(by_number[(*offsets, ...)]):
+        if not is_finite(by_number[(*offsets, ...)]):
             raise ConfigError(f"{where} has NaN or infinity as {np.dtype(dtype)}. Download or export the file again")
     return block
 
 
-def _is_floating(dtype: np.dtype) -> bool:
+def is_floating(dtype: np.dtype) -> bool:
+    """Tells whether a dtype has floating-point numbers, also those that numpy does not know."""
     return jnp.issubdtype(dtype, jnp.floating)
 
 
-def _is_finite(part: np.ndarray) -> bool:
+def is_finite(part: np.ndarray) -> bool:
     """Compares bits, in blocks: np.isfinite needs ten times as long for bfloat16, and memory for the whole part."""
-    if not _is_floating(part.dtype):
+    if not is_floating(part.dtype):
         return True
     kind = np.dtype(f"u{part.dtype.itemsize}").type
     bits, without_sign = part.reshape(-1).view(kind), kind(np.iinfo(kind).max >> 1)

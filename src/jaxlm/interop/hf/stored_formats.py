@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
 
 from jaxlm.core.errors import ConfigError
@@ -93,19 +94,19 @@ class MXFP4Tensor(StoredTensor):
 
 @dataclass(frozen=True)
 class FP8Tensor(StoredTensor):
-    """A matrix, or several.
+    """A matrix, several, or a vector.
 
     Attributes:
         weight, scale: names.
         others: names of tensors that belong to it, and are not read.
-        block: rows and columns that share a scale.
+        block: rows and columns (of a vector, numbers) that share a scale.
         grid: the shape of the scales, with as many dimensions as the weight.
     """
 
     weight: str
     scale: str
     others: tuple[str, ...]
-    block: tuple[int, int]
+    block: tuple[int, ...]
     whole: tuple[int, ...]
     grid: tuple[int, ...]
 
@@ -226,20 +227,20 @@ def _fp8_tensors(source: TensorSource, config: Mapping[str, Any]) -> Iterator[tu
         *outer, rows, columns = (1, 1, *info.shape)[-max(2, len(info.shape)) :]
         block = config.get("weight_block_size") or (rows, columns)
         grid = (*outer, -(-rows // block[0]), -(-columns // block[1]))
-        given = source.tensors[scale].shape
-        if math.prod(given) == 1:
+        given, dtype = source.tensors[scale].shape, source.tensors[scale].dtype
+        if math.prod(given) == 1 and not config.get("weight_block_size"):
             grid = (1,) * len(grid)
-        elif math.prod(given) == math.prod(outer):
-            grid = (*outer, 1, 1)
-        elif given != grid:
+        is_number = dtype == np.uint8 or jnp.issubdtype(dtype, jnp.floating)
+        if not is_number or [n for n in given if n > 1] != [n for n in grid if n > 1]:
             size = f"blocks of {list(block)}" if config.get("weight_block_size") else "no weight_block_size"
             raise ConfigError(
-                f"{source.where(scale)}: {list(given)} in the file, {list(grid)} expected for {list(info.shape)} with {size}."
-                f" Correct {QUANTIZATION} in config.json"
+                f"{source.where(scale)}: {dtype} {list(given)} in the file, numbers {list(grid)} expected for"
+                f" {list(info.shape)} with {size}. Correct {QUANTIZATION} in config.json"
             )
+        dims = slice(max(0, 2 - len(info.shape)), None)  # of a vector, there are no rows
         others = (f"{stem}.{_OF_ACTIVATIONS}" if stem != name else f"{name}_{_OF_ACTIVATIONS}",)
         present = tuple(one for one in others if one in source.tensors)
-        yield name, FP8Tensor(name, scale, present, (block[0], block[1]), info.shape, grid)
+        yield name, FP8Tensor(name, scale, present, tuple(block)[dims], info.shape, grid[dims])
 
 
 _FORMATS = {"mxfp4": _mxfp4_tensors, "fp8": _fp8_tensors}

@@ -30,9 +30,17 @@ from jaxlm.core.axes import EMBED, EXPERTS, MLP
 from jaxlm.core.errors import ConfigError
 from jaxlm.interop.hf.family import family_of_config
 from jaxlm.interop.hf.mtp import without_mtp
-from jaxlm.interop.hf.safetensors_file import SafetensorsFile, TensorInfo
+from jaxlm.interop.hf.safetensors_file import SafetensorsFile
 from jaxlm.interop.hf.weights import Tensor
-from jaxlm.interop.peft.names import LINEAR, PREFIX, Arrays, AxisSizes, by_pattern, layers_of, weight_name
+from jaxlm.interop.peft.adapter_folder import AdapterFile, fill, numbers
+from jaxlm.interop.peft.names import (
+    LINEAR,
+    PREFIX,
+    Arrays,
+    AxisSizes,
+    layers_of,
+    weight_name,
+)
 from jaxlm.models.base import ModelConfig, as_family
 
 VERSION = "0.19.0"
@@ -138,7 +146,7 @@ class ExpertAdapters:
                     continue
                 keys = [f"{PREFIX}{name}.{side}" for side in LINEAR]
                 unread.difference_update(keys)
-                a, b = (file.view(key) for key in keys)
+                a, b = (numbers(file, key) for key in keys)
                 a, b = self._unpacked(a, b, outputs_first) if self.is_packed else (a[None], b[None])
                 if not whole:
                     shape = (len(layers), self.num_experts)
@@ -147,7 +155,8 @@ class ExpertAdapters:
                         np.zeros((*shape, b.shape[1], rank), b.dtype),
                     ]
                 experts = slice(None) if self.is_packed else slice(number, number + 1)
-                whole[0][at, experts, : a.shape[1]], whole[1][at, experts, :, : b.shape[2]] = a, b
+                fill(whole[0][at, experts, : a.shape[1]], a, file.where(keys[0]))
+                fill(whole[1][at, experts, :, : b.shape[2]], b, file.where(keys[1]))
         a, b = (array.reshape(-1, *array.shape[2:]) for array in whole)
         return Arrays(a, b)
 
@@ -162,27 +171,19 @@ class ExpertAdapters:
 def adapters_of_experts(
     config: ModelConfig,
     table: Sequence[Tensor],
-    names: Mapping[str, TensorInfo],
-    settings: Mapping[str, Any],
-    file: Path,
+    file: AdapterFile,
 ) -> list[ExpertAdapters]:
-    """The adapters of experts in a file.
-
-    Args:
-        table: of `expert_tensors`, with the file's names.
-        names: in the file.
-        settings: adapter_config.json.
-    """
+    """The adapters of experts in a file. Args: table: of `expert_tensors`, with the file's names."""
     num_layers: int = getattr(config, "num_layers")  # noqa: B009, all configs of families have it
-    read = _Header(names, settings, file, getattr(config, "num_experts", None) or 0)
+    read = _Header(file, getattr(config, "num_experts", None) or 0)
     parameters = {tensor: read.parameters(tensor, num_layers) for tensor in table if is_of_experts(tensor)}
     targeted = {name for by_layer in parameters.values() for name in by_layer.values()}
     found = [read.of_parameter(tensor, by_layer, targeted) for tensor, by_layer in parameters.items()]
     found += [read.of_matrices(tensor, layers_of(tensor, num_layers)) for tensor in table if not is_of_experts(tensor)]
-    if settings.get("use_dora") and any(adapters.names for adapters in found):
+    if file.settings.get("use_dora") and any(adapters.names for adapters in found):
         raise ConfigError(
-            f"{file}: use_dora: true given, which jaxlm does not compute for experts. Merge the adapter in PEFT and import"
-            " the merged model"
+            f"{file.path}: use_dora: true given, which jaxlm does not compute for experts. Merge the adapter in PEFT and"
+            " import the merged model"
         )
     return [adapters for adapters in found if adapters.names]
 
@@ -191,14 +192,12 @@ def adapters_of_experts(
 class _Header:
     """What a folder says of its adapters without their values."""
 
-    names: Mapping[str, TensorInfo]
-    settings: Mapping[str, Any]
-    file: Path
+    file: AdapterFile
     num_experts: int
 
     def parameters(self, tensor: Tensor, num_layers: int) -> dict[int | None, str]:
         """Layer -> the name of this parameter, for those that have adapters. Their names end like a target."""
-        targets = tuple(f".{end}" for end in self.settings.get("target_parameters") or ())
+        targets = tuple(f".{end}" for end in self.file.settings.get("target_parameters") or ())
         by_layer = {layer: weight_name(tensor, layer) for layer in layers_of(tensor, num_layers)}
         return {layer: name for layer, name in by_layer.items() if f".{name}".endswith(targets)}
 
@@ -206,7 +205,10 @@ class _Header:
         self, tensor: Tensor, by_layer: Mapping[int | None, str], targeted: Collection[str]
     ) -> ExpertAdapters:
         modules = {layer: module_of(name, targeted) for layer, name in by_layer.items()}
-        sizes = {layer: self._size(by_layer[layer], module, self.num_experts) for layer, module in modules.items()}
+        sizes = {
+            layer: self.file.size(by_layer[layer], module, num_shared=self.num_experts)
+            for layer, module in modules.items()
+        }
         inputs = (MLP,) if tensor.parts[0].path.endswith(_DOWN) else (EMBED,)
         return self._adapters(
             of_one_expert(tensor),
@@ -220,12 +222,12 @@ class _Header:
         for layer in layers:
             every = [tensor.name.format(layer=layer, expert=expert) for expert in range(self.num_experts)]
             every = [name.removesuffix(".weight") for name in every]
-            present = [name if f"{PREFIX}{name}.{LINEAR[0]}" in self.names else None for name in every]
-            found = {self._size(name, name) for name in present if name is not None}
+            present = [name if f"{PREFIX}{name}.{LINEAR[0]}" in self.file.tensors else None for name in every]
+            found = {self.file.size(name, name) for name in present if name is not None}
             if len(found) > 1:
                 raise ConfigError(
-                    f"{self.file}: the experts of {every[0]} have different ranks or alphas, but jaxlm has one size for all"
-                    " experts of a layer. Merge the adapter in PEFT and import the merged model"
+                    f"{self.file.path}: the experts of {every[0]} have different ranks or alphas, but jaxlm has one size"
+                    " for all experts of a layer. Merge the adapter in PEFT and import the merged model"
                 )
             if found:
                 modules[layer], (sizes[layer],) = present, found
@@ -234,20 +236,6 @@ class _Header:
     def _adapters(self, tensor: Tensor, modules: Any, sizes: Any, inputs_first: bool = False) -> ExpertAdapters:
         ranks, scales = ({layer: size[index] for layer, size in sizes.items()} for index in range(2))
         return ExpertAdapters(tensor, modules, ranks, scales, self.num_experts, inputs_first)
-
-    def _size(self, name: str, module: str, num_experts: int = 1) -> tuple[int, float]:
-        """Rank and scale of an adapter. Args: name: by which patterns find it; num_experts: that share it."""
-        if missing := [key for side in LINEAR if (key := f"{PREFIX}{module}.{side}") not in self.names]:
-            raise ConfigError(f"{self.file}: missing: {', '.join(missing)}")
-        rank = self.names[f"{PREFIX}{module}.{LINEAR[0]}"].shape[0] / num_experts
-        expected = by_pattern(self.settings.get("rank_pattern") or {}, name, self.settings["r"])
-        alpha = by_pattern(self.settings.get("alpha_pattern") or {}, name, self.settings["lora_alpha"])
-        if rank != expected:
-            raise ConfigError(
-                f"{self.file}: {name} has rank {rank:g} in the file, but adapter_config.json (r, rank_pattern) gives it"
-                f" {expected}. Check that the two files belong together"
-            )
-        return expected, float(alpha) / expected ** (0.5 if self.settings.get("use_rslora") else 1)
 
 
 def has_outputs_first(

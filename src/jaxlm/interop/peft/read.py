@@ -1,5 +1,6 @@
 """Reads a PEFT folder with one LoRA adapter. The inverse of `jaxlm.interop.peft.write`."""
 
+import collections
 import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -20,6 +21,7 @@ from jaxlm.interop.hf.hub import local_folder
 from jaxlm.interop.hf.safetensors_file import SafetensorsFile
 from jaxlm.interop.hf.text_part import Names
 from jaxlm.interop.hf.weights import Part, Tensor
+from jaxlm.interop.peft.adapter_folder import SETTINGS, WEIGHTS, AdapterFile, fill, numbers, read_settings
 from jaxlm.interop.peft.experts import (
     ExpertAdapters,
     adapters_of_experts,
@@ -36,7 +38,6 @@ from jaxlm.interop.peft.names import (
     Arrays,
     AxisSizes,
     FusedMatrix,
-    by_pattern,
     is_tied,
     layers_of,
     module_name,
@@ -45,27 +46,6 @@ from jaxlm.interop.peft.names import (
 )
 from jaxlm.models.base import LanguageModel, ModelConfig, vocab_axis
 
-_SETTINGS = "adapter_config.json"
-WEIGHTS = "adapter_model.safetensors"
-_MUST_BE = {"peft_type": ("LORA",), "bias": ("none", "all", "lora_only", None)}
-# The options that are read here, or that say nothing about what the saved adapters compute. Any other one may.
-_KNOWN = {
-    *("r", "lora_alpha", "rank_pattern", "alpha_pattern", "use_rslora", "use_dora", "lora_dropout", "modules_to_save"),
-    *("ensure_weight_tying", "init_lora_weights", "fan_in_fan_out", "target_modules", "exclude_modules"),
-    *(
-        "target_parameters",
-        "layers_to_transform",
-        "layers_pattern",
-        "task_type",
-        "auto_mapping",
-        "peft_version",
-        "revision",
-    ),
-    *("base_model_name_or_path", "inference_mode", "runtime_config", "megatron_core", "qalora_group_size"),
-    *("loftq_config", "eva_config", "corda_config", "lora_ga_config"),
-}
-# These initializations modify the base weights, and save the adapter relative to the modified weights.
-_OTHER_BASES = ("pissa", "corda", "olora", "loftq", "lora_ga")
 _MAX_LISTED = 10
 _TOKENS = "tokens"  # path in jaxlm of the token embedding
 
@@ -172,17 +152,18 @@ class _Adapters:
             if layer not in self.names:
                 continue
             key_a, key_b = (f"{PREFIX}{self.names[layer]}.{side}" for side in self.kind)
-            one_a, one_b = file.view(key_a), file.view(key_b)
+            one_a, one_b = numbers(file, key_a), numbers(file, key_b)
             unread -= {key_a, key_b}
             if a is None or b is None:
-                a = np.zeros((len(layers), rank, one_a.shape[-1]), one_a.dtype)
+                a = np.zeros((len(layers), rank, one_a.shape[1]), one_a.dtype)
                 b = np.zeros((len(layers), one_b.shape[0], rank), one_b.dtype)
-            a[at, : len(one_a)], b[at, :, : one_b.shape[1]] = one_a, one_b
+            fill(a[at, : len(one_a)], one_a, file.where(key_a))
+            fill(b[at, :, : one_b.shape[1]], one_b, file.where(key_b))
             if dora:
                 key = self._magnitude(layer, unread)
                 unread.discard(key)
                 magnitude = np.zeros(b.shape[:2], file.tensors[key].dtype) if magnitude is None else magnitude
-                magnitude[at] = file.view(key).reshape(-1)
+                fill(magnitude[at], numbers(file, key).reshape(-1), file.where(key))
         assert a is not None
         assert b is not None
         return Arrays(a, b, magnitude)
@@ -191,11 +172,9 @@ class _Adapters:
         key = f"{PREFIX}{self.names[layer]}.{MAGNITUDE}"
         return f"{key}.weight" if f"{key}.weight" in unread else key
 
-    def missing(self, names: Iterable[str], *, dora: bool) -> list[str]:
-        """The tensors that should be in the file."""
-        wanted = [f"{PREFIX}{name}.{side}" for name in self.names.values() for side in self.kind]
-        wanted += [self._magnitude(layer, names) for layer in self.names] if dora else []
-        return [name for name in wanted if name not in names]
+    def missing_magnitudes(self, names: Iterable[str]) -> list[str]:
+        """The tensors of DoRA that should be in the file."""
+        return [name for layer in self.names if (name := self._magnitude(layer, names)) not in names]
 
 
 @dataclass(frozen=True)
@@ -235,53 +214,48 @@ def _named(config: ModelConfig, names: Iterable[str], tensors: Sequence[Tensor])
 
 
 def _open(folder: Path, config: ModelConfig) -> _Folder:
-    settings = _settings(folder)
+    settings = read_settings(folder)
     file = folder / WEIGHTS
     names = SafetensorsFile(file).tensors
-    note_file(folder / _SETTINGS)
+    opened = AdapterFile(file, names, settings)
+    note_file(folder / SETTINGS)
     num_layers: int = getattr(config, "num_layers")  # noqa: B009, all configs of families have it
     all_adapters, saved = [], []
     for tensor in dict.fromkeys(_named(config, names, [*peft_tensors(config), *router_tensors(config)])):
         if tensor.name.endswith(".weight"):
-            adapters = _adapters_of(tensor, names, settings, num_layers, file)
+            adapters = _adapters_of(tensor, opened, num_layers)
             all_adapters += [adapters] if adapters is not None else []
         saved += _saved(tensor, names, num_layers, file)
     if settings.get("ensure_weight_tying") and is_tied(config) and any(one.kind == EMBEDDING for one in all_adapters):
         # Those of the head are the same as the table's.
         all_adapters = [adapters for adapters in all_adapters if module_path(adapters.tensor.parts[0]) != HEAD]
     table = _named(config, names, expert_tensors(config, single=True))
-    experts = adapters_of_experts(config, table, names, settings, file)
+    experts = adapters_of_experts(config, table, opened)
     if not all_adapters and not experts:
         raise _wrong_model(folder, "no adapters")
+    paths = collections.Counter(module_path(p) for one in [*all_adapters, *experts] for p in one.tensor.parts)
+    if twice := [path for path, count in paths.items() if count > 1]:
+        raise _wrong_model(folder, f"{', '.join(twice[:_MAX_LISTED])} has adapters in two forms")
     tied = is_tied(config)
     saved = _tied_as_one(saved, settings, file) if tied else saved
     return _Folder(folder, settings, num_layers, all_adapters, experts, saved, tied)
 
 
-def _adapters_of(
-    tensor: Tensor, names: Mapping[str, Any], settings: Mapping[str, Any], num_layers: int, file: Path
-) -> _Adapters | None:
+def _adapters_of(tensor: Tensor, file: AdapterFile, num_layers: int) -> _Adapters | None:
     modules = {layer: module_name(tensor, layer) for layer in layers_of(tensor, num_layers)}
-    targets = tuple(f".{end}" for end in settings.get("target_parameters") or ())
+    targets = tuple(f".{end}" for end in file.settings.get("target_parameters") or ())
     for kind in (LINEAR, EMBEDDING):
-        adapted = {layer: name for layer, name in modules.items() if f"{PREFIX}{name}.{kind[0]}" in names}
+        adapted = {layer: name for layer, name in modules.items() if f"{PREFIX}{name}.{kind[0]}" in file.tensors}
         if not adapted:
             continue
-        ranks, scales = {layer: names[f"{PREFIX}{name}.{kind[0]}"].shape[0] for layer, name in adapted.items()}, {}
-        for layer, name in adapted.items():
-            # PEFT finds the weight of a router by its own name.
-            found_by = f"{name}.weight" if f".{name}.weight".endswith(targets) else name
-            expected = by_pattern(settings.get("rank_pattern") or {}, found_by, settings["r"])
-            alpha = by_pattern(settings.get("alpha_pattern") or {}, found_by, settings["lora_alpha"])
-            if ranks[layer] != expected:
-                raise ConfigError(
-                    f"{file}: {name} has rank {ranks[layer]} in the file, but adapter_config.json (r, rank_pattern) gives it"
-                    f" {expected}. Check that the two files belong together"
-                )
-            scales[layer] = float(alpha) / expected ** (0.5 if settings.get("use_rslora") else 1)
+        # PEFT finds the weight of a router by its own name.
+        found_by = lambda name: f"{name}.weight" if f".{name}.weight".endswith(targets) else name  # noqa: E731
+        sizes = {layer: file.size(found_by(name), name, kind) for layer, name in adapted.items()}
+        ranks = {layer: rank for layer, (rank, _) in sizes.items()}
+        scales = {layer: scale for layer, (_, scale) in sizes.items()}
         adapters = _Adapters(tensor, adapted, ranks, scales, kind)
-        if missing := adapters.missing(names, dora=bool(settings.get("use_dora"))):
-            raise ConfigError(f"{file}: missing: {', '.join(missing[:_MAX_LISTED])}")
+        if file.settings.get("use_dora") and (missing := adapters.missing_magnitudes(file.tensors)):
+            raise ConfigError(f"{file.path}: missing: {', '.join(missing[:_MAX_LISTED])}")
         return adapters
     return None
 
@@ -363,7 +337,7 @@ def read_adapters(folder: Path, config: ModelConfig, sizes: AxisSizes) -> ReadAd
             if shape and tensor.parts[0].dims[0] == (VOCAB,) and shape[0] > sizes.vocab:
                 _check_own_tokenizer(folder, sizes)
         saved |= {
-            part.path: Saved(tensor, n, [file.view(name) for name in names]) for n, part in enumerate(tensor.parts)
+            part.path: Saved(tensor, n, [numbers(file, name) for name in names]) for n, part in enumerate(tensor.parts)
         }
     if opened.tied:  # a head repeats the weight of the table and, if it shares them, the adapters
         (head,) = (t for t in _named(config, file.tensors, peft_tensors(config)) if module_path(t.parts[0]) == HEAD)
@@ -548,50 +522,3 @@ def _wrong_model(folder: Path, problem: str) -> ConfigError:
     return ConfigError(
         f"{folder / WEIGHTS}: {problem}. Check that the adapter belongs to a model of this configuration"
     )
-
-
-def _settings(folder: Path) -> dict[str, Any]:
-    for name in (_SETTINGS, WEIGHTS):
-        if not (folder / name).is_file():
-            raise ConfigError(f"{folder}: {name} not found. Use a folder that PEFT saved in safetensors format")
-    settings = read_json_object(folder / _SETTINGS)
-    problems = [
-        f"{key}: {settings.get(key)!r} given, {values[0]!r} expected"
-        for key, values in _MUST_BE.items()
-        if settings.get(key) not in values
-    ]
-    problems += [
-        f"{key}: {value!r} given, null expected: jaxlm does not compute it"
-        for key, value in settings.items()
-        if value and key not in _KNOWN and key not in _MUST_BE
-    ]
-    initialization = settings.get("init_lora_weights")
-    if isinstance(initialization, str) and initialization.startswith(_OTHER_BASES):
-        problems.append(f"init_lora_weights: '{initialization}' also changes the base model")
-    for key in ("r", "lora_alpha"):
-        value = settings.get(key)
-        if not isinstance(value, int | float) or not math.isfinite(value) or value <= 0:
-            problems.append(f"{key}: {value!r} given, a positive number expected")
-    for key in ("rank_pattern", "alpha_pattern"):
-        problems += _pattern_problems(key, settings.get(key) or {})
-    if problems:
-        raise ConfigError(
-            f"{folder / _SETTINGS}: only LoRA and DoRA of weights are supported:\n"
-            + "\n".join(f"  {problem}" for problem in problems)
-            + "\nMerge the adapter in PEFT and import the merged model, or remove keys that change nothing"
-        )
-    return settings
-
-
-def _pattern_problems(key: str, patterns: Any) -> list[str]:
-    if not isinstance(patterns, dict):
-        return [f"{key}: {patterns!r} given, an object expected"]
-    problems = []
-    for pattern, value in patterns.items():
-        if not isinstance(value, int | float) or not math.isfinite(value) or value <= 0:
-            problems.append(f"{key}.{pattern}: {value!r} given, a positive number expected")
-        try:
-            re.compile(pattern)
-        except re.error as error:
-            problems.append(f"{key}: '{pattern}' is not a valid regular expression: {error}")
-    return problems

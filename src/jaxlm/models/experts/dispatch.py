@@ -202,7 +202,7 @@ def dispatch(
         local_TK, most, num_dropped = chosen_TK - first, None, jnp.zeros((), jnp.int32)
         if capacity is not None:
             is_mine_TK = (local_TK >= 0) & (local_TK < num_experts)
-            most = math.ceil(capacity * mean)
+            most = _limit(capacity, mean, chosen_TK.size)
             is_kept_TK = is_mine_TK & (_rank(is_mine_TK.reshape(-1)).reshape(local_TK.shape) < most)
             num_dropped = jnp.sum(is_mine_TK & ~is_kept_TK)
             local_TK = jnp.where(is_kept_TK, local_TK, -1)
@@ -229,6 +229,11 @@ def dispatch(
     )
 
 
+def _limit(capacity: float, mean: float, count: int) -> int:
+    """How many of `count` a device takes, of which it has `mean` with even loads."""
+    return math.ceil(min(capacity * mean, count))
+
+
 def _rank(is_one_X: jax.Array) -> jax.Array:
     """How many are before each along the first axis."""
     return jnp.cumsum(is_one_X, axis=0, dtype=jnp.int32) - 1
@@ -240,10 +245,10 @@ def _padded(device_TK: jax.Array, axes: tuple[str, ...], size: int, mean: float,
     is_sent_NW = device_TK.reshape(-1, 1) == jnp.arange(size)
     is_kept_NW, slots, most = is_sent_NW, num_tokens, None
     if capacity is not None:
-        of_pair = math.ceil(capacity * mean)
+        of_pair = _limit(capacity, mean, device_TK.size)
         is_kept_NW = is_sent_NW & (_rank(is_sent_NW) < of_pair)
         share = 1 - (1 - mean / device_TK.size) ** num_chosen  # of the tokens, with even loads
-        slots, most = min(num_tokens, math.ceil(capacity * share * num_tokens)), size * of_pair
+        slots, most = _limit(capacity, share * num_tokens, num_tokens), size * of_pair
     is_kept_TKW = is_kept_NW.reshape(num_tokens, num_chosen, size)
     has_copy_TW = jnp.any(is_kept_TKW, axis=1)
     slot_TW = _rank(has_copy_TW)
@@ -264,7 +269,7 @@ def _ragged(device_TK: jax.Array, axes: tuple[str, ...], size: int, mean: float,
     if capacity is not None:
         counts_WW = jax.lax.all_gather(jnp.sum(is_sent_NW, axis=0, dtype=jnp.int32), axes)
         before_W = (jnp.cumsum(counts_WW, axis=0) - counts_WW)[jax.lax.axis_index(axes)]
-        most = math.ceil(capacity * size * mean)
+        most = _limit(capacity, size * mean, size * device_TK.size)
         is_kept_NW = is_sent_NW & (before_W + _rank(is_sent_NW) < most)
         received = min(received, most)
     is_kept_TKW = is_kept_NW.reshape(num_tokens, num_chosen, size)

@@ -16,7 +16,7 @@ import numpy as np
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.field_types import PositiveInt
 from jaxlm.evals.base import Eval, EvalConfig, EvalContext, EvalMetrics, EvalScope
-from jaxlm.evals.scoring import Scored, score
+from jaxlm.evals.batches import BatchedModel, Scored, num_shared
 from jaxlm.models.base import LanguageModel
 from jaxlm.reading.choices import choice
 from jaxlm.systems.nanochat.core_bundle import (
@@ -160,9 +160,9 @@ def scored_tokens(kind: str, rows: Sequence[np.ndarray]) -> list[_Pair]:
     it, these tokens are scored too.
     """
     if kind == SCHEMA:
-        num_shared = _num_shared([row[::-1] for row in rows])
-        return [_split(row, len(row) - num_shared) for row in rows]
-    start = _num_shared(rows)
+        size = num_shared(*(row[::-1] for row in rows))
+        return [_split(row, len(row) - size) for row in rows]
+    start = num_shared(*rows)
     context = rows[0][:start].copy()
     return [(context, row[start:].copy()) for row in (rows[-1:] if kind == LANGUAGE_MODELING else rows)]
 
@@ -170,13 +170,6 @@ def scored_tokens(kind: str, rows: Sequence[np.ndarray]) -> list[_Pair]:
 def _split(row: np.ndarray, start: int) -> _Pair:
     # If all texts are equal, no token comes before the continuation, so nothing can be scored.
     return (row[:start], row[start:]) if start else (row, row[:0])
-
-
-def _num_shared(rows: Sequence[np.ndarray]) -> int:
-    """The number of tokens that all rows begin with."""
-    shortest = min(map(len, rows))
-    differs = np.any([row[:shortest] != rows[0][:shortest] for row in rows], axis=0)
-    return int(differs.argmax()) if differs.any() else shortest
 
 
 def _cropped(pair: _Pair, max_tokens: int) -> _Pair:
@@ -216,17 +209,17 @@ class OpenCore:
             progress: called after each batch.
             log: told each task's result.
         """
-        results = {}
+        batched, results = BatchedModel(model, self._batch_size, progress), {}
         for task in self.tasks:
-            correct = self._answers(model, task, progress)
+            correct = self._answers(batched, task)
             results[task.name] = CoreResult(correct, task.centered(float(correct.mean())))
             log(f"{task.name}: {correct.sum():,} of {len(correct):,} correct")
         return results
 
-    def _answers(self, model: LanguageModel, task: CoreTask, progress: Callable[[], None]) -> np.ndarray:
+    def _answers(self, batched: BatchedModel, task: CoreTask) -> np.ndarray:
         if task.name not in self._encoded:
-            self._encoded[task.name] = list(self._encode(task, progress))
-        encoded = self._encoded[task.name]
+            self._encoded[task.name] = list(self._encode(task, batched.progress))
+        encoded, model = self._encoded[task.name], batched.model
         # Like the reference, which truncates only for models that cannot read more.
         max_tokens = _ANY_LENGTH if model.traits.reads_beyond else model.Pos.size
         step = max(1, _SCORED_AT_ONCE * self._batch_size // max(map(len, encoded)))
@@ -234,7 +227,7 @@ class OpenCore:
         for first in range(0, len(encoded), step):
             questions = encoded[first : first + step]
             pairs = [_cropped(pair, max_tokens) for question in questions for pair in question]
-            scores = score(model, pairs, self._batch_size, progress, max_tokens)
+            scores = batched.score(pairs, max_tokens)
             scored = iter([(one, len(continuation)) for one, (_, continuation) in zip(scores, pairs, strict=True)])
             for number, question in enumerate(questions, first):
                 question_scores = list(itertools.islice(scored, len(question)))

@@ -17,10 +17,10 @@ from jaxlm.core.runtime import broadcast_from_main, from_main, main_only
 from jaxlm.core.safe_io import read_json_lines
 from jaxlm.core.values.logged import TOTAL, ScoredRows
 from jaxlm.evals.base import Eval, EvalConfig, EvalContext, EvalMetrics, EvalScope
-from jaxlm.evals.samples import SamplingKeys, check_fits, prompt_ids
+from jaxlm.evals.batches import check_fits, prompt_ids
+from jaxlm.evals.samples import SamplingKeys
 from jaxlm.models.base import LanguageModel
-from jaxlm.models.inference.generate import GenerationConfig, generate_tokens
-from jaxlm.models.inference.unstacked import Generator
+from jaxlm.models.inference.generate import GenerationConfig
 from jaxlm.reading.choices import choice
 from jaxlm.systems.rl.rewards.base import RewardConfig, RewardContext, Rewards, reward_names
 
@@ -166,7 +166,12 @@ class RolloutsEval(Eval):
 
     def run(self, model: LanguageModel) -> dict[str, float]:
         config = self._config
-        ids = self._generate(Generator.of(self._ctx.cast(model)))
+        # All answers to a prompt are in one batch, which gives each of them a key of its own.
+        size = min(config.batch_size // config.num_samples * config.num_samples, len(self._prompts))
+        prompts = [prompt.ids for prompt in self._prompts]
+        prompts += [prompts[-1]] * (-len(prompts) % size)  # the same shape for all batches: one program
+        generation = GenerationConfig.of(config, stop_ids=self._stop_ids, with_stop=True)
+        ids = self._ctx.batched(model, size).generate(prompts, generation)[: len(self._prompts)]
         finished = [bool(row) and row[-1] in self._stop_ids for row in ids]
         rows = ScoredRows(
             prompts=[prompt.text for prompt in self._prompts],
@@ -198,19 +203,6 @@ class RolloutsEval(Eval):
                 f"warning: evaluation '{self._config.name}': the reward '{name}' applies to none of the"
                 f" {len(self._prompts)} answers, so it has no metric"
             )
-
-    def _generate(self, generator: Generator) -> list[list[int]]:
-        """The tokens of each answer, with the one that ended it."""
-        config, answers = self._config, []
-        generation = GenerationConfig.of(config, stop_ids=self._stop_ids, with_stop=True)
-        # All answers to a prompt are in one batch, which gives each of them a key of its own.
-        size = config.batch_size // config.num_samples * config.num_samples
-        size = min(size, len(self._prompts))
-        for start in range(0, len(self._prompts), size):
-            batch = [prompt.ids for prompt in self._prompts[start : start + size]]
-            padding = [batch[-1]] * (size - len(batch))  # the same shape for all batches: one program
-            answers += generate_tokens(generator, batch + padding, generation, self._ctx.go_on)[: len(batch)]
-        return answers
 
     def _score(self, rows: ScoredRows) -> dict[str, np.ndarray]:
         def score() -> dict[str, np.ndarray]:

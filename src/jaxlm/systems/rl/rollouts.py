@@ -29,7 +29,7 @@ from jaxlm.data.batch import BatchSpec, Column, Columns, SampledRows, random_tok
 from jaxlm.data.cache.token_cache import TokenCache
 from jaxlm.data.config import DataConfig
 from jaxlm.data.formats.base import FormatConfig
-from jaxlm.data.formats.prompts import PromptsFormat
+from jaxlm.data.formats.completions import PromptsFormat
 from jaxlm.data.loader import BatchContext, Batching, BatchMaker, BatchReader, leading_axes
 from jaxlm.data.tokenizer.tokenizer import Tokenizer
 from jaxlm.models.inference.sampling import Sampling

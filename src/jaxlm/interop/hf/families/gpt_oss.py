@@ -78,7 +78,7 @@ def _balance_notes(theirs: Mapping[str, Any]) -> list[str]:
     given = theirs.get(_BALANCE, 0.0)
     if theirs.get(_RETURNED) or not given:
         return []
-    said = f"{_BALANCE}: {given} is minimized all the same, which transformers does not. Set 0 to do without"
+    said = f"model.{_BALANCE}: {given} is minimized all the same, which transformers does not. Set 0 to do without"
     return [f"{_RETURNED}: false: {said}"]
 
 
