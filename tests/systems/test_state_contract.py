@@ -52,10 +52,12 @@ ARRAYS_OF_THEIR_OWN = (
 ARRAYS_OF_THEIR_OWN += ("dba", "nano", "topology")
 STATES = {
     **{name: base for name, base in BASES.items() if name not in SAME | set(MODELS) or name in ARRAYS_OF_THEIR_OWN},
-    **{f"{kind} optimizer": small_run(optimizer={"type": kind}) for kind in OptimizerConfig.get_known_choices()},
+    **{
+        f"{kind} optimizer": small_run(optimizer={"type": kind}) for kind in sorted(OptimizerConfig.get_known_choices())
+    },
     **{
         f"{kind} average": merged(small_run(), {"trainer": {"model_averaging": {"type": kind}}})
-        for kind in AveragingConfig.get_known_choices()
+        for kind in sorted(AveragingConfig.get_known_choices())
     },
     "four groups": small_run(optimizer={"groups": GROUPS}),
     "muon with its options": small_run(

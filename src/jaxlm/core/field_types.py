@@ -18,7 +18,7 @@ import numpy as np
 from annotated_types import Interval
 
 from jaxlm.core.errors import ConfigError, shown
-from jaxlm.core.rules import broken
+from jaxlm.core.rules import as_default, broken, is_given
 
 LARGEST_INT = 2**31 - 1
 LARGEST_FLOAT = float(np.finfo(np.float32).max)
@@ -187,7 +187,7 @@ def check_fields(section: Any, path: str = "") -> None:
     for field in dataclasses.fields(section):
         _check(hints[field.name], getattr(section, field.name), f"{prefix}{field.name}")
     for key, problem in broken(section):
-        raise ConfigError(f"{prefix}{key}: {problem}")
+        raise ConfigError(f"{prefix}{key}: {problem if is_given(section, key) else as_default(problem)}")
 
 
 def check_simple(hint: Any, value: Any, name: str) -> None:

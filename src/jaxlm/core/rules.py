@@ -49,7 +49,7 @@ def only(*keys: str, when: str, is_: Any = GIVEN, why: str = "") -> Rule:
     """The keys have an effect only when another key has a value, one of several (a tuple), or any that is given."""
 
     def problem(section: Any) -> tuple[str, str] | None:
-        key = next((key for key in keys if _is_given(section, key)), None)
+        key = next((key for key in keys if is_given(section, key)), None)
         if key is None or _is(section, when, is_):
             return None
         other = "" if is_ is GIVEN else f", but {when} is {_value(section, when)}"
@@ -65,7 +65,7 @@ def needs(*keys: str, when: str, is_: Any = GIVEN, why: str = "") -> Rule:
     """A value of a key, one of several, or any that is given, needs other keys to be given."""
 
     def problem(section: Any) -> tuple[str, str] | None:
-        key = next((key for key in keys if not _is_given(section, key)), None)
+        key = next((key for key in keys if not is_given(section, key)), None)
         if key is None or not _is(section, when, is_):
             return None
         return when, f"{_value(section, when)} given without {key}{_clause(why)}. Set {key}"
@@ -77,7 +77,7 @@ def excludes(*keys: str, when: str | None = None, is_: Any = GIVEN, why: str = "
     """At most one of the keys is given; with `when`, none of them together with a value of that key."""
 
     def problem(section: Any) -> tuple[str, str] | None:
-        given = [key for key in keys if _is_given(section, key)]
+        given = [key for key in keys if is_given(section, key)]
         if when is not None:
             given = [*given[:1], when] if _is(section, when, is_) else []
         if len(given) < 2:
@@ -93,7 +93,7 @@ def one_of(*keys: str, why: str = "") -> Rule:
     """Exactly one of the keys is given."""
 
     def problem(section: Any) -> tuple[str, str] | None:
-        given = [key for key in keys if _is_given(section, key)]
+        given = [key for key in keys if is_given(section, key)]
         if not given:
             return keys[0], f"none of {', '.join(keys)} given, exactly one expected{_clause(why)}. Set one of them"
         if given[1:]:
@@ -108,7 +108,7 @@ def some_of(*keys: str, why: str = "") -> Rule:
     """At least one of the keys is given."""
 
     def problem(section: Any) -> tuple[str, str] | None:
-        if any(_is_given(section, key) for key in keys):
+        if any(is_given(section, key) for key in keys):
             return None
         return keys[0], f"none of {', '.join(keys)} given, at least one expected{_clause(why)}. Set one of them"
 
@@ -119,7 +119,7 @@ def together(*keys: str, why: str = "") -> Rule:
     """Either all of the keys are given, or none."""
 
     def problem(section: Any) -> tuple[str, str] | None:
-        given = [key for key in keys if _is_given(section, key)]
+        given = [key for key in keys if is_given(section, key)]
         if len(given) in (0, len(keys)):
             return None
         first, missing = given[0], next(key for key in keys if key not in given)
@@ -147,7 +147,7 @@ def unused(*keys: str, why: str) -> Rule:
     """The keys have no effect, so that none is given."""
 
     def problem(section: Any) -> tuple[str, str] | None:
-        key = next((key for key in keys if _is_given(section, key)), None)
+        key = next((key for key in keys if is_given(section, key)), None)
         return None if key is None else (key, f"{_value(section, key)} given, but {why}. Remove it")
 
     return Rule(f"{', '.join(keys)}: no effect, because {why}", keys, problem)
@@ -176,7 +176,8 @@ def _value_of(section: Any, key: str) -> Any:
     return section
 
 
-def _is_given(section: Any, key: str) -> bool:
+def is_given(section: Any, key: str) -> bool:
+    """Tells whether the value of a key is not its default."""
     *parents, name = key.split(".")
     inner = _value_of(section, ".".join(parents)) if parents else section
     if inner is None:
@@ -188,7 +189,7 @@ def _is_given(section: Any, key: str) -> bool:
 
 def _is(section: Any, key: str, values: Any) -> bool:
     if values is GIVEN:
-        return _is_given(section, key)
+        return is_given(section, key)
     value = _value_of(section, key)
     return any(isinstance(value, one) if isinstance(one, type) else value == one for one in _alternatives(values))
 

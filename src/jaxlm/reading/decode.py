@@ -21,7 +21,7 @@ from draccus.choice_types import CHOICE_TYPE_KEY, ChoiceType
 from jaxlm.core.errors import ConfigError, did_you_mean, listed, shortened
 from jaxlm.core.field_types import LARGEST_FLOAT, bounds_of, describe_type, hints_of, in_range
 from jaxlm.core.redaction import without_secrets
-from jaxlm.core.rules import as_default, broken
+from jaxlm.core.rules import as_default, broken, is_given
 from jaxlm.reading.choices import (
     Registry,
     import_choice,
@@ -249,9 +249,8 @@ class _Decoder:
         section = self._construct(kind, values | inner, path) if inner else section
         for key, problem in broken(section):
             names = key.split(".")
-            raise self._error(
-                (*path, *names), problem if _is_written(names, {**(inherited or {}), **tree}) else as_default(problem)
-            )
+            is_own = _is_written(names, tree) or is_given(section, key)
+            raise self._error((*path, *names), problem if is_own else as_default(problem))
         return section
 
     def _construct(self, kind: Any, values: Mapping[str, Any], path: KeyPath) -> Any:

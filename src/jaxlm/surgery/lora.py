@@ -147,11 +147,6 @@ class LoraConfig(SurgeryConfig):
         for name in ("rank_pattern", "alpha_pattern", "modules_to_save"):
             for pattern in getattr(self, name):
                 tree.compile_pattern(pattern, f"surgery lora: {name}")
-        if self.experts is None:
-            target = tree.compile_pattern(self.target or "$^", "surgery lora: target")
-            if found := [path for path, _ in tree.modules_by_path(model, ExpertLinear) if target.search(path)]:
-                said = f"matches experts ({found[0]}), which get adapters by experts. Set that too, or another target"
-                raise ConfigError(f"surgery lora: target: '{self.target}' {said}")
         if self.existing == "merge":
             model = self._with_existing(model, lambda layer: layer.merged())
         indices, names = itertools.count(), NumberedPaths(model)
