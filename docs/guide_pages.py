@@ -207,11 +207,14 @@ def _sentence(text: str) -> str:
 
 
 def example(section: ConfigSection, key: ConfigKey) -> str | None:
-    """A value that the key may have, as YAML on one line; None for an optional number, whose type and default say enough.
+    """A value that the key may have, as YAML on one line; None for a key without effect in this section (`unused`), and for an
+    optional number, whose type and default say enough.
 
     Raises:
         KeyError: docs/examples.yaml has none, and the key needs one.
     """
+    if any(key.name in rule.keys and ": no effect, because" in rule.text for rule in section.rules):
+        return None
     if key.type == "bool":
         return "true" if key.default == "false" else "false"
     if _NUMBERS.issuperset(re.sub(r" \(.*?\)", "", key.type).split(" or ")) and key.default != "required":

@@ -51,6 +51,7 @@ NEEDED: dict[tuple[str, str | None, str], dict[str, Any]] = {
     **{
         ("model", "gemma4", f"expert_{name}"): ROUTED["model"] for name in ("dispatch", "products", "capacity", "parts")
     },
+    ("model", "gemma4", "double_wide_mlp"): {"num_kv_shared_layers": 2},
     **{("model.topology", "attention", name): DECOUPLED for name in ("mode", *_DECOUPLED)},
     ("data", "tokens", "train_overlap"): {"stride": 512},
     ("data", "rollouts", "max_turns"): {"environment": {"type": "tool"}},
