@@ -207,8 +207,8 @@ def _sentence(text: str) -> str:
 
 
 def example(section: ConfigSection, key: ConfigKey) -> str | None:
-    """A value that the key may have, as YAML on one line; None for a key without effect in this section (`unused`), and for an
-    optional number, whose type and default say enough.
+    """A value that the key may have, as YAML on one line; None for an optional number, whose type and default say enough, and
+    for a key without effect in this section (`unused`).
 
     Raises:
         KeyError: docs/examples.yaml has none, and the key needs one.
