@@ -33,7 +33,7 @@ class ObjectiveEval(Eval):
     """The metrics of `ObjectiveEvalConfig`, over all sources."""
 
     def __init__(self, ctx: EvalContext, first: int | None = None):
-        """Args: first: measures so many batches of each source; None measures all."""
+        """Args: first: measures only this many batches of each source; None measures all."""
         assert ctx.measure is not None
         self._ctx, self._measure, self._first = ctx, ctx.measure, first
 

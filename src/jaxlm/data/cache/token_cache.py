@@ -165,7 +165,7 @@ def read_cache(stored: Artifact, blocks: "TokenBlocks | None" = None) -> TokenCa
         fingerprint="".join(f"{crc32[name]:08x}" for name in (TOKENS, OFFSETS, TARGETS, NUMBERS) if name in crc32),
         documents_of=dict(zip(stored.made_from["files"], metadata["documents_of_files"], strict=True)),
         blocks=blocks,
-        # Each document has equally many, so the size says how many.
+        # All documents have the same number, which follows from the size.
         numbers=stored.raw(NUMBERS, np.float32).reshape(metadata["num_documents"], -1) if NUMBERS in crc32 else None,
         documents_of_groups=np.array(metadata[GROUPS], np.int64) if GROUPS in metadata else None,
     )

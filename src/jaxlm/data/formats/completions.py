@@ -438,7 +438,7 @@ class PromptsFormat(RecordsFormat):
             yield RawContent.of(record, (text,), segments)
 
     def no_targets_message(self, encoder: Encoder) -> str:
-        return f"{encoder.key}: there is no record. Check the files"
+        return f"{encoder.key}: no records found. Check the files"
 
     def texts(self, file: TextFile) -> Iterator[str]:
         for record in file.records((self.prompt_field,)):

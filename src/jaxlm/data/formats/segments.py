@@ -36,7 +36,7 @@ class Segments(NamedTuple):
             token is in the segment that it begins in. Otherwise texts have no special tokens, and each is tokenized by
             itself, so that the tokens of a prompt are the same as at inference.
         is_masked: whether a target mask is kept. Then a record without a target is left out.
-        numbers: numbers that belong to the record, equally many for all records of a source.
+        numbers: numbers that belong to the record, the same count for all records of a source.
         refusal: what is wrong with a record that would be left out, if it must not be.
     """
 
