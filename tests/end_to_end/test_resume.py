@@ -113,7 +113,7 @@ def test_stopped_and_then_killed(workplace, uninterrupted, mesh):
     assert 0 < goodput.fraction < 1
 
 
-@pytest.mark.slow
+@pytest.mark.soak  # CI kills them in tests/end_to_end/test_controllers.py
 def test_two_processes_are_killed(two_processes, workplace):
     place = workplace()
     place.write()
