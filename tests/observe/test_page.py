@@ -6,7 +6,6 @@ import json
 import re
 import shutil
 import subprocess
-import sys
 from pathlib import Path
 
 import fsspec
@@ -485,18 +484,6 @@ def test_a_page_that_cannot_be_written_is_a_row_of_the_final_report(tmp_path):
     (folder / "report.html").unlink()
     (folder / "report.html").mkdir()
     assert final_report.report_page(run, folder).startswith("not written: ")
-
-
-def test_the_command_needs_no_jax(tmp_path):
-    folder = write_run(tmp_path / "mine", [record(1)])
-    program = f"""
-import sys
-from jaxlm.__main__ import main
-assert main(["report", {str(folder)!r}]) == 0
-print(sorted({{"jax", "torch", "matplotlib", "haliax"}} & sys.modules.keys()))
-"""
-    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
-    assert result.stdout.splitlines()[-1] == "[]"
 
 
 BROWSER = shutil.which("chromium") or shutil.which("google-chrome")
