@@ -344,22 +344,22 @@ def test_several_runs_lie_over_each_other_and_differ_where_they_differ(tmp_path)
 
 
 @pytest.mark.slow
-def test_thousands_of_samples_and_metrics_are_bounded(tmp_path):
+def test_many_samples_and_metrics_are_bounded(tmp_path):
     samples = [
         {"step": step, "name": "eval", "prompt": f"p{prompt}", "text": "x" * 5000}
-        for step in range(200)
+        for step in range(60)
         for prompt in range(20)
     ]
-    many = {f"grad/norm/layer {n}": 1.0 for n in range(300)}
+    many = {f"grad/norm/layer {n}": 1.0 for n in range(60)}
     folder = write_run(tmp_path / "mine", [record(step, **many) for step in range(1, 4)], samples)
     text = render(read_runs([str(folder)]))
     assert len(text) < 3_000_000
     page = Page(text)
-    assert "170 others are in samples.jsonl" in page.text
+    assert "30 others are in samples.jsonl" in page.text
     assert "8 more prompts are in samples.jsonl." in page.text
     shown = [int(row[0].replace(",", "")) for row in page.rows if len(row) == 2 and row[1].startswith("p0x")]
-    assert (len(shown), shown[0], shown[-1]) == (30, 199, 0)
-    assert len(page.figures) == 42  # loss, throughput and 40 of 300
+    assert (len(shown), shown[0], shown[-1]) == (30, 59, 0)
+    assert len(page.figures) == 42  # loss, throughput and 40 of 60
 
 
 CORE = {"eval/core": 0.125, "eval/core/copa": 0.25, "eval/core/copa/accuracy": 0.625, "eval/core/squad": 0.0}
