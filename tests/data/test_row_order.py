@@ -104,7 +104,7 @@ def test_short_rows_have_smaller_blocks(seq_len, num_shards, block):
 def test_blocks_are_even_for_the_documents_that_packed_rows_have():
     """Lognormal lengths with a median of 1,800 tokens, in rows of 128k over 8 devices."""
     rng, found = np.random.default_rng(0), []
-    for _ in range(10):
+    for _ in range(20):
         ids = segments_of(rng.lognormal(np.log(1800), 1.6, 400).astype(int).clip(1).tolist(), 131072)
         orders = (np.arange(len(ids)), zigzag(len(ids), 8), by_blocks(ids, 8, FULL))
         found.append([imbalance(order, ids, 8, FULL) for order in orders])
