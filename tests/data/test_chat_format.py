@@ -475,10 +475,7 @@ def test_a_fork_renders_with_a_process_of_its_own():
 def test_a_prompt_keeps_the_calls_of_its_last_message(content):
     source = "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% if m.tool_calls %}<{{ m.tool_calls[0].function.name }}>{% endif %};{% endfor %}{% if add_generation_prompt %}[assistant]{% endif %}"  # noqa: E501
     call = {"type": "function", "function": {"name": "find", "arguments": {}}}
-    messages = [
-        {"role": "user", "content": "a"},
-        {"role": "assistant", "content": content, "tool_calls": [call]},
-    ]
+    messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": content, "tool_calls": [call]}]
     template = ChatTemplate(source, "x", {})
     assert template.prompt(messages, "here") == f"[user]a;[assistant]{content}<find>;[assistant]"
     del messages[1]["tool_calls"]
