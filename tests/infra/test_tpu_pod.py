@@ -18,7 +18,7 @@ import tpu_pod
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "infra" / "tpu_pod.py"
-FAST = ("--no_check", "--backoff_s", "0.01", "--poll_s", "0.2", "--wait_for_others_s", "100")
+FAST = ("--no_check", "--backoff_s", "0.01", "--poll_s", "0.05", "--wait_for_others_s", "100")
 # Shell commands of the training script. What the script does next happens only when the others are so far.
 ALL_BEGUN = (
     'touch "$FAKE/begun-$NODE-$WORKER"; while [ "$(ls "$FAKE" | grep -c ^begun-)" -lt {number} ]; do sleep 0.05; done'
