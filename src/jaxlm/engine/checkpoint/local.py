@@ -119,8 +119,8 @@ class LocalFolder(CheckpointFolder):
     def begin(self, name: str, files: Mapping[str, bytes]) -> None:
         retried(self._check_place, BRIEFLY_S)
         folder = self._unfinished(name)
-        if folder.exists():
-            retried(lambda: shutil.rmtree(folder), BRIEFLY_S)
+        for leftover in filter(Path.exists, (folder, self._deleted(name))):
+            retried(functools.partial(shutil.rmtree, leftover), BRIEFLY_S)
         for file, content in files.items():
             retried(functools.partial(_write, folder / file, content), BRIEFLY_S)
 
