@@ -32,7 +32,7 @@ def by_hand(documents: list[list[int]], seq_len: int) -> list[list[tuple]]:
     return sequences
 
 
-@settings(max_examples=150)
+@settings(max_examples=60)
 @given(lengths=lengths_of_documents, seq_len=st.integers(1, 9))
 def test_agrees_with_packing_one_token_at_a_time(lengths, seq_len):
     documents = [[1 + (7 * d + i) % 50 for i in range(length)] for d, length in enumerate(lengths)]
@@ -43,7 +43,7 @@ def test_agrees_with_packing_one_token_at_a_time(lengths, seq_len):
     assert found == [[list(place) for place in window] for window in by_hand(documents, seq_len)]
 
 
-@settings(max_examples=100)
+@settings(max_examples=40)
 @given(lengths=lengths_of_documents, seq_len=st.integers(1, 9))
 def test_every_token_except_each_documents_first_is_a_target_once(lengths, seq_len):
     numbers = iter(range(1000))
@@ -115,7 +115,7 @@ def packed_by_hand(documents: list[list[int]], masks: list[list[int]], seq_len: 
 
 
 @pytest.mark.slow
-@settings(max_examples=200)
+@settings(max_examples=80)
 @given(
     lengths=lengths_of_documents,
     seq_len=st.integers(1, 9),
