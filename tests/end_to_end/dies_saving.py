@@ -9,8 +9,8 @@ import sys
 import jax
 
 from jaxlm import train
-from jaxlm.engine.checkpoint.manifest import CHECKSUMS
 from jaxlm.engine.checkpoint.bucket import BucketFolder
+from jaxlm.engine.checkpoint.manifest import CHECKSUMS
 from jaxlm.engine.checkpoint.writer import CheckpointWriter
 from tests.end_to_end.dies import die
 

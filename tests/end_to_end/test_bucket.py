@@ -16,8 +16,8 @@ import fsspec
 import numpy as np
 import pytest
 
-from jaxlm.engine.checkpoint.manifest import CHECKSUMS
 from jaxlm.engine.checkpoint.bucket import BucketFolder
+from jaxlm.engine.checkpoint.manifest import CHECKSUMS
 from tests.end_to_end.commands import Workplace, end_of
 from tests.end_to_end.fork_server import PLOTS
 from tests.gcs import BUCKET

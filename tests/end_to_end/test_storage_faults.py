@@ -200,7 +200,9 @@ def in_bucket(place: Workplace, url: str) -> tuple[str, ...]:
 
 def names_in(folder: BucketFolder) -> list[str]:
     """The names of all that is in a folder, finished or not."""
-    return sorted({path.partition(f"{folder.location.partition('://')[2]}/")[2].split("/")[0] for path in all_files(folder)})
+    return sorted(
+        {path.partition(f"{folder.location.partition('://')[2]}/")[2].split("/")[0] for path in all_files(folder)}
+    )
 
 
 def all_files(folder: BucketFolder) -> list[str]:
