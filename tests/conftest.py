@@ -1,9 +1,11 @@
 """Simulates eight devices for the whole suite; tests with one device build their own mesh or process."""
 
+import contextlib
 import gc
 import itertools
 import os
 import re
+import shutil
 import signal
 import sys
 from pathlib import Path
@@ -35,6 +37,8 @@ settings.load_profile("repeatable")
 FIELDS = "tests/test_fields.py"
 RUNS_OF_WINGS = re.compile(r"tests/(systems|compat)/(\w+/)*test_\w+_run\.py")
 MAPS, COUNT = Path("/proc/self/maps"), itertools.count()
+PROGRAMS = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "jaxlm" / "tests"
+MAX_PROGRAMS_BYTES = 4 << 30
 # One worker runs all tests of a file, and all files of a group, so shared fixtures are built once.
 ONE_DEVICE = ("command", "evaluate", "checkpoints", "signals", "resume", "closed_output", "going_back")
 ONE_DEVICE += ("storage_faults", "notices", "refused", "entry")
@@ -52,6 +56,27 @@ def seeded():
     """Random weights do not depend on which tests ran before. (A test that imports torch itself seeds it.)"""
     if "torch" in sys.modules:
         sys.modules["torch"].manual_seed(0)
+
+
+@pytest.fixture(scope="session")
+def programs_folder() -> Path:
+    """A folder of compiled programs that all test processes share, and the next run of the tests if the machine keeps it."""
+    with contextlib.suppress(OSError):
+        PROGRAMS.mkdir(parents=True, exist_ok=True)
+        if sum(file.stat().st_size for file in PROGRAMS.iterdir()) > MAX_PROGRAMS_BYTES:
+            shutil.rmtree(PROGRAMS, ignore_errors=True)
+    return PROGRAMS
+
+
+@pytest.fixture(autouse=True)
+def kept_programs(programs_folder):
+    """Keeps the programs that a test compiles, also after one that has set another folder. Child processes are not told."""
+    if (jax := sys.modules.get("jax")) and jax.config.jax_compilation_cache_dir != str(programs_folder):
+        from jax.experimental.compilation_cache import compilation_cache
+
+        jax.config.update("jax_compilation_cache_dir", str(programs_folder))
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+        compilation_cache.reset_cache()
 
 
 @pytest.fixture(autouse=True)
