@@ -182,7 +182,7 @@ def logsumexp(logits_CV: jax.Array, sharding: TokenSharding) -> jax.Array:
 
 
 def _summary(logits_CV: jax.Array, sharding: TokenSharding) -> tuple[jax.Array, jax.Array]:
-    """`lse_C` and `first_C` of `ChunkLogits`. GPUs take longer to read logits than to compute with them: they read them once."""
+    """`lse_C` and `first_C` of `ChunkLogits`. GPUs take longer to read logits than to compute with them, so read them once."""
     num_local = logits_CV.shape[1]
     # jax loses the derivative of `online_maximum` when it differentiates a loop that it has differentiated before.
     if current_platform() == "gpu" and not trace_options().twice_differentiable:
@@ -291,7 +291,7 @@ class ChunkLogits(NamedTuple):
         return self._replace(logits_CV=jax.lax.stop_gradient(self.logits_CV), lse_C=jax.lax.stop_gradient(self.lse_C))
 
 
-def masked_sums(values: tuple[jax.Array, ...], m_C: jax.Array) -> jax.Array:
+def _masked_sums(values: tuple[jax.Array, ...], m_C: jax.Array) -> jax.Array:
     """The sum of each [C] array, weighted by the loss mask."""
     # jnp.where, because a masked target may be outside the vocabulary, and NaN times 0 is NaN.
     return jnp.stack([jnp.sum(jnp.where(m_C == 0, 0.0, m_C * a)) for a in values])
@@ -397,7 +397,7 @@ def _scan_chunks(loss: ChunkedLoss, needed: _Needed, x_BSD, w_VD, columns, heads
             dx_CD = dlogits_CV
         if needed.head and products is not None:
             dw_VD += products.head_gradient(dlogits_CV, x_CD)
-        return (sums + masked_sums(numbers, columns[1]), dw_VD), dx_CD
+        return (sums + _masked_sums(numbers, columns[1]), dw_VD), dx_CD
 
     if trace_options().twice_differentiable:  # the loop itself is differentiated, and must not save all logits
         one_chunk = jax.checkpoint(one_chunk)
