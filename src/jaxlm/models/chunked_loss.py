@@ -182,7 +182,7 @@ def logsumexp(logits_CV: jax.Array, sharding: TokenSharding) -> jax.Array:
 
 
 def _summary(logits_CV: jax.Array, sharding: TokenSharding) -> tuple[jax.Array, jax.Array]:
-    """`lse_C` and `first_C` of `ChunkLogits`. GPUs take longer to read logits than to compute with them, so read them once."""
+    """`lse_C` and `first_C` of `ChunkLogits`. GPUs take longer to read logits than to compute with them: they read once."""
     num_local = logits_CV.shape[1]
     # jax loses the derivative of `online_maximum` when it differentiates a loop that it has differentiated before.
     if current_platform() == "gpu" and not trace_options().twice_differentiable:
