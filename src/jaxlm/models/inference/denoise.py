@@ -25,7 +25,7 @@ from jaxlm.core.rules import Rules, excludes
 from jaxlm.core.sharding import replicated
 from jaxlm.models.base import Inputs, LanguageModel
 from jaxlm.models.diffusion import Denoiser
-from jaxlm.models.inference.generate import GenerationConfig, how_to_fit
+from jaxlm.models.inference.generate import GenerationConfig, check_fits
 from jaxlm.models.inference.padding import padded_length, program_rows
 from jaxlm.models.inference.sampling import Sampling, TokenDistribution, log_likelihoods, row_keys
 
@@ -183,11 +183,7 @@ def check_denoising(
             raise ConfigError(
                 f"prompt {number} has ids outside the vocabulary of {model.Vocab.size} tokens, or the mask token ({mask_id})"
             )
-        if len(prompt) + num_new > model.Pos.size:
-            raise ConfigError(
-                f"prompt {number} has {len(prompt)} tokens. Together with {num_new} new tokens they exceed the model's"
-                f" seq_len of {model.Pos.size}. {how_to_fit(len(prompt), model.Pos.size)}"
-            )
+        check_fits(number, len(prompt), num_new, model.Pos.size)
     return mask_id
 
 

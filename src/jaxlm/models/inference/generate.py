@@ -82,7 +82,7 @@ class GenerationConfig:
                 "tokens of this model attend to later ones (model.use_bidirectional_attention), so it cannot generate token"
                 " by token with a KV cache. `jaxlm sample` and evals: type samples fill in masks instead"
             )
-        vocab_size, seq_len = model.Vocab.size, model.Pos.size
+        vocab_size = model.Vocab.size
         check_at_least("max_new_tokens", self.max_new_tokens, 0)
         if self.cache_dtype is not None and self.cache_dtype not in CACHE_DTYPES:
             raise ConfigError(f"cache_dtype: '{self.cache_dtype}' given. Allowed: {', '.join(CACHE_DTYPES)}")
@@ -96,11 +96,7 @@ class GenerationConfig:
                     f"prompt {i} has token ids from {min(prompt)} to {max(prompt)}, but the vocabulary has {vocab_size}"
                     " tokens"
                 )
-            if len(prompt) + self.max_new_tokens > seq_len:
-                raise ConfigError(
-                    f"prompt {i} has {len(prompt)} tokens. Together with max_new_tokens = {self.max_new_tokens} they"
-                    f" exceed the model's seq_len of {seq_len}. {how_to_fit(len(prompt), seq_len)}"
-                )
+            check_fits(i, len(prompt), self.max_new_tokens, model.Pos.size)
 
 
 def default_new_tokens(prompts: Sequence[Sequence[int]], seq_len: int) -> int:
@@ -112,6 +108,15 @@ def how_to_fit(num_prompt_tokens: int, seq_len: int) -> str:
     """Says what to change if a prompt and the tokens after it are too long for a model, for messages."""
     room = seq_len - num_prompt_tokens
     return f"Shorten the prompt, or set max_new_tokens to at most {room}" if room > 0 else "Shorten the prompt"
+
+
+def check_fits(number: int, num_prompt_tokens: int, num_new: int, seq_len: int) -> None:
+    """Raises `ConfigError` if a prompt and its new tokens are too long for a model."""
+    if num_prompt_tokens + num_new > seq_len:
+        raise ConfigError(
+            f"prompt {number} has {num_prompt_tokens} tokens. Together with max_new_tokens = {num_new} they exceed the"
+            f" model's seq_len of {seq_len}. {how_to_fit(num_prompt_tokens, seq_len)}"
+        )
 
 
 def generate(
