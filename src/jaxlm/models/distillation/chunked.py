@@ -203,7 +203,7 @@ def top_k_of(
     """A teacher's `num_top` most likely tokens, which must be fewer than its vocabulary. Without a gradient."""
     sharding = TokenSharding.of(teacher.hidden, teacher.head)
 
-    def of_chunk(logits_CV: jax.Array, columns: tuple[()]) -> tuple[jax.Array, ...]:
+    def of_chunk(logits_CV: jax.Array, columns: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
         soft_CV = logits_CV / temperature
         ids_Ck, top_Ck = _top_k(soft_CV, num_top, sharding)
         lse_C = logsumexp(soft_CV, sharding)
