@@ -291,6 +291,7 @@ PYTHON = {page: [block for block in blocks(page) if block.language == "python"] 
 
 
 PYTHON_PAGES = [page for page in DOCUMENTS if PYTHON[page]]
+IMPORT_TRANSFORMERS = [page for page in PYTHON_PAGES if any("from transformers" in b.text for b in PYTHON[page])]
 FAMILY_PAGE = ROOT / "docs" / "howto" / "add-a-family.md"  # its Python is that of a file, which registers its class
 
 
@@ -314,7 +315,11 @@ def test_the_page_about_families_shows_one_as_it_is():
     assert all(text in family for text in python_of(FAMILY_PAGE))
 
 
-@pytest.mark.parametrize("page", PYTHON_PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize(
+    "page",
+    [pytest.param(page, marks=pytest.mark.slow if page in IMPORT_TRANSFORMERS else ()) for page in PYTHON_PAGES],
+    ids=lambda page: page.name,
+)
 def test_python_in_the_documents_compiles_and_its_imports_exist(page):
     assert [str(block) for block in PYTHON[page] if block.reason is not None] == [], "Python of the documents is run"
     for text in python_of(page):

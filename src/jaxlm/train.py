@@ -74,7 +74,7 @@ from jaxlm.session.resume_checks import (
     read_again,
     with_past_references,
 )
-from jaxlm.session.run import Run, open_run, settle
+from jaxlm.session.run import PreparedRun, Run, open_run, settle
 from jaxlm.session.startup import (
     check_accelerator,
     check_exports_are_new,
@@ -134,14 +134,14 @@ def train(config: RunConfig, console: Console | None = None, clock: ActivityCloc
         return TrainResult(None, Done(), None, plan)
     state, outcome = None, Done()
     with (
-        _prepared(plan, console) as (plan, tokenizer, init_from, started, logs, check_lease),
-        plan.layout.use(),
+        _prepared(plan, console) as prepared,
+        prepared.plan.layout.use(),
         stop_on_signals() as stop,
         watch_notices(stop, metadata_host() if config.trainer.preemption_notices else None),
-        Watchdog(config.trainer.watchdog, clock, plan.log_folder),
-        open_run(plan, tokenizer, console, stop, init_from, logs, check_lease, clock) as run,
+        Watchdog(config.trainer.watchdog, clock, prepared.plan.log_folder),
+        open_run(prepared, console, stop, clock) as run,
     ):
-        run.records.write(init_from.resume_step or 0, "start", rows=started)
+        plan, init_from = prepared.plan, prepared.init_from
         if init_from.state is not None:
             with clock.during(Activity.RESTORE):
                 state = _restore(run, init_from)
@@ -173,11 +173,11 @@ def train(config: RunConfig, console: Console | None = None, clock: ActivityCloc
     elif is_main_process():
         final_report(plan, console, has_template=run.saved_tokenizer.chat_template is not None)
     if state is not None and newest is not None and not isinstance(outcome, Interrupted):
-        tables_after_training(plan, state, tokenizer, newest, console.log)
+        tables_after_training(plan, state, run.tokenizer, newest, console.log)
     run.records.write_ledgers()
     console.close()
     if is_main_process():
-        logs.upload()
+        prepared.logs.upload()
     return TrainResult(state, outcome, newest, plan)
 
 
@@ -203,11 +203,8 @@ def _make_checked_plan(config: RunConfig, console: Console) -> Plan:
 
 
 @contextlib.contextmanager
-def _prepared(
-    plan: Plan, console: Console
-) -> Iterator[tuple[Plan, Tokenizer, InitFrom, list[tuple[str, str]], LogStore, LeaseCheck]]:
-    """Loads the tokenizer and finds the checkpoint to start from. Yields the plan updated for the tokenizer, both, the table
-    of the start, the store of the logs, and what to call before each save.
+def _prepared(plan: Plan, console: Console) -> Iterator[PreparedRun]:
+    """Loads the tokenizer and finds the checkpoint to start from.
 
     From the first write on, and while the context is open, a second start of the run is refused.
     """
@@ -248,9 +245,9 @@ def _prepared(
         main_only(lambda: logs.fetch(replace=True))
         if is_main_process():
             closing.callback(_upload, logs, check_lease)
-        started = _start(plan, tokenizer, saved, console)
+        plan, init_from, started = _start(plan, tokenizer, saved, console)
         try:
-            yield *started, logs, check_lease
+            yield PreparedRun(plan, tokenizer, init_from, started, logs, check_lease)
         except SaveError:
             check_lease()  # a save that fails because another start has the folder says so
             raise
@@ -265,8 +262,8 @@ def _upload(logs: LogStore, check_lease: LeaseCheck) -> None:
 
 def _start(
     plan: Plan, tokenizer: Tokenizer, saved: SavedRun | None, console: Console
-) -> tuple[Plan, Tokenizer, InitFrom, list[tuple[str, str]]]:
-    """Opens the log and finds the checkpoint to start from.
+) -> tuple[Plan, InitFrom, list[tuple[str, str]]]:
+    """Opens the log and finds the checkpoint to start from. Returns the plan for it, it, and the rows of the start's table.
 
     Args:
         saved: what the run was last started with, on process 0.
@@ -294,7 +291,7 @@ def _start(
         num_sequences, options = init_from.state.position()["examples"], step_options(plan)  # all processes call both
         for line in changes(saved, config, options, init_from.resume_step, num_sequences) if saved else []:
             console.log(f"changed since the last start: {line}")
-    return plan, tokenizer, init_from, started
+    return plan, init_from, started
 
 
 def _restore(run: Run, init_from: InitFrom) -> RunState:

@@ -1,7 +1,7 @@
 """Batch-size schedules, compared with a loop over all steps."""
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxlm.data.batch_schedule import BatchSchedule, BatchSize
@@ -15,6 +15,7 @@ def schedules(draw) -> tuple[BatchSchedule, list[int]]:
     return BatchSchedule.of(sizes), [[s.value for s in sizes if s.start <= step][-1] for step in range(60)]
 
 
+@settings(max_examples=40)
 @given(schedules(), st.integers(0, 40), st.integers(0, 200))
 def test_counts_match_a_loop_over_all_steps(made, step, examples):
     schedule, sizes = made

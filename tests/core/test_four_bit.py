@@ -17,6 +17,7 @@ from jaxlm.core.products.dynamic_map import dynamic_map
 from jaxlm.core.products.four_bit import NF4_TABLE, FourBitWeight, MXFP4Weight, NF4Weight, NVFP4Weight
 from jaxlm.core.products.matmul import dot
 from jaxlm.core.products.stored_weights import HalfWeight
+from tests.tiers import one_of
 
 VECTORS = json.loads((Path(__file__).parents[1] / "vectors" / "nf4.json").read_text())
 KINDS = {"nf4": NF4Weight, "nvfp4": NVFP4Weight, "mxfp4": MXFP4Weight}
@@ -153,10 +154,15 @@ def test_mxfp4_keeps_what_is_in_mxfp4_and_rounds_the_rest_as_ml_dtypes():
 Layers, Heads, Size, Embed = Axis("layers", 3), Axis("heads", 5), Axis("head_size", 8), Axis("embed", 64)
 
 
+INPUTS = {"embed": (Embed,), "heads": (Heads, Size), "odd": (Axis("embed", 33),)}
+PADDED = [(kind, "odd") for kind in KINDS]
+OTHERS = [(kind, inputs) for kind in KINDS for inputs in ("embed", "heads")]
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("inputs", [(Embed,), (Heads, Size), (Axis("embed", 33),)], ids=["embed", "heads", "odd"])
+@pytest.mark.parametrize(("kind", "inputs"), [*PADDED, *one_of(OTHERS, but=2)])
 def test_layers_are_quantized_one_by_one(kind, inputs):
+    inputs = INPUTS[inputs]
     outputs = (Heads, Size) if len(inputs) == 1 else (Embed,)
     exact, x = weight(1, Layers, *outputs, *inputs), weight(2, Axis("batch", 4), *inputs)
 

@@ -6,6 +6,8 @@ import sys
 
 import pytest
 
+from tests.forks import ends_of
+
 # `python -m jaxlm.X`, and `python -m another` that imports jaxlm, import the package with these words.
 IMPORTING = """
 import os, signal, sys
@@ -17,10 +19,12 @@ except KeyboardInterrupt:
     print("caught", file=sys.stderr)
     os.kill(os.getpid(), signal.SIGKILL)
 """
-TWICE = """
-import os, signal
+NEEDED = """
+import atexit, os, signal, sys, types
+from jaxlm.__main__ import main as jaxlm
 from jaxlm.session.exit_codes import command
-
+"""
+TWICE = """
 @command
 def main(arguments):
     os.kill(os.getpid(), signal.SIGINT)
@@ -30,10 +34,6 @@ assert main([]) == 130
 os.kill(os.getpid(), signal.SIGINT)
 """
 ENDED = """
-import atexit, os, signal, sys, types
-from jaxlm.__main__ import main as jaxlm
-from jaxlm.session.exit_codes import command
-
 @command
 def main(arguments):
     return 130
@@ -51,15 +51,19 @@ sys.exit({call})
         pytest.param(IMPORTING.format(first="-m", module="jaxlm.train"), signal.SIGINT, "", id="importing"),
         pytest.param(IMPORTING.format(first="/x/bin/jaxlm", module=""), signal.SIGINT, "", id="importing as a script"),
         pytest.param(IMPORTING.format(first="-m", module="another"), signal.SIGKILL, "caught\n", id="another program"),
-        pytest.param(
-            TWICE, signal.SIGINT, "interrupted; nothing that was saved is lost\n", id="twice", marks=pytest.mark.slow
-        ),
-        *(
-            pytest.param(ENDED.format(call=call), signal.SIGINT, "", id=f"after {call}", marks=pytest.mark.slow)
-            for call in ("main()", "jaxlm()")
-        ),
     ],
 )
-def test_an_interrupt_ends_a_command_without_a_traceback(code, number, said):
+def test_an_interrupt_ends_an_import_without_a_traceback(code, number, said):
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
     assert (done.returncode, done.stderr) == (-number, said)
+
+
+@pytest.mark.slow
+def test_an_interrupt_ends_a_command_without_a_traceback(tmp_path):
+    programs = {
+        TWICE: "interrupted; nothing that was saved is lost\n",
+        ENDED.format(call="main()"): "",
+        ENDED.format(call="jaxlm()"): "",
+    }
+    ends = ends_of(NEEDED, list(programs), tmp_path)
+    assert ends == [(-signal.SIGINT, said) for said in programs.values()]

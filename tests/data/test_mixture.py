@@ -117,7 +117,7 @@ def test_exhausted_after_counts_the_examples():
 weights = st.lists(st.floats(0.01, 1), min_size=1, max_size=6)
 
 
-@settings(max_examples=200)
+@settings(max_examples=60)
 @given(weights, st.integers(1000, 5000))
 def test_counts_match_the_weights_within_one_example(values, block_size):
     names = [str(n) for n in range(len(values))]

@@ -6,7 +6,7 @@ import haliax as hax
 import jax
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxlm.core.sharding import AttentionWork, ContextSharding
@@ -35,6 +35,7 @@ def rows(draw):
     return num_shards, segments_of(lengths, size), AttentionWork(tuple(windows), draw(st.booleans()))
 
 
+@settings(max_examples=40)
 @given(rows())
 def test_the_work_of_a_token_is_the_number_of_keys_that_it_attends_to(case):
     _, ids, work = case
@@ -61,6 +62,7 @@ def test_the_imbalance_of_each_order_that_divides_a_row():
     assert imbalances(np.ones(12, np.int32), 4, FULL).keys() == {"none", "blocks"}, "12 tokens make no 8 chunks"
 
 
+@settings(max_examples=40)
 @given(rows())
 def test_every_token_has_one_place_and_every_shard_equally_many(case):
     num_shards, ids, work = case
@@ -115,11 +117,7 @@ def test_blocks_are_even_for_the_documents_that_packed_rows_have():
 
 
 LENGTH = 32
-CONFIGS = {
-    "tokens": (TokensConfig(), ()),
-    "groups": (GroupsConfig(), (4,)),
-    "unpaired": (UnpairedConfig(), ()),
-}
+CONFIGS = {"tokens": (TokensConfig(), ()), "groups": (GroupsConfig(), (4,)), "unpaired": (UnpairedConfig(), ())}
 
 
 @pytest.fixture

@@ -18,13 +18,13 @@ def test_is_a_permutation(size):
     np.testing.assert_array_equal(np.sort(order(size, seed=3, epoch=2)), np.arange(size))
 
 
-@settings(max_examples=60)
+@settings(max_examples=25)
 @given(size=st.integers(1, 5000), seed=st.integers(-(2**31), 2**63), epoch=st.integers(0, 2**40))
 def test_is_a_permutation_for_any_size_seed_and_epoch(size, seed, epoch):
     np.testing.assert_array_equal(np.sort(order(size, seed, epoch)), np.arange(size))
 
 
-@settings(max_examples=40)
+@settings(max_examples=20)
 @given(
     size=st.integers(2**33, 2**50), indices=st.lists(st.integers(0, 2**33 - 1), min_size=1, max_size=50, unique=True)
 )
@@ -35,7 +35,7 @@ def test_sizes_larger_than_any_array(size, indices):
     assert places.max() < size
 
 
-@settings(max_examples=40)
+@settings(max_examples=20)
 @given(data=st.data(), size=st.integers(1, 2000))
 def test_a_single_index_gives_the_same_result_as_in_a_batch(data, size):
     index, epoch = data.draw(st.integers(0, size - 1)), data.draw(st.integers(0, 5))
@@ -48,7 +48,7 @@ def test_epochs_and_seeds_have_different_orders():
     assert len(orders) == 400
 
 
-@settings(max_examples=40)
+@settings(max_examples=20)
 @given(
     size=st.integers(1, 300),
     start=st.integers(0, 10**15),
@@ -82,14 +82,14 @@ def excess(counts: np.ndarray, degrees_of_freedom: int) -> float:
 
 @pytest.mark.parametrize("size", [2, 3, 4])
 def test_all_orders_of_a_small_size_are_equally_likely(size):
-    _, counts = np.unique(epochs_of(size, 60_000), axis=0, return_counts=True)
+    _, counts = np.unique(epochs_of(size, 20_000), axis=0, return_counts=True)
     assert len(counts) == len(list(itertools.permutations(range(size))))
     assert excess(counts, len(counts) - 1) < 5
 
 
 @pytest.mark.parametrize("size", [5, 10, 30])
 def test_each_index_is_equally_likely_at_each_position(size):
-    orders = epochs_of(size, 60_000)
+    orders = epochs_of(size, 20_000)
     landed = np.stack([np.bincount(orders[:, index], minlength=size) for index in range(size)])
     assert excess(landed, (size - 1) ** 2) < 5
 
@@ -106,7 +106,7 @@ def test_no_two_eras_of_any_epochs_have_the_same_order():
     assert len({tuple(order) for order in eras.tolist()}) == 16
 
 
-@settings(max_examples=60)
+@settings(max_examples=25)
 @given(size=st.integers(1, 70), era_length=st.integers(1, 80), seed=st.integers(0, 2**32))
 def test_each_era_is_shuffled_separately_and_differently_in_each_epoch(size, era_length, seed):
     found = shuffle_in_eras(np.arange(3 * size), size, era_length, seed=seed).reshape(3, size)

@@ -5,7 +5,6 @@ The store is fsspec's memory file system, or a folder (`file://`) if other proce
 
 import dataclasses
 import random
-import signal
 import subprocess
 import sys
 import threading
@@ -195,62 +194,86 @@ def test_a_damaged_block_in_the_mirror_is_replaced(url, tmp_path):
     assert len(Store.read) == 2
 
 
-PROCESS = f"""
-import os, signal, sys
+# Forks of one process, of which the first two kill themselves.
+PROCESSES = f"""
+import os, signal, sys, traceback
 from pathlib import Path
 import numpy as np
 from fsspec.implementations.local import LocalFileSystem
 from jaxlm.data.cache import token_blocks
 from jaxlm.data.cache.token_blocks import BlockSums, TokenBlocks
 
-folder, max_blocks, seed, dies_in = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), sys.argv[4]
-token_blocks.BLOCK_BYTES = {BLOCK}
-mirror = token_blocks.BlockMirror(folder / "blocks", max_blocks * {BLOCK})
-sums = BlockSums.of_file(folder / "tokens.bin", 0)
-blocks = TokenBlocks(f"file://{{folder}}", "key", sums, np.dtype(np.uint16), mirror)
-cat_file, num_read = LocalFileSystem.cat_file, []
+BLOCK, folder = {BLOCK}, Path(sys.argv[1])
+token_blocks.BLOCK_BYTES = BLOCK
+cat_file = LocalFileSystem.cat_file
 
-def reading(self, path, start, end):
-    num_read.append(start)
-    if dies_in == "download" and len(num_read) == 5:
+
+def read(max_blocks, seed, dies_in):
+    mirror = token_blocks.BlockMirror(folder / "blocks", max_blocks * BLOCK)
+    sums = BlockSums.of_file(folder / "tokens.bin", 0)
+    blocks = TokenBlocks(f"file://{{folder}}", "key", sums, np.dtype(np.uint16), mirror)
+    num_read = []
+
+    def reading(self, path, start, end):
+        num_read.append(start)
+        if dies_in == "download" and len(num_read) == 5:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return cat_file(self, path, start, end)
+
+    def replacing(*paths):
         os.kill(os.getpid(), signal.SIGKILL)
-    return cat_file(self, path, start, end)
 
-def replacing(*paths):
-    os.kill(os.getpid(), signal.SIGKILL)
+    LocalFileSystem.cat_file = reading
+    if dies_in == "write":
+        token_blocks.os.replace = replacing
+    rng = np.random.default_rng(seed)
+    largest = 0
+    for start in rng.permutation(np.arange(0, 5000, 20)).tolist():
+        blocks.fetch(np.array([start, (start + 999) % 5000]), 20)
+        assert blocks[start:start + 20].tolist() == list(range(start, min(start + 20, 5000)))
+        with mirror._locked():
+            largest = max(largest, sum(path.stat().st_size for path in mirror.folder.glob("*/*")))
+    (folder / f"read-{{seed}}").write_text(f"{{largest}} {{len(num_read)}}")
 
-LocalFileSystem.cat_file = reading
-if dies_in == "write":
-    token_blocks.os.replace = replacing
-rng = np.random.default_rng(seed)
-largest = 0
-for start in rng.permutation(np.arange(0, 5000, 20)).tolist():
-    blocks.fetch(np.array([start, (start + 999) % 5000]), 20)
-    assert blocks[start:start + 20].tolist() == list(range(start, min(start + 20, 5000)))
-    with mirror._locked():
-        largest = max(largest, sum(path.stat().st_size for path in mirror.folder.glob("*/*")))
-print(largest, len(num_read))
+
+def start(max_blocks, seed, dies_in=""):
+    child = os.fork()
+    if child:
+        return child
+    try:
+        read(max_blocks, seed, dies_in)
+        os._exit(0)
+    except BaseException:
+        traceback.print_exc()
+        os._exit(1)
+
+
+def end(child):
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+
+def said(seed):
+    return tuple(map(int, (folder / f"read-{{seed}}").read_text().split()))
+
+
+unfinished = lambda: list((folder / "blocks").glob("*/*.tmp"))
+for dies_in in ("download", "write"):
+    assert end(start(5, 0, dies_in)) == -signal.SIGKILL, dies_in
+assert unfinished()
+both = [start(5, seed) for seed in (1, 2)]  # far less than they read
+assert [*map(end, both)] == [0, 0]
+assert all(said(seed)[0] <= 5 * BLOCK for seed in (1, 2)), "the limit of the mirror"
+assert not unfinished()
+both = [start(100, seed) for seed in (3, 4)]
+assert [*map(end, both)] == [0, 0]
+downloads = said(3)[1] + said(4)[1]
+assert downloads + 5 >= {NUM_BLOCKS} >= downloads, "no block twice"
 """
-
-
-def start(folder: Path, max_blocks: int, seed: int, dies_in: str = "") -> subprocess.Popen[str]:
-    command = [sys.executable, "-c", PROCESS, str(folder), str(max_blocks), str(seed), dies_in]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
 
 
 @pytest.mark.slow
 def test_processes_share_the_mirror_and_may_be_killed(tmp_path):
     sums(tmp_path)
-    for dies_in in ("download", "write"):
-        killed = start(tmp_path, 5, 0, dies_in)
-        assert killed.wait() == -signal.SIGKILL
-    assert [path for path in (tmp_path / "blocks").glob("*/*") if path.suffix == ".tmp"]
-    both = [start(tmp_path, 5, seed) for seed in (1, 2)]  # far less than they read
-    for process in both:
-        said, _ = process.communicate()
-        assert process.returncode == 0
-        assert int(said.split()[0]) <= 5 * BLOCK
-    assert not list((tmp_path / "blocks").glob("*/*.tmp"))
-    both = [start(tmp_path, 100, seed) for seed in (3, 4)]
-    downloads = [int(process.communicate()[0].split()[1]) for process in both]
-    assert sum(downloads) + 5 >= NUM_BLOCKS >= sum(downloads)  # no block twice
+    command = [sys.executable, "-c", PROCESSES, str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
+    assert done.returncode == 0, done.stderr

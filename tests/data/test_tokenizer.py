@@ -34,7 +34,7 @@ def small():
     return small_tokenizer()
 
 
-@settings(max_examples=150)
+@settings(max_examples=60)
 @given(text=any_text | code_like.map("".join))
 def test_any_text_round_trips_byte_for_byte(small, text):
     [ids] = small.encode_batch([text])
@@ -97,7 +97,7 @@ def test_patterns_cut_text_into_pieces(pattern, expected):
 
 
 @given(text=st.text("aB é名²٣12345 \t\n\r'sSvVeE._(€़🙂\u00a0", max_size=60))
-@settings(max_examples=300)
+@settings(max_examples=100)
 def test_the_pattern_of_nanochat_agrees_with_its_possessive_form(text):
     """Its own pattern never gives back what `?` and `+` have matched. The library `regex` runs it as written."""
     import tokenizers
@@ -432,13 +432,13 @@ class TestLongTexts:
         assert tokenizer.encode_batch([text, "a", text])[2] == whole
         return len(tokenizer._split_long_text(text))
 
-    @settings(max_examples=150)
+    @settings(max_examples=60)
     @given(text=pieces)
     def test_splitting_gives_the_same_ids(self, small, text):
         self.agree(small, "".join(text))
 
     @pytest.mark.slow
-    @settings(max_examples=100)
+    @settings(max_examples=50)
     @given(text=pieces)
     @pytest.mark.skipif(not GPT2.exists(), reason="needs GPT-2's tokenizer")
     def test_splitting_gives_the_same_ids_with_gpt2(self, gpt2, text):

@@ -50,10 +50,7 @@ def test_a_completion_and_that_of_the_next_record_follow_each_prompt(opened, tok
         ({"label": "true"}, r"line 1: expected true or false under 'label', got 'true'"),
         ({"label": None}, r"expected true or false under 'label', got None"),
         ({"completion": 3}, r"no text and no list of messages under 'completion': it is 3"),
-        (
-            {"prompt": [{"role": "user", "content": "hi"}]},
-            "'prompt' is a list of messages, and a completion is a text",
-        ),
+        ({"prompt": [{"role": "user", "content": "hi"}]}, "'prompt' is a list of messages, and a completion is a text"),
     ],
 )
 def test_records_that_are_refused(opened, change, message):

@@ -19,7 +19,7 @@ from tests.data.helpers import cache_of, numbered_cache, small_tokenizer
 sizes = st.tuples(st.integers(2, 60), st.integers(2, 9), st.integers(1, 9)).map(lambda s: (s[0], s[1], min(s[1:])))
 
 
-@settings(max_examples=150)
+@settings(max_examples=50)
 @given(sizes=sizes)
 def test_each_sequence_begins_a_stride_after_the_one_before(sizes):
     num_tokens, seq_len, stride = sizes
@@ -42,7 +42,7 @@ def test_each_sequence_begins_a_stride_after_the_one_before(sizes):
     np.testing.assert_array_equal(sequences.target_positions(np.arange(len(starts)))[:, 0], np.array(starts) + 1)
 
 
-@settings(max_examples=150)
+@settings(max_examples=50)
 @given(sizes=sizes, length=st.integers(1, 12))
 def test_without_the_overlap_every_token_is_a_target_once(sizes, length):
     num_tokens, seq_len, stride = sizes
@@ -63,7 +63,7 @@ def test_without_the_overlap_every_token_is_a_target_once(sizes, length):
 
 
 @pytest.mark.slow
-@settings(max_examples=150)
+@settings(max_examples=50)
 @given(sizes=sizes, held_out=st.integers(1, 20), overlap=st.booleans())
 def test_no_token_that_is_evaluated_is_trained_on(sizes, held_out, overlap):
     num_tokens, seq_len, stride = sizes
@@ -113,10 +113,7 @@ def test_a_stride_is_part_of_the_datas_identity_and_is_refused_where_it_has_no_e
     assert not (tmp_path / "other").exists(), "nothing has been tokenized"
     for changes, message in (
         ({"train_overlap": False}, r"data\.train_overlap: false given without stride"),
-        (
-            {"stride": 4, "packing": BestFitConfig()},
-            r"data\.stride: 4 given together with packing, whose rows do not",
-        ),
+        ({"stride": 4, "packing": BestFitConfig()}, r"data\.stride: 4 given together with packing, whose rows do not"),
         (records, r"data\.stride: 4 given, but the records of data\.format \(supervised\) are not split"),
     ):
         with pytest.raises(ConfigError, match=message):

@@ -78,7 +78,7 @@ def test_killed_where_documents_of_two_passes_wait_together(workplace):
     assert logged(places[1]) == logged(places[0])
 
 
-@pytest.mark.slow
+@pytest.mark.soak  # another one is refused in tests/end_to_end/test_command.py
 def test_another_packing_is_refused_on_resume(uninterrupted):
     *split, _ = (word.replace("best_fit,", "best_fit, fill: split,") for word in PACKING)
     refused = uninterrupted.run(*split, str(STEPS + 1), *WATCH)

@@ -105,6 +105,11 @@ def test_fewer_steps_than_done_is_refused(again):
             marks=pytest.mark.soak,
         ),
         pytest.param(
+            ("--data.packing", "{type: best_fit}", "--data.enforce_eos", "false"),
+            "data of phase 'train'.packing",
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
             ("--data.train_urls", "[stdlib:validation]"),
             "data of phase 'train'.train_content",
             marks=pytest.mark.slow,
@@ -254,7 +259,7 @@ def test_help_names_every_section(workplace, in_process):
     ("module", "arguments"),
     [
         ("jaxlm.train", ("--config_path", "run.yaml", "--trainer.num_train_steps", "28")),
-        ("jaxlm.commands.bench", ("--config_path", "run.yaml", "--steps", "1")),
+        pytest.param("jaxlm.commands.bench", ("--config_path", "run.yaml", "--steps", "1"), marks=pytest.mark.soak),
         pytest.param("jaxlm.commands.sample", ("--checkpoint", "checkpoints/run"), marks=pytest.mark.soak),
         pytest.param("jaxlm.commands.chat", ("--checkpoint", "checkpoints/run"), marks=pytest.mark.soak),
         pytest.param("jaxlm.commands.evaluate", ("--checkpoint", "checkpoints/run"), marks=pytest.mark.soak),
@@ -288,8 +293,8 @@ def test_variables_that_jax_does_not_accept_are_one_message():
         assert variable in result.stderr
 
 
-# With XLA's usual flags: programs that compile quickly are not cached.
-WATCHED = {"JAX_LOG_COMPILES": "1", "JAX_TRANSFER_GUARD_DEVICE_TO_HOST": "disallow", "XLA_FLAGS": ""}
+CACHES_ALL = {"module": "tests.end_to_end.caches_all"}
+WATCHED = ("--trainer.jax_config", "{jax_log_compiles: true, jax_transfer_guard_device_to_host: disallow}")
 FRESH = ("--config_path", "run.yaml", "--trainer.compilation_cache_dir", "xla", "--trainer.num_train_steps", "8")
 
 
@@ -298,7 +303,7 @@ def test_a_run_traces_and_compiles_once_and_a_second_start_does_not_compile(work
     """Also checks that all fetches from devices are explicit."""
     place = workplace()
     place.write("evals: []")
-    first, second = (place.run(*FRESH, "--trainer.id", name, **WATCHED) for name in ("one", "two"))
+    first, second = (place.run(*FRESH, *WATCHED, "--trainer.id", name, **CACHES_ALL) for name in ("one", "two"))
     for done in (first, second):
         assert done.code == 0, done.err
         assert done.err.count("Finished tracing train_step") == 1
@@ -326,9 +331,9 @@ def test_a_start_compiles_no_step_that_its_dry_run_compiled(workplace):
     text = place.write(TWO_PHASES, num_steps=8).read_text()
     sizes = "train_batch_size: [{start: 0, value: 16}, {start: 2, value: 32}]"
     (place.folder / "run.yaml").write_text(text.replace("train_batch_size: 16", sizes))
-    fresh = FRESH[:-2]
+    fresh = (*FRESH[:-2], *WATCHED)
     hit, compiled = "Persistent compilation cache hit for 'jit_train_step'", "Compiling jit(train_step)"
-    tried, started = place.run(*fresh, "--dry_run", "true", **WATCHED), place.run(*fresh, **WATCHED)
+    tried, started = place.run(*fresh, "--dry_run", "true", **CACHES_ALL), place.run(*fresh, **CACHES_ALL)
     assert (tried.code, started.code) == (0, 0), started.err
     assert (tried.err.count(compiled), tried.err.count(hit)) == (3, 0)
     assert (started.err.count(compiled), started.err.count(hit)) == (3, 3)
@@ -338,12 +343,12 @@ def test_a_start_compiles_no_step_that_its_dry_run_compiled(workplace):
 def test_a_broken_cache_is_only_a_warning(workplace):
     place = workplace()
     place.write("evals: []")
-    place.finish(*FRESH, "--trainer.id", "one", XLA_FLAGS="")
+    place.finish(*FRESH, "--trainer.id", "one", **CACHES_ALL)
     entries = list((place.folder / "xla").glob("*-cache"))
     assert entries
     for entry in entries:
         entry.write_text("not a program")
-    second = place.finish(*FRESH, "--trainer.id", "two", XLA_FLAGS="")
+    second = place.finish(*FRESH, "--trainer.id", "two", **CACHES_ALL)
     assert "cannot read jit_train_step" in second.err
     assert "The cached program was deleted and is compiled again" in second.err
     assert place.losses("two") == place.losses("one")

@@ -9,6 +9,7 @@ import functools
 import pytest
 
 from tests.end_to_end.commands import Workplace, check_close
+from tests.tiers import one_of
 
 COMMON = ("--config_path", "run.yaml", "--optimizer.lr_schedule", "constant", "--optimizer.warmup", "0")
 EVERY_STEP = ("--trainer.checkpointer.save_interval", "0")
@@ -51,13 +52,12 @@ def whole(workplace):
     return run
 
 
-@pytest.mark.slow
+@pytest.mark.soak  # CI kills two processes below
 @pytest.mark.parametrize(
     ("case", "kills"),
     [
-        ("train/loss", (8,)),  # decided after step 5, in effect from step 9 on
-        pytest.param("train/loss", (6, 10), marks=pytest.mark.soak),
-        pytest.param("eval/loss", (7,), marks=pytest.mark.soak),  # decided after step 6, in effect from step 7 on
+        ("train/loss", (6, 8, 10)),  # decided after step 5, in effect from step 9 on
+        ("eval/loss", (7,)),  # decided after step 6, in effect from step 7 on
     ],
 )
 def test_a_kill_between_decision_and_effect_changes_nothing(workplace, whole, case, kills):
@@ -73,15 +73,23 @@ def test_a_kill_between_decision_and_effect_changes_nothing(workplace, whole, ca
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", ["train/loss", pytest.param("eval/loss", marks=pytest.mark.soak)])
-def test_two_processes_decide_alike(workplace, whole, case):
+@pytest.mark.parametrize(("case", "kill"), one_of([("train/loss", "8"), ("eval/loss", "7")]))
+def test_two_processes_decide_alike_and_are_killed_between_decision_and_effect(workplace, whole, case, kill):
     """If one had another learning rate, its part of the weights would differ, and so would the losses."""
-    place, expected = workplace(), whole(case)
-    place.write()
-    ends = place.run_all(2, *arguments(case))
-    assert [end.code for end in ends] == [0, 0], ends
-    assert rates(place) == CASES[case][1]
-    check_close(place.losses(), expected.losses())
+    alone, together, killed = whole(case), workplace(), workplace()
+    together.write()
+    killed.write()
+    dies = {"module": "tests.end_to_end.dies", "JAXLM_TEST_DIES_AT": kill}
+    assert all(end.code != 0 for end in killed.run_all(2, *arguments(case), *EVERY_STEP, **dies))
+    assert any("step-" in name for name in killed.checkpoints())
+    for place in (together, killed):
+        ends = place.run_all(2, *arguments(case))
+        assert [end.code for end in ends] == [0, 0], ends
+        assert rates(place) == CASES[case][1]
+    assert "resuming, from" in ends[0].out
+    assert killed.losses() == together.losses()
+    assert killed.digest("step-24") == together.digest("step-24")
+    check_close(together.losses(), alone.losses())
 
 
 @pytest.mark.soak

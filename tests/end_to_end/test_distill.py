@@ -6,7 +6,7 @@ import pytest
 
 from tests.end_to_end.commands import Workplace, check_close
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.soak
 BIG = ("--model.hidden_dim", "64", "--model.num_layers", "3", "--trainer.id", "big", "--trainer.num_train_steps", "30")
 AVERAGED = ("--trainer.model_averaging", "{type: ema, beta: 0.9}")
 LIVE = """
@@ -66,7 +66,6 @@ def whole(workplace, teacher):
     return run
 
 
-@pytest.mark.soak  # the cached teacher's run is killed in the same place
 @pytest.mark.parametrize("devices", [8, 1])
 def test_a_run_killed_in_the_second_phase_ends_the_same(whole, workplace, teacher, devices):
     place = prepared(workplace, teacher, "live", devices)
@@ -74,7 +73,6 @@ def test_a_run_killed_in_the_second_phase_ends_the_same(whole, workplace, teache
     finish(place, devices, whole("live", devices))
 
 
-@pytest.mark.soak
 @pytest.mark.parametrize("devices", [1, 8])
 def test_killed_while_the_cache_is_written_and_in_training(whole, workplace, teacher, devices):
     place = prepared(workplace, teacher, "cached", devices)
@@ -98,7 +96,6 @@ def finish(place: Workplace, devices: int, whole: tuple) -> None:
     assert not any(path.startswith("refs") for path in digest)
 
 
-@pytest.mark.soak
 def test_a_cached_teacher_gives_the_losses_of_a_live_one_and_is_loaded_once(whole):
     losses, _, place, first = whole("cached")
     check_close(losses, whole("top k")[0], 1e-6)
@@ -109,7 +106,6 @@ def test_a_cached_teacher_gives_the_losses_of_a_live_one_and_is_loaded_once(whol
         assert text not in again.out
 
 
-@pytest.mark.soak
 def test_the_average_of_a_checkpoint_is_another_teacher(whole, workplace, teacher):
     place = prepared(workplace, teacher, "of a checkpoint")
     average = ("--refs.teacher.weights", "ema")
@@ -121,12 +117,10 @@ def test_the_average_of_a_checkpoint_is_another_teacher(whole, workplace, teache
     assert "only has: trained, ema" in unknown.err
 
 
-@pytest.mark.soak
 def test_a_checkpoint_is_the_same_teacher_as_its_export(whole):
     assert whole("of a checkpoint")[0] == whole("top k")[0]
 
 
-@pytest.mark.soak
 @pytest.mark.parametrize("form", ["live", "cached"])
 def test_eight_devices_and_two_processes_agree_with_one_device(whole, workplace, teacher, form):
     losses, *_ = whole(form)
@@ -137,6 +131,7 @@ def test_eight_devices_and_two_processes_agree_with_one_device(whole, workplace,
     check_close(place.losses(), losses, 1e-5)
 
 
+# CI compares identities in tests/session/test_references.py.
 def test_another_teacher_is_refused_on_resume(whole, workplace, teacher, tmp_path):
     *_, place, _ = whole("top k")
     shutil.copytree(teacher / "hf", tmp_path / "hf")

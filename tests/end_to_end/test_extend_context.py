@@ -1,4 +1,4 @@
-"""A run whose phases read longer and longer sequences: on eight devices, exported."""
+"""A run whose phases read longer and longer sequences: killed in and between phases, on eight devices, exported."""
 
 import json
 import re
@@ -104,6 +104,19 @@ def test_every_length_is_measured_in_every_phase(whole):
         assert all(found[step] == np.mean([cell[step] for cell in cells]) for step in found)
     assert (place.folder / "logs/run/needle.png").exists()
     assert "needle, longest, step 24" in (place.folder / "logs/run/report.html").read_text()
+
+
+@pytest.mark.soak  # a position in rows of another length than those before
+def test_killed_runs_end_in_the_same_bits(whole, workplace):
+    uninterrupted, _ = whole
+    place = prepared(workplace)
+    for fault in ("3", "boundary", "after surgery", "11", "21"):
+        place.die("--config_path", "run.yaml", at=fault)
+    place.finish("--config_path", "run.yaml")
+    assert place.losses() == uninterrupted.losses()
+    assert place.digest("step-24") == uninterrupted.digest("step-24")
+    for name in ("eval/loss", "eval/needle/accuracy", "throughput/total_tokens"):
+        assert records(place, name) == records(uninterrupted, name)
 
 
 @pytest.mark.soak

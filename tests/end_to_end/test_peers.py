@@ -83,60 +83,67 @@ DIFFERENT = {
 }
 
 
-TOGETHER = {
-    "eight keys": ("rate", "batch", "seed", "evaluation", "objective", "precision", "end of text", "shuffle"),
-    "seven keys": ("steps", "model", "data", "warmup", "sharding", "accumulation", "averages"),
-}
+TOGETHER = ("rate", "batch", "seed", "evaluation", "objective", "precision", "end of text", "shuffle")
+TOGETHER += ("steps", "model", "data", "warmup", "sharding", "accumulation", "averages")
+
+
+def words_of(names: Sequence[str]) -> tuple[str, ...]:
+    return tuple(word for name in names for word in DIFFERENT[name][0])
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "differences",
-    [
-        *TOGETHER.values(),
-        *(pytest.param((name,), marks=pytest.mark.soak) for name in DIFFERENT),
-    ],
-    ids=" ".join,
-)
-def test_processes_with_different_configurations_end_before_they_train(workplace, differences):
-    more = [word for name in differences for word in DIFFERENT[name][0]]
+def test_processes_that_differ_end_before_they_train(workplace, tmp_path):
+    """The last of three has other keys, another environment, and a copy of the source in which one comment differs."""
+    shutil.copytree(REPOSITORY / "src", tmp_path / "src", ignore=shutil.ignore_patterns("__pycache__"))
+    with (tmp_path / "src" / "jaxlm" / "train.py").open("a") as file:
+        file.write("# another version\n")
     place = workplace(2)
     place.write()
-    for err in errors(place.start_each([RUN, (*RUN, *more)])):
-        assert [name for name in differences if DIFFERENT[name][1] not in err] == [], err
+    variables = {
+        "XLA_FLAGS": f"{flags_for(2)} --xla_cpu_enable_fast_math=true",
+        "LIBTPU_INIT_ARGS": "--xla_tpu_x=1",
+        "JAX_RANDOM_SEED_OFFSET": "3",
+        "PYTHONPATH": f"{tmp_path / 'src'}{os.pathsep}{REPOSITORY}",
+    }
+    facts = [
+        *(DIFFERENT[name][1].replace("on process 0;", "on processes 0, 1;") for name in TOGETHER),
+        "--xla_cpu_enable_fast_math=true",
+        "LIBTPU_INIT_ARGS: none on processes 0, 1; --xla_tpu_x=1 on process 2",
+        "variable JAX_RANDOM_SEED_OFFSET: missing on processes 0, 1; 3 on process 2",
+        "source of jaxlm: ",
+    ]
+    facts = [fact.replace("on process 1", "on process 2") for fact in facts]
+    for err in errors(place.start_each([RUN, RUN, (*RUN, *words_of(TOGETHER))], variables={2: variables})):
+        assert [fact for fact in facts if fact not in err] == [], err
+        assert re.search(r"XLA_FLAGS: \S.* on processes 0, 1; \S.* on process 2", err), err
+        assert err.count("the same files, versions and environment variables, on machines with the same devices") == 1
+    assert place.checkpoints() == []
+    assert not (place.folder / "logs").exists()
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("name", DIFFERENT)
+def test_processes_with_one_other_key_end_before_they_train(workplace, name):
+    place = workplace(2)
+    place.write()
+    assert all(DIFFERENT[name][1] in err for err in errors(place.start_each([RUN, (*RUN, *words_of([name]))])))
     assert place.checkpoints() == []
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 @pytest.mark.parametrize(
-    ("variables", "facts"),
-    one_of(
-        [
-            (
-                {
-                    "XLA_FLAGS": f"{flags_for(2)} --xla_cpu_enable_fast_math=true",
-                    "LIBTPU_INIT_ARGS": "--xla_tpu_x=1",
-                    "JAX_RANDOM_SEED_OFFSET": "3",
-                },
-                [
-                    r"XLA_FLAGS: \S.* on process 0; \S.*--xla_cpu_enable_fast_math=true.* on process 1",
-                    "LIBTPU_INIT_ARGS: none on process 0; --xla_tpu_x=1 on process 1",
-                    "variable JAX_RANDOM_SEED_OFFSET: missing on process 0; 3 on process 1",
-                ],
-            ),
-            ({"JAX_PLATFORMS": ""}, ["JAX_PLATFORMS: cpu on process 0; none on process 1"]),
-            # The check itself must not need the devices.
-            ({"XLA_FLAGS": flags_for(1)}, ["devices of the process: 2 x cpu on process 0; 1 x cpu on process 1"]),
-        ]
-    ),
-    ids=["flags and seed", "platform", "devices"],
+    ("variables", "fact"),
+    [
+        ({"JAX_PLATFORMS": ""}, "JAX_PLATFORMS: cpu on process 0; none on process 1"),
+        # The check itself must not need the devices.
+        ({"XLA_FLAGS": flags_for(1)}, "devices of the process: 2 x cpu on process 0; 1 x cpu on process 1"),
+    ],
+    ids=["platform", "devices"],
 )
-def test_processes_whose_environment_differs_end_before_they_train(workplace, variables, facts):
+def test_processes_with_other_devices_end_before_they_train(workplace, variables, fact):
     place = workplace(2)
     place.write()
-    for err in errors(place.start_each([RUN, RUN], variables={1: variables})):
-        assert all(re.search(fact, err) for fact in facts), err
-        assert err.count("the same files, versions and environment variables, on machines with the same devices") == 1
+    assert all(fact in err for err in errors(place.start_each([RUN, RUN], variables={1: variables})))
     assert place.checkpoints() == []
     assert not (place.folder / "logs").exists()
 
@@ -198,15 +205,6 @@ def test_waiting_for_a_process_that_never_connects_times_out(workplace):
     assert "check failure" not in err.lower()
 
 
-@pytest.mark.slow
-def test_one_of_four_processes_that_differs_ends_all_four(workplace):
-    place = workplace(1)
-    place.write()
-    for err in errors(place.start_each([RUN, RUN, (*RUN, "--trainer.seed", "1"), RUN])):
-        assert "trainer.seed: 0 on processes 0, 1, 3; 1 on process 2" in err
-    assert place.checkpoints() == []
-
-
 @pytest.mark.soak
 def test_one_of_four_processes_with_other_text_ends_all_four(workplace, tmp_path):
     """Its machine has a copy of the text that is not up to date."""
@@ -219,21 +217,3 @@ def test_one_of_four_processes_with_other_text_ends_all_four(workplace, tmp_path
     for err in errors(place.start_each([RUN, RUN, RUN, (*RUN, *own)])):
         assert "data of phase 'train': " in err
     assert place.checkpoints() == []
-
-
-@pytest.mark.slow
-def test_processes_with_different_code_end_before_they_train(workplace, tmp_path):
-    """The second process runs a copy of the source in which one comment differs."""
-    shutil.copytree(REPOSITORY / "src", tmp_path / "src", ignore=shutil.ignore_patterns("__pycache__"))
-    with (tmp_path / "src" / "jaxlm" / "train.py").open("a") as file:
-        file.write("# another version\n")
-    place = workplace(1)
-    place.write()
-    address = f"127.0.0.1:{reserved_port()}"
-    where = "--trainer.distributed."
-    common = (*RUN, f"{where}coordinator_address", address, f"{where}num_processes", "2", f"{where}process_id")
-    paths = [f"{folder}{os.pathsep}{REPOSITORY}" for folder in (REPOSITORY / "src", tmp_path / "src")]
-    processes = [
-        place.start(*common, str(number), PYTHONPATH=path, PYTHONUNBUFFERED="1") for number, path in enumerate(paths)
-    ]
-    assert all("source of jaxlm: " in err for err in errors(processes))

@@ -1,4 +1,4 @@
-"""kill -9 at a random moment, then the same command again: bit for bit the uninterrupted run."""
+"""SIGTERM, or kill -9 at a random moment, then the same command again: bit for bit the uninterrupted run."""
 
 import json
 import random
@@ -13,6 +13,7 @@ import pytest
 
 from jaxlm.observe.ledger import account, read_lines
 from tests.end_to_end.commands import Workplace, check_close
+from tests.tiers import one_of
 
 TENSOR_PARALLEL = ("--trainer.model_axis_size", "2", "--trainer.tensor_parallel_axes", "[mlp, heads]")
 MESHES = {
@@ -86,14 +87,22 @@ def check_killed(workplace, uninterrupted, mesh: str, killed: Callable[[Workplac
     return place
 
 
-@pytest.mark.parametrize("mesh", ["one device", pytest.param("fsdp 8", marks=pytest.mark.soak)])
-def test_killed_once(workplace, uninterrupted, mesh):
+def stop_and_kill(place: Workplace, mesh: str) -> None:
+    stopped = place.stop(*arguments(mesh), at=7)
+    assert "stopped by SIGTERM; saved as checkpoints/run/step-7" in stopped.out
+    assert finished_checkpoints(place) == {"step-5", "step-7"}
+    kill(place, mesh, 0.0)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mesh", one_of(["one device", "fsdp 8"]))
+def test_stopped_and_then_killed(workplace, uninterrupted, mesh):
     before = time.time()
-    place = check_killed(workplace, uninterrupted, mesh, lambda place: kill(place, mesh, 0.0))
+    place = check_killed(workplace, uninterrupted, mesh, lambda place: stop_and_kill(place, mesh))
     lines = read_lines(place.folder / "logs" / "run")
     goodput = account(lines)
     assert goodput is not None
-    assert goodput.num_starts == 2
+    assert goodput.num_starts == 3
     ended = lines[-1]["started_unix_s"] + lines[-1]["elapsed_s"]
     assert goodput.wall_s == pytest.approx(ended - lines[0]["started_unix_s"], rel=0.005)
     # From the start of the first process to the end of the last one.
@@ -102,6 +111,18 @@ def test_killed_once(workplace, uninterrupted, mesh):
     assert goodput.seconds["restore"] > 0
     assert goodput.seconds["save"] > 0
     assert 0 < goodput.fraction < 1
+
+
+@pytest.mark.soak  # CI kills them in tests/end_to_end/test_controllers.py
+def test_two_processes_are_killed(two_processes, workplace):
+    place = workplace()
+    place.write()
+    ends = place.run_all(2, "--config_path", "run.yaml", module="tests.end_to_end.dies", JAXLM_TEST_DIES_AT="14")
+    assert all(end.code != 0 for end in ends), ends
+    ends = place.run_all(2, "--config_path", "run.yaml")
+    assert [end.code for end in ends] == [0, 0], ends
+    assert re.search(r"resuming, from .*step-(5|10)$", ends[0].out, re.MULTILINE)
+    assert (place.losses(), place.digest("step-24")) == (two_processes.losses, two_processes.digest)
 
 
 @pytest.mark.soak

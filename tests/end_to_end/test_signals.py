@@ -24,14 +24,10 @@ def whole(request):
     return run
 
 
+@pytest.mark.soak  # CI stops one process in tests/end_to_end/test_resume.py
 @pytest.mark.parametrize(
     ("processes", "number", "to"),
-    [
-        (1, signal.SIGTERM, 0),
-        pytest.param(1, signal.SIGINT, 0, marks=pytest.mark.soak),
-        pytest.param(2, signal.SIGTERM, 0, marks=pytest.mark.soak),
-        pytest.param(2, signal.SIGTERM, 1, marks=pytest.mark.soak),
-    ],
+    [(1, signal.SIGTERM, 0), (1, signal.SIGINT, 0), (2, signal.SIGTERM, 0), (2, signal.SIGTERM, 1)],
 )
 def test_a_signal_saves_and_the_run_resumes(workplace, whole, processes, number, to):
     place = workplace()

@@ -291,16 +291,17 @@ def test_averages_cover_only_trainable_leaves():
 
 
 MESHES = {"fsdp 8": {}, "tp 2 x fsdp 4": {"model": 2}}
+GROUPS = [
+    {"match": "^tokens", "learning_rate": 5e-3, "beta2": 0.99},
+    {"match": "norm", "type": "lion", "learning_rate": 1e-3, "lr_schedule": "constant"},
+    {"match": "attn|mlp", "type": "muon", "learning_rate": 3e-3, "weight_decay": 0.01},
+]
 # Each with a learning rate at which it makes progress.
 OPTIMIZERS = {
-    "adam-mini": 3e-3,
-    "muon": 3e-3,
-    "kron": 3e-3,
-    "soap": 3e-3,
-    "sophia-h": 3e-3,
-    "lion": 3e-3,
-    "mars": 3e-3,
-    "adagrad": 0.1,
+    **{kind: {"type": kind, "learning_rate": 3e-3} for kind in ("adam-mini", "muon", "kron", "soap")},
+    **{kind: {"type": kind, "learning_rate": 3e-3} for kind in ("sophia-h", "lion", "mars")},
+    "adagrad": {"type": "adagrad", "learning_rate": 0.1},
+    "three groups and the rest": {"learning_rate": 3e-3, "groups": GROUPS},
 }
 # Each divides its matrices among the devices in a way of its own. Muon does so in tests/optim/test_muon.py.
 UNLIKE = ("kron", "soap")
@@ -312,7 +313,7 @@ UNLIKE = ("kron", "soap")
     "kind", [pytest.param(kind, marks=() if kind in UNLIKE else pytest.mark.soak) for kind in OPTIMIZERS]
 )
 def test_every_optimizer_trains_the_same_on_every_mesh(kind, mesh):
-    config = decode(OptimizerConfig, ConfigSource({"type": kind, "learning_rate": OPTIMIZERS[kind], "warmup": 0}))
+    config = decode(OptimizerConfig, ConfigSource({**OPTIMIZERS[kind], "warmup": 0}))
 
     def losses(where) -> list[float]:
         run = TinyRun(where, phase(optimizer=config))

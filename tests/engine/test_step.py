@@ -17,6 +17,7 @@ from jaxlm.data.packing import PackedSequences, pack_documents
 from jaxlm.objectives.next_token import NextToken
 from tests.data.helpers import cache_of
 from tests.engine.helpers import EVERY_MESH, MESHES, MODEL, VOCAB, TinyRun, arrays, layout, one_device, phase
+from tests.tiers import one_of
 
 POISON = 63  # marks a poisoned batch by its first token
 # Adam divides gradients by their size, so one that nearly cancels changes weights by its rounding. These batches have none.
@@ -33,7 +34,8 @@ def assert_identical(a: dict[str, np.ndarray], b: dict[str, np.ndarray], *, but:
     assert different == []
 
 
-@pytest.mark.parametrize("num_microbatches", [2, pytest.param(8, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("num_microbatches", one_of([8, 2]))
 def test_accumulated_gradient_is_the_full_batch_gradient_with_unequal_masks(num_microbatches):
     # Adam's first moment after one step is (1 - beta1) x the clipped gradient, so comparing states compares gradients.
     whole, cut = TinyRun(one_device()), TinyRun(one_device())

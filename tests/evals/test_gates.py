@@ -66,9 +66,14 @@ def context(where: Any, reference: Any, batches: Any = None, tokenizer: Any = No
     )
 
 
+@jax.jit
+def logits_by_name(model: Any, inputs: Inputs) -> Any:
+    return model.logits(model.hidden(inputs).final).rearrange(("batch", "position", "vocab"))
+
+
 def logits_of(model: Any, batch: Any) -> np.ndarray:
-    logits = model.logits(model.hidden(Inputs(batch.tokens, batch.positions, batch.segment_ids)).final)
-    return np.asarray(logits.rearrange(("batch", "position", "vocab")).array, np.float64)
+    inputs = Inputs(batch.tokens, batch.positions, batch.segment_ids)
+    return np.asarray(logits_by_name(model, inputs).array, np.float64)
 
 
 @pytest.mark.slow
@@ -77,7 +82,8 @@ def test_fidelity_is_the_difference_of_mean_losses(where):
     where = WHERE[where]()
     with where.use():
         model, reference = built(0, where), built(1, where)
-        found = FidelityEvalConfig().open(context(where, reference)).run(model)
+        fidelity = FidelityEvalConfig().open(context(where, reference))
+        found, of_itself = fidelity.run(model), fidelity.run(reference)
         losses = []
         for one in (model, reference):
             nats = weight = 0.0
@@ -97,6 +103,7 @@ def test_fidelity_is_the_difference_of_mean_losses(where):
         },
         rel=1e-4,
     )
+    assert (of_itself["fidelity/delta_nll"], of_itself["fidelity/ppl_ratio"]) == (0.0, 1.0)
 
 
 def test_masked_targets_may_have_any_loss():
@@ -112,25 +119,6 @@ def test_a_perplexity_beyond_floats_is_infinite():
     assert perplexity(709.0) == pytest.approx(8.218407e307)
     assert perplexity(710.0) == math.inf
     assert math.isnan(perplexity(math.nan))
-
-
-@pytest.mark.slow
-def test_a_worse_model_has_a_positive_delta():
-    where = one_device()
-    with where.use():
-        model = built(0, where)
-        batches = validation_batches(where)
-        # Targets that the reference finds most likely: the other model is worse.
-        best = [
-            dataclasses.replace(
-                b, targets=hax.named(jnp.asarray(logits_of(model, b).argmax(-1), jnp.int32), b.tokens.axes)
-            )
-            for b in batches
-        ]
-        worse = FidelityEvalConfig().open(context(where, model, best)).run(built(1, where))
-        same = FidelityEvalConfig().open(context(where, model, best)).run(model)
-    assert worse["fidelity/delta_nll"] > 0.1
-    assert (same["fidelity/delta_nll"], same["fidelity/ppl_ratio"]) == (0.0, 1.0)
 
 
 class Shifted(LanguageModel):
@@ -196,6 +184,7 @@ def test_layers_without_attention_are_not_compared_and_the_error_names_the_key()
     CompareEvalConfig(attention=None).check_model(model, {"teacher": model})
 
 
+@jax.jit
 def attention_outputs(model: Any, inputs: Inputs) -> list[Any]:
     """The output of each layer's attention, {batch, position, embed}."""
     outputs = layer_streams(model, inputs, "attention").targets
@@ -210,10 +199,7 @@ def without_mlps(model: Any) -> Any:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "config",
-    [
-        MODEL,
-        LlamaConfig(seq_len=16, hidden_dim=32, intermediate_dim=64, num_layers=3, num_heads=4, scan_layers=False),
-    ],
+    [MODEL, LlamaConfig(seq_len=16, hidden_dim=32, intermediate_dim=64, num_layers=2, num_heads=4, scan_layers=False)],
 )
 def test_attention_outputs_are_what_layers_without_an_mlp_add(config):
     where = one_device()
@@ -222,7 +208,8 @@ def test_attention_outputs_are_what_layers_without_an_mlp_add(config):
         batch = validation_batches(where, 1)[0]
         inputs = Inputs(batch.tokens, batch.positions, batch.segment_ids)
         names = (EMBEDDING, *map(layer_tap, range(config.num_layers)))
-        streams = [model.hidden(inputs, taps=names).taps[name] for name in names]
+        taps = jax.jit(lambda model, inputs: model.hidden(inputs, taps=names).taps)(model, inputs)
+        streams = [taps[name] for name in names]
         outputs = attention_outputs(model, inputs)
     assert len(outputs) == config.num_layers
     for before, after, output in zip(streams, streams[1:], outputs, strict=False):

@@ -135,7 +135,7 @@ def test_bits_per_byte_count_raw_bytes_and_no_special_tokens():
         spec = TokensConfig().batch_spec(len(flat))
         [batch] = eval_batches(data, spec, batch_size=1, layout=layout, max_batches=None)
         [sums] = LossMeter(F32, score_batch, raw).measure(model, [(batch, None)])
-        scores = score_batch(model, batch)
+        scores = jax.jit(score_batch)(model, batch)
     nats, targets, mask = (np.asarray(x.array, np.float64).ravel() for x in (scores.nats, scores.targets, scores.mask))
     num_bytes = raw[targets.astype(int)] * mask
     expected = (nats * (num_bytes > 0)).sum() / (math.log(2) * num_bytes.sum())

@@ -30,7 +30,7 @@ def frequencies(theta: float, factor: float = 1.0, size: int = 8) -> Constant:
 
 COMMON: dict[str, Entry] = {
     "model.seq_len": Change(32, Program(gains=r"tensor<1x16x32xi32>", alone=False)),
-    "model.gradient_checkpointing": Change("full", Program(gains=r"stablehlo.dot_general")),
+    "model.gradient_checkpointing": Change("full", Program(gains=r"stablehlo.dot_general", part="step")),
     "model.scan_layers": Change(False, Program(loses=r"stablehlo.while")),
     "model.attn_backend": Change("reference", Constant(-3.40282347e38)),
     "model.mlp_tile_tokens": Change(8, Program(gains=r"stablehlo\.while")),
@@ -82,7 +82,7 @@ BALANCED: dict[str, Entry] = {
         Program(gains=r"chlo.top_k\(%\w+, k = 2\)"),
         also={"model": {"num_expert_groups": 3}},
     ),
-    "model.router_bias_step": Change(0.3, Constant(-0.3)),
+    "model.router_bias_step": Change(0.3, Constant(-0.3, part="step")),
 }
 FURTHER: dict[str, Entry] = {
     "model.mtp": Change(
@@ -497,10 +497,18 @@ HYBRID_EXPERTS: dict[str, Entry] = {
 }
 
 TABLE: Table = {
-    "remat": {"model.gradient_checkpointing.modules": Change("attn|mlp", Program(gains=r"stablehlo\.dot_general"))},
+    "remat": {
+        "model.gradient_checkpointing.modules": Change(
+            "attn|mlp", Program(gains=r"stablehlo\.dot_general", part="step")
+        )
+    },
     "offload": {  # the program for CPUs has one memory: what is saved is no longer recomputed
-        "model.gradient_checkpointing.save": Change(["attention"], Program(loses=r"stablehlo\.dot_general")),
-        "model.gradient_checkpointing.offload": Change(["residual", "query"], Program(loses=r"stablehlo\.dot_general")),
+        "model.gradient_checkpointing.save": Change(
+            ["attention"], Program(loses=r"stablehlo\.dot_general", part="step")
+        ),
+        "model.gradient_checkpointing.offload": Change(
+            ["residual", "query"], Program(loses=r"stablehlo\.dot_general", part="step")
+        ),
     },
     "timed": {
         "model.time_embedding.type": Change("learned", Refused("type: learned given without num_time_steps")),
@@ -559,7 +567,7 @@ TABLE: Table = {
         },
     },
     "gpt_neox": {
-        "model.use_parallel_residual": Change(False, Program(gains=r"stablehlo.add")),
+        "model.use_parallel_residual": Change(False, Program(gains=r"stablehlo.add", part="step")),
         "model.rope": Change({"theta": 77.0, "partial_rotary_factor": 0.5}, frequencies(77.0, size=4)),
         "model.attention_bias": NO_BIAS,
     },
@@ -680,7 +688,7 @@ TABLE: Table = {
         "model.rope": SCALED_ROPE,
         **EXPERTS,
         "model.num_experts_per_token": Change(4, Program(gains=r"chlo.top_k\(%\w+, k = 4\)")),
-        "model.router_bias_step": Change(0.3, Constant(-0.3)),
+        "model.router_bias_step": Change(0.3, Constant(-0.3, part="step")),
     },
     "gpt_oss": {
         **PATTERN,

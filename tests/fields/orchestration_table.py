@@ -41,15 +41,15 @@ ORCHESTRATOR: dict[str, Entry] = {
 }
 TELEMETRY: dict[str, Entry] = {
     "optimizer.telemetry.window": Change(48, Shapes({r"^slots\.telemetry\.norms\.values": (48,)})),
-    "optimizer.telemetry.min_steps": Change(33, Constant(33)),
-    "optimizer.telemetry.loss_limit": Change(5.37, Constant(5.37)),
-    "optimizer.telemetry.grad_norm_limit": Change(8.37, Constant(8.37)),
+    "optimizer.telemetry.min_steps": Change(33, Constant(33, part="step")),
+    "optimizer.telemetry.loss_limit": Change(5.37, Constant(5.37, part="step")),
+    "optimizer.telemetry.grad_norm_limit": Change(8.37, Constant(8.37, part="step")),
     "optimizer.telemetry.plateau_window": Change(123, Shapes({r"^slots\.telemetry\.recent\.values": (123,)})),
-    "optimizer.telemetry.mean_steps": Change(19, Constant(1 / 19)),
-    "optimizer.telemetry.reference_steps": Change(211, Constant(1 / 211)),
+    "optimizer.telemetry.mean_steps": Change(19, Constant(1 / 19, part="step")),
+    "optimizer.telemetry.reference_steps": Change(211, Constant(1 / 211, part="step")),
 }
 TABLE: Table = {
     "orchestrator": {f"{AT}.{name}": entry for name, entry in ORCHESTRATOR.items()},
     "telemetry": TELEMETRY,
-    "portfolio": {"optimizer.nowcast.window": Change(7, Constant(6 / 7))},
+    "portfolio": {"optimizer.nowcast.window": Change(7, Constant(6 / 7, part="step"))},
 }

@@ -1,7 +1,7 @@
-"""Proofs that a field has an effect: an exact error, or an exact difference in the program, state or schedule.
+"""Proofs that a field has an effect: an exact error, or an exact difference in a program, the state or the schedule.
 
 Each proof compares the plan of a base tree with that of the same tree after changing one field, and states the
-expected difference. A changed start-up message is not a proof.
+expected difference. A changed start-up message is not a proof. A program is the smallest that the field changes.
 """
 
 import ast
@@ -10,22 +10,64 @@ import json
 import re
 from collections import Counter
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
+import jax
 import numpy as np
 import pytest
 
 from jaxlm.core import tree
+from jaxlm.core.axes import MICROBATCH
 from jaxlm.core.errors import ConfigError
+from jaxlm.core.tracing import tracing
+from jaxlm.engine.phases import Phase
+from jaxlm.engine.state import OBJECTIVE_SLOT, RunState, sharded_shapes
 from jaxlm.plan.load_config import decode_run
 from jaxlm.plan.plan import Plan, make_plan
 from jaxlm.reading.yaml import ConfigSource
-from jaxlm.session.compilation.step import trace_step
+from jaxlm.session.compilation.step import abstract_batch, trace_step
+from jaxlm.session.references import abstract_annotations, abstract_references
 from tests.small_runs import Tree
 
 _ROOT = Path(__file__).parents[2]
+Part = Literal["loss", "update", "step"]
+"""What is lowered: the loss of a microbatch, the optimizer's update, or the step, which has both and the gradient."""
+
+
+def _trace_loss(plan: Plan, phase: Phase) -> jax.stages.Traced:
+    def loss(state: RunState, refs: Any, batch: Any) -> Any:
+        slot, model = state.slots.get(OBJECTIVE_SLOT), plan.precision.cast_to_compute(state.model)
+        keyed = phase.objective.prepare_batch(batch, state.key)
+        first = jax.tree.map(lambda column: column[MICROBATCH, 0], keyed, is_leaf=tree.is_named)
+        first = phase.objective.annotate(refs, first, slot, model)
+        with tracing(quantized_products=True):
+            return phase.objective.terms(model, first, slot, key=state.key)
+
+    batch = abstract_batch(plan, phase)
+    if phase.objective.facts.annotation_key is not None:
+        batch = replace(batch, annotations=abstract_annotations(plan, phase, batch))
+    state = sharded_shapes(plan.state_builder.abstract_state(phase), plan.layout)
+    return jax.jit(loss).trace(state, abstract_references(plan, phase), batch)
+
+
+def _trace_update(plan: Plan, phase: Phase) -> jax.stages.Traced:
+    abstract = plan.state_builder.abstract_state(phase)
+    optimizer = phase.transformation(abstract.model)
+
+    def update(state: RunState) -> Any:
+        trainable, _ = phase.split(state.model)
+        return optimizer.update(trainable, state.opt_state, trainable)
+
+    return jax.jit(update).trace(abstract)
+
+
+_TRACE: dict[Part, Callable[[Plan, Phase], jax.stages.Traced]] = {
+    "loss": _trace_loss,
+    "update": _trace_update,
+    "step": trace_step,
+}
 
 
 class Outcome:
@@ -33,6 +75,8 @@ class Outcome:
 
     def __init__(self, tree: Tree):
         self.tree = tree
+        self._programs: dict[Part, str] = {}
+        self._constants: dict[Part, Counter[tuple[str, ...]]] = {}
 
     @functools.cached_property
     def _planned(self) -> Plan | ConfigError:
@@ -52,17 +96,21 @@ class Outcome:
         assert isinstance(self._planned, Plan), self.error
         return self._planned
 
-    @functools.cached_property
-    def program(self) -> str:
-        """The lowered training step of every phase."""
-        with self.plan.layout.use():
-            return "\n".join(trace_step(self.plan, phase).lower().as_text() for phase in self.plan.phases)
+    def program(self, part: Part) -> str:
+        """The lowered program of every phase."""
+        if part not in self._programs:
+            with self.plan.layout.use():
+                lowered = [_TRACE[part](self.plan, phase).lower() for phase in self.plan.phases]
+            self._programs[part] = "\n".join(one.as_text() for one in lowered)
+        return self._programs[part]
 
-    @functools.cached_property
-    def constants(self) -> Counter[tuple[str, ...]]:
+    def constants(self, part: Part) -> Counter[tuple[str, ...]]:
         """How often each number or list of numbers, rounded to five digits, is a constant of the program."""
-        constants = re.findall(r"dense<([-+.\deE, \[\]]+)>", self.program)
-        return Counter(tuple(_digits(float(number)) for number in re.findall(r"[^\[\], ]+", one)) for one in constants)
+        if part not in self._constants:
+            found = re.findall(r"dense<([-+.\deE, \[\]]+)>", self.program(part))
+            numbers = (re.findall(r"[^\[\], ]+", one) for one in found)
+            self._constants[part] = Counter(tuple(_digits(float(number)) for number in one) for one in numbers)
+        return self._constants[part]
 
     @functools.cached_property
     def shapes(self) -> dict[str, tuple[int, ...]]:
@@ -132,9 +180,10 @@ class Allowed:
 
 @dataclass(frozen=True)
 class Program:
-    """The lowered step has more matches of `gains` and fewer of `loses` than the base.
+    """The lowered program has more matches of `gains` and fewer of `loses` than the base.
 
     Attributes:
+        part: what is lowered.
         alone: whether other fields of the base may have the same effect, so that the field needs a program of its own.
             Otherwise the base has no match of `gains`, or the changed program none of `loses`.
     """
@@ -142,12 +191,13 @@ class Program:
     gains: str = ""
     loses: str = ""
     alone: bool = True
+    part: Part = "loss"
 
     def check(self, before: Outcome, after: Outcome) -> None:
         assert self.gains or self.loses
         for pattern, sign in ((self.gains, 1), (self.loses, -1)):
             if pattern:
-                old, new = (len(re.findall(pattern, outcome.program)) for outcome in (before, after))
+                old, new = (len(re.findall(pattern, outcome.program(self.part))) for outcome in (before, after))
                 assert sign * (new - old) > 0, f"{pattern}: {old} before and {new} after"
                 assert self.alone or 0 in (old, new), f"{pattern}: {old} before and {new} after"
 
@@ -158,18 +208,21 @@ class Constant:
 
     Attributes:
         alone: whether other fields of the base change these numbers too, so that the field needs a program of its own.
+        part: what is lowered.
     """
 
     numbers: tuple[float, ...]
     alone: bool
+    part: Part
 
-    def __init__(self, *numbers: float, alone: bool = False):
+    def __init__(self, *numbers: float, alone: bool = False, part: Part = "loss"):
         object.__setattr__(self, "numbers", numbers)
         object.__setattr__(self, "alone", alone)
+        object.__setattr__(self, "part", part)
 
     def check(self, before: Outcome, after: Outcome) -> None:
         wanted = tuple(map(_digits, self.numbers))
-        old, new = (outcome.constants[wanted] for outcome in (before, after))
+        old, new = (outcome.constants(self.part)[wanted] for outcome in (before, after))
         assert new > old, f"{wanted}: {old} before and {new} after"
 
 

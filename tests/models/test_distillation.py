@@ -21,7 +21,8 @@ from jaxlm.models.distillation.chunked import (
 from tests.tiers import one_of
 
 DIVERGENCES = {"forward": ForwardKL(), "reverse": ReverseKL(), "js": JensenShannon(0.5), "js 0.1": JensenShannon(0.1)}
-SHAPE = (2, 37, 16, 50)
+# The definition in torch shows all four; of what follows from it, "js 0.1" shows both halves of a mixture.
+NAMES = one_of(["forward", "reverse", "js 0.1", "js"], but=3)
 CHUNK = 16
 
 
@@ -126,7 +127,7 @@ def test_the_top_k_are_the_teachers_distribution():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", DIVERGENCES)
+@pytest.mark.parametrize("name", NAMES)
 def test_a_student_that_equals_the_teacher_has_no_divergence_and_no_gradient(name):
     _, _, tx, tw, y, m = problem()
     for top_k in (None, 7):
@@ -139,7 +140,7 @@ def test_a_student_that_equals_the_teacher_has_no_divergence_and_no_gradient(nam
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", DIVERGENCES)
+@pytest.mark.parametrize("name", NAMES)
 def test_more_top_tokens_come_closer_to_the_whole_divergence_from_below(name):
     x, w, tx, tw, y, m = problem()
 
@@ -147,14 +148,14 @@ def test_more_top_tokens_come_closer_to_the_whole_divergence_from_below(name):
         of = lambda x, tx: sums_of(x, w, y, m, teacher_of(tx, tw, top_k), divergence=DIVERGENCES[name]).divergence  # noqa: E731
         return float(jax.jit(of)(x, tx))
 
-    values = [divergence(top_k) for top_k in (1, 5, 20, 49, None)]
+    values = [divergence(top_k) for top_k in (1, 20, 49, None)]
     *parts, whole = values
     assert parts == sorted(parts)
     assert parts[-1] == pytest.approx(whole, rel=1e-5)  # the rest is a single token, so they differ by rounding alone
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", DIVERGENCES)
+@pytest.mark.parametrize("name", NAMES)
 def test_sharp_distributions_stay_finite(name):
     """Probabilities that underflow in float32."""
     x, w, tx, tw, y, m = problem()
@@ -167,10 +168,7 @@ def test_sharp_distributions_stay_finite(name):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("top_k", [None, 7])
-@pytest.mark.parametrize(
-    "name",
-    ["forward", "reverse", "js", "js 0.1"],
-)
+@pytest.mark.parametrize("name", NAMES)
 def test_second_derivatives_equal_differences_of_the_gradient(name, top_k):
     x, w, tx, tw, y, m = problem(1, 21)
     divergence, teacher = DIVERGENCES[name], teacher_of(tx, tw, top_k)

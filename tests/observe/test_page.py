@@ -6,7 +6,6 @@ import json
 import re
 import shutil
 import subprocess
-import sys
 from pathlib import Path
 
 import fsspec
@@ -345,22 +344,22 @@ def test_several_runs_lie_over_each_other_and_differ_where_they_differ(tmp_path)
 
 
 @pytest.mark.slow
-def test_thousands_of_samples_and_metrics_are_bounded(tmp_path):
+def test_many_samples_and_metrics_are_bounded(tmp_path):
     samples = [
         {"step": step, "name": "eval", "prompt": f"p{prompt}", "text": "x" * 5000}
-        for step in range(200)
+        for step in range(60)
         for prompt in range(20)
     ]
-    many = {f"grad/norm/layer {n}": 1.0 for n in range(300)}
+    many = {f"grad/norm/layer {n}": 1.0 for n in range(60)}
     folder = write_run(tmp_path / "mine", [record(step, **many) for step in range(1, 4)], samples)
     text = render(read_runs([str(folder)]))
     assert len(text) < 3_000_000
     page = Page(text)
-    assert "170 others are in samples.jsonl" in page.text
+    assert "30 others are in samples.jsonl" in page.text
     assert "8 more prompts are in samples.jsonl." in page.text
     shown = [int(row[0].replace(",", "")) for row in page.rows if len(row) == 2 and row[1].startswith("p0x")]
-    assert (len(shown), shown[0], shown[-1]) == (30, 199, 0)
-    assert len(page.figures) == 42  # loss, throughput and 40 of 300
+    assert (len(shown), shown[0], shown[-1]) == (30, 59, 0)
+    assert len(page.figures) == 42  # loss, throughput and 40 of 60
 
 
 CORE = {"eval/core": 0.125, "eval/core/copa": 0.25, "eval/core/copa/accuracy": 0.625, "eval/core/squad": 0.0}
@@ -485,18 +484,6 @@ def test_a_page_that_cannot_be_written_is_a_row_of_the_final_report(tmp_path):
     (folder / "report.html").unlink()
     (folder / "report.html").mkdir()
     assert final_report.report_page(run, folder).startswith("not written: ")
-
-
-def test_the_command_needs_no_jax(tmp_path):
-    folder = write_run(tmp_path / "mine", [record(1)])
-    program = f"""
-import sys
-from jaxlm.__main__ import main
-assert main(["report", {str(folder)!r}]) == 0
-print(sorted({{"jax", "torch", "matplotlib", "haliax"}} & sys.modules.keys()))
-"""
-    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
-    assert result.stdout.splitlines()[-1] == "[]"
 
 
 BROWSER = shutil.which("chromium") or shutil.which("google-chrome")

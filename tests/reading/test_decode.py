@@ -8,7 +8,7 @@ from typing import Any, Literal
 import draccus
 import pytest
 import yaml
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxlm.core.errors import ConfigError
@@ -164,7 +164,7 @@ outers = st.builds(
 )
 
 
-@pytest.mark.slow
+@settings(max_examples=25)
 @given(outers)
 def test_dumped_values_decode_to_an_equal_object(value):
     assert decode(Outer, ConfigSource(yaml.safe_load(dump(value)))) == value

@@ -1,7 +1,7 @@
 from datetime import timedelta
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxlm.core.errors import ConfigError
@@ -34,6 +34,7 @@ def test_values_that_are_not_durations_are_refused(value):
         parse_duration(value)
 
 
+@settings(max_examples=40)
 @given(st.integers(0, 10**12))
 def test_round_trip(microseconds):
     duration = timedelta(microseconds=microseconds)

@@ -79,16 +79,16 @@ def test_recipes_are_valid_and_named_after_their_files(name):
     assert config.trainer.id == (Path(name).stem if default is None else f"{Path(name).stem}-{default}")
 
 
-@pytest.mark.slow
 def test_recipes_include_each_other_where_the_package_is_a_link(tmp_path):
     """As in a virtual environment of links, or with a home folder on another disk."""
     (tmp_path / "linked").symlink_to(Path(recipes.__file__).parents[2])
     (tmp_path / "run.yaml").write_text("<<: !include jaxlm:two_phases.yaml\n")
-    code = "import jaxlm; print(jaxlm.__file__); print(jaxlm.read_config('run.yaml').trainer.id)"
+    code = "import jaxlm; from jaxlm.reading.yaml import load_yaml; tree = load_yaml('run.yaml').tree\n"
+    code += "print(jaxlm.__file__, tree['trainer']['num_train_steps'], 'model' in tree)"
     environment = os.environ | {"PYTHONPATH": str(tmp_path / "linked")}
     command = [sys.executable, "-c", code]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, env=environment)
-    assert done.stdout.split() == [str(tmp_path / "linked/jaxlm/__init__.py"), "run"], done.stderr
+    assert done.stdout.split() == [str(tmp_path / "linked/jaxlm/__init__.py"), "400", "True"], done.stderr
 
 
 def test_recipes_are_listed_and_copied_but_never_overwrite_a_file(tmp_path, monkeypatch, capsys):
@@ -110,34 +110,40 @@ def test_recipes_are_listed_and_copied_but_never_overwrite_a_file(tmp_path, monk
         recipes_command(["quikstart"])
 
 
+# Every command that needs no model answers without jax, which takes seconds to import.
 ANSWERED = """
     import sys
     from jaxlm.__main__ import main
     codes = [main(arguments) for arguments in (
         [], ["--version"], ["trian"], ["recipes"], ["train", "--x"], ["train", "--optimizer.lerning_rate", "1"],
-        ["train", "--config_path", "no.yaml"],
+        ["train", "--config_path", "no.yaml"], ["train", "--trainer.nmu_train_steps", "1"],
+        ["train", "--model_name_or_path", "1"], ["train", "--train_batch_size", "1"], ["train", "--max_iters", "1"],
+        ["report", "logged"],
     )]
-    assert "jax" not in sys.modules
-    codes += [main(["train", *arguments]) for arguments in (
-        ["--help"], ["--help", "optimizer"], ["--help", "nothing"],
-    )]
-    from jaxlm.plan.load_config import load_config
-    for name in ("prune", "lora", "qlora"):  # surgeries, which say how they change the model
-        load_config(["--config_path", f"jaxlm:{name}.yaml", "--use_hf_model_config", "false"], "jaxlm.train")
-    from jax._src import xla_bridge
-    print(codes, xla_bridge.backends_are_initialized())
+    print(codes, sorted({"jax", "torch", "matplotlib", "haliax"} & sys.modules.keys()))
 """
 
 
-def test_help_errors_and_recipes_start_no_device(tmp_path):
-    command = [sys.executable, "-c", textwrap.dedent(ANSWERED)]
-    result = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
-    assert result.stdout.splitlines()[-1] == "[0, 0, 2, 0, 2, 2, 2, 0, 0, 2] False", result.stderr
+def test_errors_recipes_and_reports_need_no_jax(tmp_path):
+    (tmp_path / "logged").mkdir()
+    (tmp_path / "logged/metrics.jsonl").write_text('{"step": 1, "train/loss": 5.0}\n')
+    result = in_a_new_process(ANSWERED, tmp_path)
+    assert result.stdout.splitlines()[-1] == "[0, 0, 2, 0, 2, 2, 2, 2, 2, 2, 2, 0] []", result.stderr
     assert "error: 'trian' is not a command. Did you mean 'train'?" in result.stderr
     assert "error: command line: --x needs a value" in result.stderr
-    assert "--optimizer.learning_rate  (float" in result.stdout
-    assert "error: --help: there is no section or key 'nothing'" in result.stderr
-    assert "Did you mean 'learning_rate'?" in result.stderr
+    meant = re.findall(r"command line --(\S+): .*no such key in .*Did you mean '(\S+)'\?", result.stderr)
+    assert dict(meant) == {
+        "optimizer.lerning_rate": "learning_rate",
+        "trainer.nmu_train_steps": "num_train_steps",
+        "model_name_or_path": "initialize_from_hf",
+        "train_batch_size": "trainer.train_batch_size",
+        "max_iters": "trainer.num_train_steps",
+    }
+
+
+def in_a_new_process(program, folder):
+    command = [sys.executable, "-c", textwrap.dedent(program)]
+    return subprocess.run(command, cwd=folder, capture_output=True, text=True)
 
 
 CALLED = """
@@ -145,6 +151,15 @@ CALLED = """
     assert "jax" not in sys.modules
     config = jaxlm.read_config("jaxlm:quickstart.yaml", {"trainer.log_dir": "logs", "dry_run": True})
     assert jaxlm.train is jaxlm.train, "a module"
+    from jaxlm.__main__ import main as command
+    codes = [command(["train", *arguments]) for arguments in (
+        ["--help"], ["--help", "optimizer"], ["--help", "nothing"],
+    )]
+    from jaxlm.plan.load_config import load_config
+    for name in ("prune", "lora", "qlora"):  # surgeries, which say how they change the model
+        load_config(["--config_path", f"jaxlm:{name}.yaml", "--use_hf_model_config", "false"], "jaxlm.train")
+    from jax._src import xla_bridge
+    print(codes, xla_bridge.backends_are_initialized())
     import jaxlm.train
     from jaxlm import train as module
     from jaxlm.train import main, train
@@ -162,9 +177,11 @@ CALLED = """
 
 
 @pytest.mark.slow
-def test_the_module_train_is_also_the_function(tmp_path):
-    command = [sys.executable, "-c", textwrap.dedent(CALLED)]
-    result = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+def test_help_starts_no_device_and_the_module_train_is_also_the_function(tmp_path):
+    result = in_a_new_process(CALLED, tmp_path)
+    assert "[0, 0, 2] False" in result.stdout.splitlines(), "help and surgeries start no device"
+    assert "--optimizer.learning_rate  (float" in result.stdout
+    assert "error: --help: there is no section or key 'nothing'" in result.stderr
     assert result.stdout.splitlines()[-1] == "Done()", result.stderr
     assert "trainer.id: 'a/b' given" in result.stdout
     assert "train: 'lora.yaml' given, a configuration expected. jaxlm.read_config(PATH) reads one" in result.stdout

@@ -32,12 +32,16 @@ LOGGED = re.compile(r"refs\.teacher: loss (\d+\.\d+) nats on (\d+) batches, at m
 
 
 class Verified(Trainings):
-    """Runs that have a trained teacher, in Hugging Face format as it is and with a scrambled head."""
+    """Runs whose teacher is a folder in Hugging Face format."""
 
     def __init__(self, folder):
         super().__init__(folder)
         (folder / "held-out").mkdir()
         (folder / "held-out" / "b.txt").write_text("".join(f"some words {n * 7 % 89} and more\n" for n in range(80)))
+
+    def train_teachers(self):
+        """A trained teacher as it is, and with a scrambled head."""
+        folder = self.folder
         result = self.run("teacher", 24)
         checkpoint = self.place("teacher") / "step-24"
         files = load_tokenizer(str(checkpoint / "run" / "tokenizer")).files(max_length=16)
@@ -74,7 +78,15 @@ def _scrambled(path, leaf):
 
 @pytest.fixture(scope="module")
 def trainings(tmp_path_factory):
-    return Verified(tmp_path_factory.mktemp("gates"))
+    made = Verified(tmp_path_factory.mktemp("gates"))
+    made.train_teachers()
+    return made
+
+
+@pytest.fixture(scope="module")
+def refused(tmp_path_factory):
+    """For runs that end before they read their teacher."""
+    return Verified(tmp_path_factory.mktemp("refused"))
 
 
 DISTILL = {"type": "distill", "teacher_loss": True}
@@ -220,17 +232,17 @@ def test_a_gate_may_belong_to_a_phase(trainings):
         ([], r"evals\.0\.phases: \[\] given, so it would never run\. Name a phase \(train\)"),
     ],
 )
-def test_the_phases_of_a_gate_exist(trainings, phases, message):
+def test_the_phases_of_a_gate_exist(refused, phases, message):
     evals = [{"type": "fidelity", "phases": phases}]
     with pytest.raises(ConfigError, match=message):
-        trainings.run("none", 2, evals=evals, refs=trainings.ref())
+        refused.run("none", 2, evals=evals, refs=refused.ref())
 
 
-def test_what_only_another_phase_measures_cannot_end_a_phase(trainings):
+def test_what_only_another_phase_measures_cannot_end_a_phase(refused):
     phases = [{"name": "a", "until": {"metric": "eval/fidelity/nll", "below": 1.0}}, {"name": "b"}]
     evals = [{"type": "loss"}, {"type": "fidelity", "phases": ["b"]}]
     with pytest.raises(ConfigError, match=r"phases\.0\.until\.metric: .* no evaluation measures it in phase 'a'"):
-        trainings.run("none", 2, evals=evals, refs=trainings.ref(), phases=phases)
+        refused.run("none", 2, evals=evals, refs=refused.ref(), phases=phases)
 
 
 @pytest.mark.soak
@@ -281,14 +293,19 @@ def test_what_the_command_prints_is_json(capsys):
     assert "eval/fidelity/ppl_ratio is inf, at most 1.05 allowed (max_ppl_ratio: 1.05)" in printed["violations"]
 
 
-def test_an_evaluation_needs_its_reference_and_its_data(trainings):
+def test_an_evaluation_needs_its_reference_and_its_data(refused):
     with pytest.raises(
         ConfigError, match=r"refs: the evaluation 'fidelity' uses the model 'teacher', but the section is empty"
     ):
-        trainings.run("none", 2, evals=[{"type": "fidelity"}])
-    config = trainings.config("none", 2, evals=[{"type": "fidelity"}], refs=trainings.ref())
+        refused.run("none", 2, evals=[{"type": "fidelity"}])
+    config = refused.config("none", 2, evals=[{"type": "fidelity"}], refs=refused.ref())
     assert config["data"].pop("validation_urls")
     with pytest.raises(ConfigError, match=r"the evaluation 'fidelity' has limits, but there is no validation data"):
         make_plan(decode_run(ConfigSource(config), None), "none", 280)
     with pytest.raises(ConfigError, match=r"2 evaluations given with the name 'fidelity'"):
-        trainings.run("none", 2, evals=[{"type": "fidelity"}] * 2, refs=trainings.ref())
+        refused.run("none", 2, evals=[{"type": "fidelity"}] * 2, refs=refused.ref())
+
+
+def test_a_teacher_that_a_phase_still_reads_must_be_there(refused):
+    with pytest.raises(ConfigError, match=r"refs\.teacher\.path: "):
+        refused.run("none", 2, refs=refused.ref("nowhere"), objective=DISTILL)

@@ -115,6 +115,7 @@ def test_an_evaluation_may_read_another_format(folder):
         evaluate.data_with(opened, {**urls, "data.format": {"type": "chat", "text_key": "text"}})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("adds", [True, False])
 def test_prompts_begin_as_the_tokenizer_says(adds, folder):
     """As in transformers: with BOS if the post-processor adds it."""

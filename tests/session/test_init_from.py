@@ -31,7 +31,7 @@ from jaxlm.plan.load_config import decode_run
 from jaxlm.plan.plan import make_plan
 from jaxlm.reading.yaml import ConfigSource
 from jaxlm.session import init_from
-from jaxlm.session.init_from import find_init_from
+from jaxlm.session.init_from import find_init_from, starts_at_random
 from jaxlm.surgery.quantize import QuantizeConfig
 from jaxlm.train import train
 from tests.engine.helpers import one_device
@@ -381,6 +381,14 @@ def test_impossible_starts_are_refused_before_anything_is_written(trainings, cas
     with pytest.raises(ConfigError, match=named):
         trainings.run("refused", 2, trainer=trainer)
     assert not (trainings.folder / "logs" / "refused").exists()
+
+
+@pytest.mark.parametrize("key", ["load_checkpoint_path", "initialize_from_state", "initialize_from"])
+def test_a_run_that_starts_from_a_checkpoint_initializes_nothing(key):
+    config = {"model": MODEL, "data": {"tokenizer": "byte"}, "trainer": {key: "elsewhere"}}
+    assert not starts_at_random(decode_run(ConfigSource(config), None), "byte")
+    config["trainer"]["allow_partial_checkpoint"] = True
+    assert starts_at_random(decode_run(ConfigSource(config), None), "byte")
 
 
 @pytest.mark.slow

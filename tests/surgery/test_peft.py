@@ -453,25 +453,40 @@ def tuned(
     return read_jsonl(place / "logs" / "lora" / "metrics.jsonl")
 
 
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    """The folder of a finished run, and the losses of its 30 steps."""
+    pytest.importorskip("transformers")
+    folder = tmp_path_factory.mktemp("run")
+    write_model(folder / "hf")
+    records = tuned(folder, write_instructions(folder / "train.jsonl"), 30)
+    return folder, [r["train/loss"] for r in records if "train/loss" in r]
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "real", one_of([False, pytest.param(True, marks=pytest.mark.skipif(not DOLLY.exists(), reason="data"))])
-)
-def test_lora_on_instructions(tmp_path, real):
-    """The base stays bit-equal, the adapters change, the loss falls; merged and in PEFT, the model is the same."""
-    peft = pytest.importorskip("peft")
-    torch = pytest.importorskip("torch")
-    transformers = pytest.importorskip("transformers")
+def test_lora_on_instructions(run, tmp_path):
+    folder, losses = run
+    assert np.mean(losses[-3:]) < losses[0] - 1.0
+    check_trained_adapters(folder, tmp_path)
+
+
+@pytest.mark.soak
+@pytest.mark.skipif(not DOLLY.exists(), reason="data")
+def test_lora_on_real_instructions(tmp_path):
     write_model(tmp_path / "hf")
-    steps = 8 if real else 30
-    records = tuned(tmp_path, DOLLY if real else write_instructions(tmp_path / "train.jsonl"), steps)
-    losses = [r["train/loss"] for r in records if "train/loss" in r]
-    assert np.mean(losses[-3:]) < losses[0] - (0.1 if real else 1.0)
-    trained = open_model(str(tmp_path / "checkpoints" / "lora"), {})
+    losses = [r["train/loss"] for r in tuned(tmp_path, DOLLY, 8) if "train/loss" in r]
+    assert np.mean(losses[-3:]) < losses[0] - 0.1
+    check_trained_adapters(tmp_path, tmp_path)
+
+
+def check_trained_adapters(folder, tmp_path):
+    """The base is bit-equal, the adapters have changed; merged and in PEFT, the model is the same."""
+    peft, torch, transformers = (pytest.importorskip(name) for name in ("peft", "torch", "transformers"))
+    trained = open_model(str(folder / "checkpoints" / "lora"), {})
     plan = trained.plan
     with plan.layout.use():
         model = trained.load()
-        before = dict(tree.leaves(plan_base(tmp_path / "hf", plan)))
+        before = dict(tree.leaves(plan_base(folder / "hf", plan)))
         for path, leaf in tree.leaves(model):
             if path.endswith((".a", ".b")):
                 assert np.abs(leaf.array).max() > 0, f"{path} has not moved"
@@ -482,13 +497,13 @@ def test_lora_on_instructions(tmp_path, real):
         ours = logits_of(model, ids)
         np.testing.assert_allclose(logits_of(merge_surgeries(model, trained.surgeries), ids), ours, atol=1e-5)
         save_adapters_of(model, tmp_path / "adapter", plan)
-    base = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "hf", dtype=torch.float32)
+    base = transformers.AutoModelForCausalLM.from_pretrained(folder / "hf", dtype=torch.float32)
     theirs = peft.PeftModel.from_pretrained(base, tmp_path / "adapter").eval()
     with torch.no_grad():
         np.testing.assert_allclose(ours, theirs(torch.tensor(ids)).logits.numpy(), rtol=1e-4, atol=1e-4)
     theirs.save_pretrained(tmp_path / "resaved")
     with plan.layout.use():
-        again = add_adapters(plan_base(tmp_path / "hf", plan), tmp_path / "resaved", plan.config.model, plan.layout)
+        again = add_adapters(plan_base(folder / "hf", plan), tmp_path / "resaved", plan.config.model, plan.layout)
         np.testing.assert_array_equal(logits_of(again, ids), ours)
 
 
@@ -561,18 +576,20 @@ def test_adapters_have_the_rows_of_the_base(lora, tmp_path, capsys):
 
 
 @pytest.mark.slow
-def test_exported_adapters_are_verified_against_the_base(tmp_path, capsys):
-    pytest.importorskip("transformers")
-    write_model(tmp_path / "hf")
-    tuned(tmp_path, write_instructions(tmp_path / "train.jsonl"), 3)
-    of_run = ["to-hf", "--checkpoint", str(tmp_path / "checkpoints" / "lora"), "--adapters", "only", "--verify", "true"]
+def test_exported_adapters_are_verified_against_the_base(run, tmp_path, capsys):
+    folder, _ = run
+    base = folder / "hf"
+    of_run = ["to-hf", "--checkpoint", str(folder / "checkpoints" / "lora"), "--adapters", "only", "--verify", "true"]
     for name, dtype in (("exact", "float32"), ("rounded", "bfloat16")):
         assert convert.main([*of_run, "--output_dir", str(tmp_path / name), "--dtype", dtype]) == 0
-        assert f"verified: {tmp_path}/hf with the adapters has the checkpoint's logits" in capsys.readouterr().out
-    write_model(tmp_path / "other", seed=1)
-    shutil.rmtree(tmp_path / "hf")
-    (tmp_path / "other").rename(tmp_path / "hf")
-    assert convert.main([*of_run, "--output_dir", str(tmp_path / "wrong")]) == 2
+        assert f"verified: {base} with the adapters has the checkpoint's logits" in capsys.readouterr().out
+    base.rename(folder / "right")
+    try:
+        write_model(base, seed=1)
+        assert convert.main([*of_run, "--output_dir", str(tmp_path / "wrong")]) == 2
+    finally:
+        shutil.rmtree(base)
+        (folder / "right").rename(base)
     assert "differs from" in capsys.readouterr().err
 
 
@@ -611,18 +628,16 @@ def test_a_peft_folder_is_merged_into_its_base_on_disk(tmp_path, capsys):
 
 
 @pytest.mark.slow
-def test_the_adapters_of_a_run_are_not_added_to_it_again(tmp_path, capsys):
+def test_the_adapters_of_a_run_are_not_added_to_it_again(run, tmp_path, capsys):
     """Its checkpoint has them, as bfloat16 too; a later export of the run has others."""
-    write_model(tmp_path / "hf")
-    tuned(tmp_path, write_instructions(tmp_path / "train.jsonl"), 2)
-    checkpoint = str(tmp_path / "checkpoints" / "lora")
+    checkpoint = str(run[0] / "checkpoints" / "lora")
     for dtype in ("float32", "bfloat16"):
         options = ["--adapters", "only", "--dtype", dtype, "--output_dir", str(tmp_path / dtype)]
         assert convert.main(["to-hf", "--checkpoint", checkpoint, *options]) == 0
         capsys.readouterr()
-        with pytest.raises(ConfigError, match=rf"adapter=.*{dtype}: .*step-2 contains these adapters already"):
+        with pytest.raises(ConfigError, match=rf"adapter=.*{dtype}: .*step-30 contains these adapters already"):
             load(checkpoint, adapter=str(tmp_path / dtype))
-        assert "contains the adapters of lora/step-2" in capsys.readouterr().err
+        assert "contains the adapters of lora/step-30" in capsys.readouterr().err
     modules = [f"model.layers.{layer}.self_attn.o_proj" for layer in range(2)]
     write_adapter(tmp_path / "other", modules)
     load(checkpoint, adapter=str(tmp_path / "other"))
@@ -630,7 +645,7 @@ def test_the_adapters_of_a_run_are_not_added_to_it_again(tmp_path, capsys):
     assert convert.main(["to-hf", "--checkpoint", checkpoint, "--output_dir", str(tmp_path / "merged")]) == 0
     capsys.readouterr()
     load(tmp_path / "merged", adapter=str(tmp_path / "other"))
-    assert "merged contains the adapters of lora/step-2. Those of" in capsys.readouterr().err
+    assert "merged contains the adapters of lora/step-30. Those of" in capsys.readouterr().err
 
 
 FUSED = {

@@ -30,9 +30,14 @@ from tests.engine.helpers import F32, VOCAB, TinyRun, arrays, batch, layout, one
 from tests.tiers import one_of
 
 KEY = jax.random.key(0)
-MODEL = LlamaConfig(seq_len=16, hidden_dim=128, intermediate_dim=256, num_layers=3, num_heads=4, num_kv_heads=2)
+MODEL = LlamaConfig(seq_len=16, hidden_dim=192, intermediate_dim=256, num_layers=2, num_heads=4, num_kv_heads=2)
 ADAPTERS = (r"\.[ab]$",)
-QLORA = (QuantizeConfig(), LoraConfig(target="attn|mlp", rank=4))
+# Two kinds, and layers whose inputs are one axis and two.
+QLORA = (
+    QuantizeConfig(modules="up_proj"),
+    QuantizeConfig(kind="nvfp4", modules="o_proj"),
+    LoraConfig(target="o_proj|up_proj", rank=4),
+)
 EXPERTS = MixtralConfig(
     seq_len=16, hidden_dim=32, intermediate_dim=64, num_layers=2, num_heads=4, num_kv_heads=2, num_experts=4
 )
@@ -132,7 +137,8 @@ def test_layers_that_are_stored_already_are_refused():
 @pytest.mark.parametrize("kind", ["nf4", "float16"])
 @pytest.mark.parametrize("pattern", [".*", r"q_proj\.base\.weight$", "mlp"])
 def test_a_pattern_that_would_train_a_stored_weight_is_refused(kind, pattern):
-    own = phase(model=MODEL, surgeries=(QuantizeConfig(kind=kind), QLORA[1]), trainable=(*ADAPTERS, pattern))
+    surgeries = (QuantizeConfig(kind=kind), LoraConfig(target="attn|mlp", rank=4))
+    own = phase(model=MODEL, surgeries=surgeries, trainable=(*ADAPTERS, pattern))
     message = (
         rf"phase 'train': trainable: '{re.escape(pattern)}' matches .* stored as {kind} and cannot be trained: .*lora"
     )
@@ -140,13 +146,9 @@ def test_a_pattern_that_would_train_a_stored_weight_is_refused(kind, pattern):
         StateBuilder(MODEL, vocab_axis(VOCAB), 0, F32, (own,)).abstract_state(own)
 
 
-def qlora(where, **changes):
-    return TinyRun(where, phase(model=MODEL, surgeries=QLORA, trainable=ADAPTERS, **changes), model=MODEL)
-
-
 @pytest.mark.slow
 def test_adapters_train_on_a_base_that_keeps_its_bits():
-    run = qlora(one_device())
+    run = TinyRun(one_device(), phase(model=MODEL, surgeries=QLORA, trainable=ADAPTERS), model=MODEL)
     before = jax.tree.map(np.asarray, run.state.model)
     losses = [run.step(arrays(step))["train/loss"] for step in range(4)]
     assert losses[-1] < losses[0]
@@ -156,7 +158,7 @@ def test_adapters_train_on_a_base_that_keeps_its_bits():
         assert same != bool(re.search(ADAPTERS[0], path)), path
     assert not [path for path, _ in tree.leaves(run.state.opt_state) if "base" in path or "norm" in path]
     # With the values that the codes stand for, a run with floats takes the same steps.
-    floats = TinyRun(one_device(), phase(model=MODEL, surgeries=QLORA[1:], trainable=ADAPTERS), model=MODEL)
+    floats = TinyRun(one_device(), phase(model=MODEL, surgeries=QLORA[-1:], trainable=ADAPTERS), model=MODEL)
     is_stored = lambda node: isinstance(node, StoredWeight)  # noqa: E731
 
     @jax.jit
@@ -180,39 +182,37 @@ def test_adapters_train_on_a_base_that_keeps_its_bits():
     assert jax.tree.structure(merged) == jax.tree.structure(shapes())
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("kind", "mesh"), one_of([("nvfp4", {"model": 2}), ("nf4", {})]), ids=["tp 2 x fsdp 4", "fsdp 8"]
-)
-def test_eight_devices_take_the_steps_of_one(kind, mesh):
-    own = phase(model=MODEL, surgeries=(QuantizeConfig(kind=kind), QLORA[1]), trainable=ADAPTERS)
-    one, eight = (TinyRun(where, own, model=MODEL) for where in (one_device(), layout(**mesh)))
-    losses = [[run.step(arrays(step))["train/loss"] for step in range(3)] for run in (one, eight)]
-    np.testing.assert_allclose(*losses, rtol=1e-5)
-    weights = [stored(run.state.model) for run in (one, eight)]
-    for path, weight in weights[1].items():
-        sharding = weight.codes.array.sharding
-        assert sharding.shard_shape(weight.codes.array.shape) != weight.codes.array.shape, path
-        np.testing.assert_array_equal(weights[0][path].codes.array, weight.codes.array, err_msg=path)
+NARROW = dataclasses.replace(MODEL, intermediate_dim=100)
+BYTES = (QuantizeConfig(kind="nvfp4", modules="down_proj"), LoraConfig(target="down_proj", rank=4))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("kind", "mesh"),
-    one_of([("nf4", {}), ("nvfp4", {"model": 4})]),
-    ids=["3 blocks on 8 devices", "50 bytes on 4 devices"],
+    ("mesh", "path", "uneven", "model", "surgeries"),
+    one_of(
+        [
+            ({}, "mlp.up_proj", 3, MODEL, QLORA),
+            ({"model": 2}, "mlp.up_proj", 3, MODEL, QLORA),
+            ({"model": 4}, "mlp.down_proj", 50, NARROW, BYTES),
+        ],
+        but=2,
+    ),
+    ids=["3 blocks on fsdp 8", "3 blocks on tp 2 x fsdp 4", "50 bytes on tp 4 x fsdp 2"],
 )
-def test_what_does_not_divide_is_on_every_device(kind, mesh):
-    """Blocks of 192 features, and codes of 100."""
-    uneven = dataclasses.replace(MODEL, hidden_dim=192, intermediate_dim=100 if mesh else 256, num_layers=1)
-    own = phase(model=uneven, surgeries=(QuantizeConfig(kind=kind), QLORA[1]), trainable=ADAPTERS)
-    one, eight = (TinyRun(where, own, model=uneven) for where in (one_device(), layout(**mesh)))
-    check_phase(layout(**mesh), eight.state.model, "train")
+def test_eight_devices_take_the_steps_of_one(mesh, path, uneven, model, surgeries):
+    """Codes are sharded. An axis of codes or scales that does not divide is on every device."""
+    own, where = phase(model=model, surgeries=surgeries, trainable=ADAPTERS), layout(**mesh)
+    one, eight = TinyRun(one_device(), own, model=model), TinyRun(where, own, model=model)
+    check_phase(where, eight.state.model, "train")
     losses = [[run.step(arrays(step))["train/loss"] for step in range(3)] for run in (one, eight)]
     np.testing.assert_allclose(*losses, rtol=1e-5)
-    down = stored(eight.state.model)["body.layers.stacked.mlp.down_proj.base"]
-    blocks = down.codes if mesh else stored(eight.state.model)["body.layers.stacked.attn.q_proj.base"].absmax.codes
-    axis = next(axis for axis in blocks.axes if axis.size == (50 if mesh else 3))
+    expected, found = stored(one.state.model), stored(eight.state.model)
+    for name, weight in found.items():
+        assert not weight.codes.array.sharding.is_fully_replicated, name
+        np.testing.assert_array_equal(expected[name].codes.array, weight.codes.array, err_msg=name)
+    weight = found[f"body.layers.stacked.{path}.base"]
+    blocks = weight.codes if uneven == 50 else weight.absmax.codes
+    axis = next(axis for axis in blocks.axes if axis.size == uneven)
     assert blocks.array.sharding.shard_shape(blocks.array.shape)[blocks.axes.index(axis)] == axis.size
 
 
@@ -243,6 +243,7 @@ def test_an_entry_continues_after_the_surgeries_that_were_done_when_the_weights_
     own = phase(model=MODEL, surgeries=QLORA, trainable=ADAPTERS)
     builder = StateBuilder(MODEL, vocab_axis(VOCAB), 0, F32, (own,))
     changes = QLORA[0].on_read(builder.abstract_initial_model)
+    assert changes
 
     @jax.jit
     def entered():
@@ -267,7 +268,7 @@ def test_half_storage_does_not_need_loss_scaling_and_float16_parameters_are_stil
 @pytest.mark.slow
 def test_merged_weights_are_the_floats_that_codes_stand_for_whatever_the_dtype_of_embeddings():
     """By a rule of `trainer.mp`, frozen embeddings may be in bfloat16."""
-    surgery = QuantizeConfig(double_quant=False)
+    surgery = QuantizeConfig(modules="o_proj|up_proj", double_quant=False)
 
     @jax.jit
     def both():

@@ -4,6 +4,8 @@ import subprocess
 import sys
 import textwrap
 
+import pytest
+
 from jaxlm.reading.recipes import recipes_command
 from jaxlm.reading.yaml import load_yaml
 
@@ -22,6 +24,7 @@ def test_a_recipe_in_a_folder_is_copied_with_what_it_includes(tmp_path, monkeypa
     assert load_yaml("cpu_d4.yaml").tree == load_yaml("jaxlm:nanochat/cpu_d4").tree
 
 
+@pytest.mark.slow
 def test_recipes_start_no_device(tmp_path):
     command = [sys.executable, "-c", textwrap.dedent(READ)]
     assert subprocess.run(command, cwd=tmp_path, capture_output=True, text=True).stdout == "False\n"

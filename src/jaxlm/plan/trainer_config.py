@@ -86,15 +86,22 @@ class StartConfig:
         excludes("load_checkpoint_path", when="load_checkpoint", is_=False),
     )
 
+    @property
+    def starts(self) -> dict[str, str]:
+        """Key -> path, of what a run without checkpoints of its own may start from. The first one decides."""
+        paths = {
+            "load_checkpoint_path": self.load_checkpoint_path,
+            "initialize_from_state": self.initialize_from_state,
+            "initialize_from": self.initialize_from,
+        }
+        return {key: path for key, path in paths.items() if path is not None}
+
     def describe_start(self) -> str:
         """What a run starts from, as far as these keys say."""
         own = {True: "a checkpoint (required)", False: "no checkpoint", None: "its own checkpoint, if it has one"}
-        others = {
-            "else the state at": self.load_checkpoint_path or self.initialize_from_state,
-            "else the model at": self.initialize_from,
-        }
-        parts = [own[self.load_checkpoint], *(f"{what} {path}" for what, path in others.items() if path is not None)]
-        return "; ".join(parts) + (" (missing arrays are newly initialized)" if self.allow_partial_checkpoint else "")
+        others = [f"{'model' if key == 'initialize_from' else 'state'} at {path}" for key, path in self.starts.items()]
+        partial = " (missing arrays are newly initialized)" if self.allow_partial_checkpoint else ""
+        return own[self.load_checkpoint] + "".join(f"; else the {it}" for it in others[:1]) + partial
 
     def describe_checkpoints(self) -> str:
         """When checkpoints are saved, and which stay."""

@@ -77,8 +77,7 @@ def _vocabularies(config: RunConfig, data: DataConfig) -> Iterator[tuple[int, st
             opened = open_pretrained(Path(name), ReadOptions(skip_keys=config.hf_skip_keys))
             yield opened.vocab_size, f"rows of the embedding in {name}"
     trainer = config.trainer
-    starts = (trainer.load_checkpoint_path, trainer.initialize_from_state, trainer.initialize_from)
-    for path in (path for path in starts if path is not None and not is_url(path)):
+    for path in (path for path in trainer.starts.values() if not is_url(path)):
         with contextlib.suppress(ConfigError, OSError):
             for newest in resolve_checkpoints(path, Path(trainer.checkpointer.staging_dir))[-1:]:
                 with newest.local("run/tokenizer") as folder:
@@ -192,8 +191,7 @@ def _agreed_checks(plan: Plan) -> Iterator[_Question]:
     elif plan.refs:
         tokenizer = functools.partial(plan.data[0].corpus.load_tokenizer, log=lambda _: None)
         yield _Question("references", lambda: check_references(plan, tokenizer(), lambda _: None), "the disk")
-    starts = (trainer.load_checkpoint_path, trainer.initialize_from, trainer.initialize_from_state)
-    urls = [path for path in (trainer.checkpointer.base_path, *starts) if path is not None and is_url(path)]
+    urls = [path for path in (trainer.checkpointer.base_path, *trainer.starts.values()) if is_url(path)]
     if urls:
         yield _unchecked("start", f"the checkpoints at {' and '.join(urls)}, which a start may download")
     else:

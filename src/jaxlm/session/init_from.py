@@ -139,11 +139,9 @@ def starts_at_random(config: RunConfig, tokenizer: Any) -> bool:
     Args:
         tokenizer: `data.tokenizer` of the first phase.
     """
-    trainer = config.trainer
     if hf_name(config.initialize_from_hf, tokenizer) is not None:
         return False
-    checkpoint = trainer.initialize_from or trainer.initialize_from_state
-    return checkpoint is None or trainer.allow_partial_checkpoint
+    return not config.trainer.starts or config.trainer.allow_partial_checkpoint
 
 
 def _load_hf_weights(plan: Plan, log: Log) -> tuple[LanguageModel | None, int]:
@@ -267,9 +265,8 @@ def check_init_from(plan: Plan) -> None:
         raise ConfigError(
             f"trainer.load_checkpoint: true given, but there is no checkpoint at {plan.checkpoints.location}"
         )
-    for name in ("load_checkpoint_path", "initialize_from", "initialize_from_state"):
-        path = getattr(trainer, name)
-        if path is not None and not own_checkpoints and not _checkpoints_at(path, trainer):
+    for name, path in trainer.starts.items():
+        if not own_checkpoints and not _checkpoints_at(path, trainer):
             raise ConfigError(
                 f"trainer.{name}: no checkpoint at {path}. Set it to a checkpoint, a run's checkpoint folder, or a folder of"
                 " runs, or remove it to start without one"
@@ -284,10 +281,9 @@ def check_init_from(plan: Plan) -> None:
 def check_hf_weights(plan: Plan, num_tokens: int) -> None:
     """Checks the weights that a new run will load, before the training data is tokenized: their vocabulary, and their files,
     unless the Hub's client downloads and checks them later. Args: num_tokens: of the tokenizer."""
-    config, trainer = plan.config, plan.config.trainer
+    config = plan.config
     name = hf_name(config.initialize_from_hf, plan.data[0].tokenizer)
-    is_named = trainer.load_checkpoint_path or trainer.initialize_from_state
-    if name is None or is_named or main_first(plan.checkpoints.checkpoints):
+    if name is None or config.trainer.starts or main_first(plan.checkpoints.checkpoints):
         return
     is_here = repository_of(name) is None
     path = main_first(lambda: local_folder(name, "initialize_from_hf", weights=is_here))
@@ -344,12 +340,11 @@ def find_init_from(plan: Plan, log: Log) -> InitFrom:
     own_checkpoint = latest_valid(plan.checkpoints, log)
     if own_checkpoint is not None:
         return _going_back(plan, own_checkpoint, log) or InitFrom(own_checkpoint)
-    other = trainer.load_checkpoint_path
-    if (state := other or trainer.initialize_from_state) is not None:
-        return InitFrom(_newest(state, trainer, log), is_own=False)
-    if trainer.initialize_from is not None:
-        return InitFrom(weights=_newest(trainer.initialize_from, trainer, log))
-    return InitFrom()
+    key, path = next(iter(trainer.starts.items()), (None, None))
+    if path is None:
+        return InitFrom()
+    checkpoint = latest_complete(_checkpoints_at(path, trainer), path, log)
+    return InitFrom(weights=checkpoint) if key == "initialize_from" else InitFrom(checkpoint, is_own=False)
 
 
 def _going_back(plan: Plan, newest: VerifiedCheckpoint, log: Log) -> InitFrom | None:
@@ -425,8 +420,8 @@ def expected_cursor(plan: Plan) -> Cursor | None:
     own_checkpoints, trainer = main_first(plan.checkpoints.checkpoints), plan.config.trainer
     if own_checkpoints:
         return main_only(lambda: _own_cursor(plan, own_checkpoints))
-    for path in (trainer.load_checkpoint_path, trainer.initialize_from_state):
-        if path is not None and (others := _checkpoints_at(path, trainer)):
+    for key, path in trainer.starts.items():
+        if key != "initialize_from" and (others := _checkpoints_at(path, trainer)):
             return main_only(functools.partial(_newest_cursor, others))
     return None
 
@@ -464,10 +459,6 @@ def check_tokenizer(init_from: InitFrom, tokenizer: Tokenizer, log: Log) -> None
         log(
             f"warning: {checkpoint.location} was trained with another tokenizer. Its embeddings belong to different tokens"
         )
-
-
-def _newest(path: str, trainer: StartConfig, log: Log) -> VerifiedCheckpoint:
-    return latest_complete(_checkpoints_at(path, trainer), path, log)
 
 
 def _checkpoints_at(path: str, trainer: StartConfig) -> Sequence[Checkpoint]:

@@ -61,6 +61,25 @@ class OnStart:
 
 
 @dataclass(frozen=True)
+class PreparedRun:
+    """A run that nothing refuses so far: what is known before its folders are written.
+
+    Attributes:
+        plan: for the tokenizer, and for where the run goes on.
+        started: rows of the table of the start.
+        logs: the store of the logs.
+        check_lease: raises if another start has taken the run over.
+    """
+
+    plan: Plan
+    tokenizer: Tokenizer
+    init_from: InitFrom
+    started: list[tuple[str, str]]
+    logs: LogStore
+    check_lease: LeaseCheck
+
+
+@dataclass(frozen=True)
 class RunRecords:
     """The open records of a run.
 
@@ -279,17 +298,9 @@ class Run:
 
 
 @contextlib.contextmanager
-def open_run(
-    plan: Plan,
-    tokenizer: Tokenizer,
-    console: Console,
-    stop: StopRequest,
-    init_from: InitFrom,
-    logs: LogStore,
-    check_lease: LeaseCheck,
-    clock: ActivityClock,
-) -> Iterator[Run]:
+def open_run(prepared: PreparedRun, console: Console, stop: StopRequest, clock: ActivityClock) -> Iterator[Run]:
     """Opens a run's folders and records, and closes them when the context exits, even after an error."""
+    plan, tokenizer, init_from, logs = prepared.plan, prepared.tokenizer, prepared.init_from, prepared.logs
     on_start, source = OnStart(), source_of_run(plan, init_from)
     saved_tokenizer = tokenizer_to_save(tokenizer, plan)
     files = run_files(plan, tokenizer, saved_tokenizer, source)
@@ -303,7 +314,8 @@ def open_run(
         main_only(lambda: check_upload("hf_upload"))
     with open_records(plan, console, init_from, clock, on_start, logs.check_lease) as records:
         flush = [records.flush, *([logs.upload] if is_main_process() else [])]
-        with open_writer(plan, files, init_from, console.log, clock, check_lease, flush) as writer:
+        with open_writer(plan, files, init_from, console.log, clock, prepared.check_lease, flush) as writer:
+            records.write(init_from.resume_step or 0, "start", rows=prepared.started)
             opened = (console, clock, records, writer, FlagSync(plan.layout, stop), on_start)
             yield Run(plan, tokenizer, saved_tokenizer, source, *opened)
 

@@ -208,13 +208,9 @@ STANDARD = [
 
 @pytest.mark.parametrize(("train", "expected"), STANDARD, ids=[str(row[0]) for row in STANDARD])
 def test_a_key_of_standard_training(train: dict[str, Any], expected: dict[str, Any], tmp_path: Path):
+    """The translation has these values, and is a configuration."""
     tree, _ = translate(tmp_path, standard(**train))
     assert {path: at(tree, path) for path in expected} == expected
-
-
-@pytest.mark.parametrize("train", [row[0] for row in STANDARD], ids=[str(row[0]) for row in STANDARD])
-def test_the_translation_is_a_configuration(train: dict[str, Any], tmp_path: Path):
-    translate(tmp_path, standard(**train))
     config = load_config(["--config_path", str(tmp_path / "manifest.yml")], "jaxlm.train")
     assert config.model.seq_len == train.get("block_size", 512)
 

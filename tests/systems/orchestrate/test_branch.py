@@ -198,6 +198,7 @@ def test_the_winners_controls_and_a_decision_hold_from_the_end_of_the_branch():
     assert {step for step, rate in result.rates.items() if rate == np.float32(2.5e-3)} == set(range(9, STEPS + 1))
 
 
+@pytest.mark.slow
 def test_the_console_says_what_a_branch_tries_before_it_ends():
     losses, lines, before = iter([2.0, 1.0, np.nan, 1.5]), list[str](), list[int]()
 
@@ -299,6 +300,7 @@ class Fails(Ready):
         return super().__next__()
 
 
+@pytest.mark.slow
 def test_a_batch_that_cannot_be_made_loses_no_step():
     saved: list[tuple[int, Any]] = []
     where = one_device()
@@ -323,6 +325,7 @@ class Ends(Branches):
         return super().after(step, metrics, state)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("because", [3, 5])
 def test_a_phase_that_ends_in_a_branch_ends_with_it(because):
     result = trained(Ends(because=because), scripted([2.0, 3.0, 1.0, 3.0]))
@@ -342,6 +345,7 @@ class GoesBack(Branches):
         return super().after(step, metrics, state)
 
 
+@pytest.mark.slow
 def test_a_step_of_the_winner_may_make_the_run_go_back():
     result = trained(GoesBack(), scripted([2.0, 3.0, 1.0, 3.0]))
     assert isinstance(result.outcome, Rewind)

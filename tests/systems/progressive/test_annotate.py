@@ -153,6 +153,7 @@ def test_losses_are_those_of_a_trunk_that_is_computed(two_epochs):
         np.testing.assert_allclose(found, expected, rtol=1e-6)
 
 
+@pytest.mark.slow
 def test_what_is_stored_has_the_bits_of_the_trunk(two_epochs):
     """Found by example and way of hiding its tokens, whatever batch it is in."""
     run, stored, plain = two_epochs
@@ -274,6 +275,7 @@ def test_a_teacher_is_asked_before_the_first_batch_for_what_steps_still_read(set
     assert text.startswith(f"phase 'upper': reads {3 * BATCH} stored sequences"), "those of the whole phase"
 
 
+@pytest.mark.slow
 def test_other_processes_read_the_blocks_that_process_0_lists(two_epochs, monkeypatch):
     """Their own lists of a shared folder may be old."""
     run = two_epochs[0]

@@ -31,6 +31,7 @@ def test_a_chat_with_a_model_that_fills_in_masks_is_refused_at_the_start(fills_i
     assert re.search(r"--checkpoint: .* has model\.use_bidirectional_attention: true, so .* `jaxlm sample`", refused)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("count", ["-1", "0"])
 def test_a_sample_without_tokens_is_refused(fills_in, monkeypatch, capsys, count):
     check_no_tokens(fills_in, monkeypatch, capsys, sample, count)

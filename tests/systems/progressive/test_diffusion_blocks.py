@@ -154,6 +154,7 @@ def test_a_row_costs_its_share_of_the_layers(plain):
     assert DiffusionBlocks(1).facts.flops(model, ()) == whole
 
 
+@pytest.mark.slow
 def test_the_step_computes_a_share_of_the_layers_for_each_row(plain, blocks):
     """As many matrix products as a model of one block's layers."""
     columns, objective = columns_of(ROWS), DiffusionBlocks(2)

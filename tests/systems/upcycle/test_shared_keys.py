@@ -94,6 +94,7 @@ def test_the_first_mixture_is_the_largest_that_a_unitary_matrix_makes():
         np.testing.assert_allclose(found, expected, rtol=1e-4)
 
 
+@pytest.mark.slow
 def test_heads_with_the_same_keys_at_other_phases_need_one_mixture():
     """Heads that differ by a rotation of each pair: an orthogonal mixture alone would need two."""
     scores, features = random_scores(), HeadFeatures.of(HEAD, HEAD, interleaved=False)
@@ -105,6 +106,7 @@ def test_heads_with_the_same_keys_at_other_phases_need_one_mixture():
     assert np.all(sizes[HEAD:] < 1e-6 * sizes[:HEAD].min())
 
 
+@pytest.mark.slow
 def test_queries_of_zero_make_no_infinite_keys():
     scores, features = random_scores(), HeadFeatures.of(HEAD, HEAD, interleaved=False)
     for heads in (slice(0, 2), slice(0, 4)):
