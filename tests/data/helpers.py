@@ -1,5 +1,6 @@
 """Small corpora and caches of known tokens."""
 
+import functools
 import json
 import random
 from collections.abc import Callable, Iterable, Sequence
@@ -49,6 +50,7 @@ CHATML = (
 )
 
 
+@functools.cache
 def some_text(seed: int, num_words: int = 60) -> str:
     """Words, code and non-Latin scripts, determined by the seed."""
     chooser = random.Random(seed)

@@ -157,7 +157,7 @@ def damaged(raw: bytes, path: Path) -> Iterator[str]:
     }.items():
         path.write_bytes(content)
         yield name
-    for place in np.linspace(0, len(raw) - 1, 60).astype(int).tolist():
+    for place in np.linspace(0, len(raw) - 1, 24).astype(int).tolist():
         flipped = bytearray(raw)
         flipped[place] ^= 1 << (place % 8)
         path.write_bytes(flipped)

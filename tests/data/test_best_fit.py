@@ -21,7 +21,7 @@ from jaxlm.core.errors import ConfigError
 from jaxlm.core.field_types import check_fields
 from jaxlm.data import best_fit
 from jaxlm.data.best_fit import BestFitConfig, BestFitSequences, open_rows, pack_best_fit
-from jaxlm.data.cache.artifacts import METADATA, DamagedError, write_metadata
+from jaxlm.data.cache.artifacts import METADATA, write_metadata
 from jaxlm.data.cache.token_cache import GROUPS, TOKEN_CACHE, TokenCache
 from jaxlm.data.data import Data
 from jaxlm.data.examples import ExampleRange
@@ -224,45 +224,6 @@ def test_split_documents_lose_nothing(lengths, seq_len, config):
     assert all(inputs[token] == 1 for document in documents for token in document[1:-1])
 
 
-def test_rows_can_be_read_in_any_order_and_do_not_share_memory():
-    sequences = sequences_of(documents_of([5, 9, 3, 20, 7, 16, 2, 11] * 4), 15, BestFitConfig(buffer_size=4))
-    everything = columns_of(sequences)
-    some = np.array([5, 0, 7, 5])
-    columns = sequences.read(some)
-    for name, column in columns.items():
-        np.testing.assert_array_equal(column, everything[name][some])
-        assert column.dtype == (np.float32 if name == "loss_mask" else np.int32)
-    expected = {name: column.copy() for name, column in columns.items()}
-    for name, column in columns.items():
-        column[:] = -1  # padding rows are zeroed in place
-        for other in columns.keys() - {name}:
-            np.testing.assert_array_equal(columns[other], expected[other])
-        column[:] = expected[name]
-
-
-def test_empty_documents_have_no_effect():
-    config = BestFitConfig(buffer_size=2, refill_size=1)
-    full = columns_of(sequences_of([[1, 2, 3], [1], [1, 5]], 3, config))
-    with_empty = columns_of(sequences_of([[], [1, 2, 3], [], [], [1], [1, 5], []], 3, config))
-    for name, column in full.items():
-        np.testing.assert_array_equal(with_empty[name], column, err_msg=name)
-
-
-def test_an_ignored_token_is_an_input_but_not_a_target():
-    documents = documents_of([9, 4, 7, 12, 3])
-    usual, ignoring = (sequences_of(documents, 7, BestFitConfig(fill="split"), ignored_id=i) for i in (None, 5))
-    before, after = columns_of(usual), columns_of(ignoring)
-    np.testing.assert_array_equal(after["loss_mask"], before["loss_mask"] * (before["targets"] != 5))
-    assert after["loss_mask"].sum() == before["loss_mask"].sum() - 1
-
-
-def test_a_token_beyond_the_vocabulary_is_named():
-    cache, config = cache_of([[1, 2, 3], [1, 500, 6]], vocab_size=300), BestFitConfig(fill="split")
-    sequences = BestFitSequences(cache, 3, config, pack_best_fit(cache.offsets, 4, config))
-    with pytest.raises(DamagedError, match=r"tokens\.bin: token 4 \(document 2 of some\.txt\) is 500.* has 300"):
-        columns_of(sequences)
-
-
 def test_a_range_of_rows_has_the_columns_and_targets_of_its_rows():
     sequences = sequences_of(documents_of([5, 9, 3, 20, 7, 16, 2, 11] * 4), 15, BestFitConfig(buffer_size=4))
     part, rows = ExampleRange(sequences, 3, 6), np.array([0, 2])
@@ -325,10 +286,7 @@ class TestRowsThatNeverEnd:
         ]
         offsets = np.concatenate([[0], np.cumsum(sizes)])
         cache = dataclasses.replace(
-            cache_of([[BOS]]),
-            folder=tmp_path / "train",
-            offsets=offsets,
-            documents_of_groups=np.array(groups),
+            cache_of([[BOS]]), folder=tmp_path / "train", offsets=offsets, documents_of_groups=np.array(groups)
         )
         rows = open_rows(cache, WRAPPED["T"], BestFitConfig(wrap=True))
         starts, lengths, _ = rows.pieces_of(np.arange(WRAPPED["num_rows"]))
@@ -381,8 +339,8 @@ class TestRowsThatNeverEnd:
         rows = open_rows(cache, 15, BestFitConfig(buffer_size=4, refill_size=3, wrap=True))
         expected = rows.pieces_of(np.arange(90))
         before = len(list(Path("/proc/self/fd").iterdir()))
-        rows.pieces_of(np.array([900]))
-        assert len(list(tmp_path.rglob("cache.json"))) > 100, "this many parts"
+        rows.pieces_of(np.array([300]))
+        assert len(list(tmp_path.rglob("cache.json"))) > 30, "this many parts"
         assert len(list(Path("/proc/self/fd").iterdir())) <= before + 4 * (best_fit._MAX_OPEN + 1)
         for found, array in zip(rows.pieces_of(np.arange(90)), expected, strict=True):
             np.testing.assert_array_equal(found, array)

@@ -67,10 +67,7 @@ def test_another_version_or_key_writes_new_records_and_refuses_the_old_cache(mad
 @pytest.mark.parametrize(
     ("keys", "message"),
     [
-        (
-            {"train_urls": ["a.txt"]},
-            "train_urls: .* given together with source: {type: corpus:Sums}, and a source",
-        ),
+        ({"train_urls": ["a.txt"]}, "train_urls: .* given together with source: {type: corpus:Sums}, and a source"),
         ({"id": "some/data"}, r"id: some/data given together with source: "),
         ({"source": {"num_recrods": 3}}, r"source\.num_recrods: no such key .*Did you mean 'num_records'"),
         ({"source": {"type": "corpus:Products"}}, r"there is nothing of that name in corpus"),

@@ -146,10 +146,7 @@ class TestKeys:
     @pytest.mark.parametrize(
         ("keys", "message"),
         [
-            (
-                {},
-                r"data\.validation_split: 'validation', but .*\. Choose one of: test, train, or null",
-            ),
+            ({}, r"data\.validation_split: 'validation', but .*\. Choose one of: test, train, or null"),
             ({"validation_split": "tset"}, r"data\.validation_split: 'tset', but .* has no such split"),
             ({"split": "tarin"}, r"data\.split: 'tarin', but .*Choose one of: test, train"),
             ({"name": "main"}, r"data\.name: has no effect on .*saved"),

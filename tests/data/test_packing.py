@@ -1,11 +1,15 @@
 import dataclasses
+from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from jaxlm.data.best_fit import BestFitConfig, BestFitSequences, pack_best_fit
 from jaxlm.data.cache.artifacts import DamagedError
+from jaxlm.data.cache.token_cache import TokenCache
+from jaxlm.data.examples import Examples
 from jaxlm.data.packing import PackedSequences, pack_documents
 from tests.data.helpers import cache_of, numbered_cache
 
@@ -43,49 +47,60 @@ def test_agrees_with_packing_one_token_at_a_time(lengths, seq_len):
     assert found == [[list(place) for place in window] for window in by_hand(documents, seq_len)]
 
 
-@settings(max_examples=40)
-@given(lengths=lengths_of_documents, seq_len=st.integers(1, 9))
-def test_every_token_except_each_documents_first_is_a_target_once(lengths, seq_len):
-    numbers = iter(range(1000))
-    documents = [[next(numbers) for _ in range(length)] for length in lengths]
-    sequences = PackedSequences(cache_of(documents), seq_len)
-    columns = sequences.read(np.arange(len(sequences)))
-    counted = columns["loss_mask"] == 1
-    assert sorted(columns["targets"][counted].tolist()) == [t for document in documents for t in document[1:]]
-    np.testing.assert_array_equal(columns["targets"][counted], columns["tokens"][counted] + 1)
+def rows_of(kind: str, cache: TokenCache, seq_len: int, **options: Any) -> Examples:
+    """Documents that are split, whole ones, or rows that are packed by best fit."""
+    if kind == "best fit":
+        config = BestFitConfig(fill="split", buffer_size=2, refill_size=1)
+        return BestFitSequences(cache, seq_len, config, pack_best_fit(cache.offsets, seq_len + 1, config), **options)
+    whole = pack_documents(cache, seq_len, max_documents=0) if kind == "whole" else None
+    return PackedSequences(cache, seq_len, whole, **options)
 
 
-def test_sequences_can_be_read_in_any_order():
-    sequences = PackedSequences(numbered_cache(100), 8)
+every_kind = pytest.mark.parametrize("kind", ["split", "whole", "best fit"])
+
+
+@every_kind
+def test_sequences_can_be_read_in_any_order_and_do_not_share_memory(kind):
+    sequences = rows_of(kind, numbered_cache(100), 8)
     everything = sequences.read(np.arange(len(sequences)))
     some = np.array([5, 0, 12, 5])
-    for name, column in sequences.read(some).items():
+    columns = sequences.read(some)
+    for name, column in columns.items():
         np.testing.assert_array_equal(column, everything[name][some])
         assert column.dtype == (np.float32 if name == "loss_mask" else np.int32)
+    for name, column in columns.items():
+        column[:] = -1  # padding rows are zeroed in place
+        for other in columns.keys() - {name}:
+            np.testing.assert_array_equal(columns[other], everything[other][some])
+        column[:] = everything[name][some]
 
 
+@every_kind
 @pytest.mark.parametrize("seq_len", [1, 3, 8])
-def test_empty_documents_have_no_effect(seq_len):
-    full = PackedSequences(cache_of([[1, 2, 3], [4], [5, 6]]), seq_len)
-    with_empty = PackedSequences(cache_of([[], [1, 2, 3], [], [], [4], [5, 6], []]), seq_len)
+def test_empty_documents_have_no_effect(kind, seq_len):
+    full = rows_of(kind, cache_of([[1, 2, 3], [4], [5, 6]]), seq_len)
+    with_empty = rows_of(kind, cache_of([[], [1, 2, 3], [], [], [4], [5, 6], []]), seq_len)
     everything = np.arange(len(full))
     assert len(with_empty) == len(full)
     for name, column in full.read(everything).items():
         np.testing.assert_array_equal(with_empty.read(everything)[name], column, err_msg=name)
 
 
-def test_columns_do_not_share_memory():
-    columns = PackedSequences(numbered_cache(100), 8).read(np.arange(3))
-    expected = {name: column.copy() for name, column in columns.items()}
-    columns["tokens"][:] = -1
-    np.testing.assert_array_equal(columns["targets"], expected["targets"])
+@every_kind
+def test_an_ignored_token_is_an_input_but_not_a_target(kind):
+    usual, ignoring = (rows_of(kind, numbered_cache(60), 7, ignored_id=ignored) for ignored in (None, 12))
+    before, after = (sequences.read(np.arange(len(usual))) for sequences in (usual, ignoring))
+    np.testing.assert_array_equal(after["loss_mask"], before["loss_mask"] * (before["targets"] != 12))
+    assert after["loss_mask"].sum() == before["loss_mask"].sum() - 1
+    np.testing.assert_array_equal(after["tokens"], before["tokens"])
 
 
-def test_a_token_beyond_the_vocabulary_is_named():
-    cache = cache_of([[1, 2, 3], [4, 500, 6]], vocab_size=300)
+@every_kind
+def test_a_token_beyond_the_vocabulary_is_named(kind):
+    sequences = rows_of(kind, cache_of([[1, 2, 3], [1, 500, 6]], vocab_size=300), 3)
     with pytest.raises(DamagedError, match=r"tokens\.bin: token 4 \(document 2 of some\.txt\) is 500.* has 300"):
-        PackedSequences(cache, 4).read(np.array([1]))
-    np.testing.assert_array_equal(PackedSequences(cache, 3).read(np.array([0]))["tokens"], [[1, 2, 3]])
+        sequences.read(np.arange(len(sequences)))
+    np.testing.assert_array_equal(PackedSequences(sequences.cache, 3).read(np.array([0]))["tokens"], [[1, 2, 3]])
 
 
 def packed_by_hand(documents: list[list[int]], masks: list[list[int]], seq_len: int, most: int) -> list[list[tuple]]:

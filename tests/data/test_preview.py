@@ -162,12 +162,7 @@ def test_prompts_have_a_preview_and_texts_have_none(config, tmp_path):
             64,
             r"none of their messages has the role 'assistant'.*The first record is .*a\.jsonl: line 1$",
         ),
-        (
-            [CHATS[2]],
-            {},
-            16,
-            r"^data: of all 1 records, none .* model\.seq_len \(16\).*a\.jsonl: line 1\. Raise",
-        ),
+        ([CHATS[2]], {}, 16, r"^data: of all 1 records, none .* model\.seq_len \(16\).*a\.jsonl: line 1\. Raise"),
         ([CHATS[2]], {"truncation": "drop_overlength"}, 64, r"none has a token to compute the loss on within"),
         (CHATS, {"chat_template": "{% generation %}{% endgeneration %}x"}, 64, r"generation %\} block is empty in all"),
     ],

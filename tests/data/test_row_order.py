@@ -117,11 +117,7 @@ def test_blocks_are_even_for_the_documents_that_packed_rows_have():
 
 
 LENGTH = 32
-CONFIGS = {
-    "tokens": (TokensConfig(), ()),
-    "groups": (GroupsConfig(), (4,)),
-    "unpaired": (UnpairedConfig(), ()),
-}
+CONFIGS = {"tokens": (TokensConfig(), ()), "groups": (GroupsConfig(), (4,)), "unpaired": (UnpairedConfig(), ())}
 
 
 @pytest.fixture

@@ -89,10 +89,7 @@ ROWS = {
     ),
     "sharegpt": (
         ShareGptFormat(**CHAT),
-        {
-            "conversations": [{"from": "human", "value": "value"}, {"from": "gpt", "value": "42 self"}],
-            "system": "x",
-        },
+        {"conversations": [{"from": "human", "value": "value"}, {"from": "gpt", "value": "42 self"}], "system": "x"},
         [(f"<|system|>x<|end|>{ASKED}", False), ("42 self<|end|>", True)],
     ),
 }

@@ -113,10 +113,7 @@ def test_a_stride_is_part_of_the_datas_identity_and_is_refused_where_it_has_no_e
     assert not (tmp_path / "other").exists(), "nothing has been tokenized"
     for changes, message in (
         ({"train_overlap": False}, r"data\.train_overlap: false given without stride"),
-        (
-            {"stride": 4, "packing": BestFitConfig()},
-            r"data\.stride: 4 given together with packing, whose rows do not",
-        ),
+        ({"stride": 4, "packing": BestFitConfig()}, r"data\.stride: 4 given together with packing, whose rows do not"),
         (records, r"data\.stride: 4 given, but the records of data\.format \(supervised\) are not split"),
     ):
         with pytest.raises(ConfigError, match=message):

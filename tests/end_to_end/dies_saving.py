@@ -9,15 +9,15 @@ import sys
 import jax
 
 from jaxlm import train
+from jaxlm.engine.checkpoint.bucket import BucketFolder
 from jaxlm.engine.checkpoint.manifest import CHECKSUMS
-from jaxlm.engine.checkpoint.remote import RemoteFolder
 from jaxlm.engine.checkpoint.writer import CheckpointWriter
 from tests.end_to_end.dies import die
 
 PROCESS, NAME = os.environ["JAXLM_TEST_DIES_SAVING"].split(":")
 
 
-def writing(self, name, file, content, write=RemoteFolder.write):
+def writing(self, name, file, content, write=BucketFolder._write):
     if (name, file) == (NAME, CHECKSUMS):
         die()
     write(self, name, file, content)
@@ -31,7 +31,7 @@ def beginning(self, save, begin=CheckpointWriter._begin):
 
 if __name__ == "__main__":
     if PROCESS == "0":
-        RemoteFolder.write = writing
+        BucketFolder._write = writing
     else:
         CheckpointWriter._begin = beginning
     sys.exit(train.main())

@@ -16,8 +16,8 @@ import fsspec
 import numpy as np
 import pytest
 
+from jaxlm.engine.checkpoint.bucket import BucketFolder
 from jaxlm.engine.checkpoint.manifest import CHECKSUMS
-from jaxlm.engine.checkpoint.remote import RemoteFolder
 from tests.end_to_end.commands import Workplace, end_of
 from tests.end_to_end.fork_server import PLOTS
 from tests.gcs import BUCKET
@@ -68,7 +68,7 @@ def killed(where: Sequence[Workplace], url: str, environment: dict[str, str], pr
     running[1 - process].kill()
     for each in running:
         each.communicate()
-    assert name not in RemoteFolder(f"{url}/x").names()
+    assert name not in BucketFolder(f"{url}/x").names()
     assert fsspec.filesystem("gs").find(f"{url}/x/{name}/run")  # it was in the middle of the save
 
 
@@ -103,7 +103,7 @@ def test_killed_during_saves_on_machines_without_a_shared_disk(gcs, shared, tmp_
         here, there = there, here  # each resumes on the other's disk, whose contents are not needed
     said = finish((here, there), url, "x", gcs)
     assert f"resuming, from {url}/x/step-{3 * len(kills)}" in said
-    run = RemoteFolder(f"{url}/x")
+    run = BucketFolder(f"{url}/x")
     assert run.names() == ["step-3", "step-6", "step-9", "step-12"]
     sums = run.read("step-12", CHECKSUMS).decode()
     assert "ocdbt.process_0/" in sums
@@ -215,7 +215,7 @@ def test_a_second_start_in_a_bucket_is_refused_and_a_crash_or_a_pause_hands_the_
         return place.start(*common, *own, module="tests.end_to_end.leased", JAXLM_TEST_LEASE="2:0.2", **gcs)
 
     def saved(number: int) -> Callable[[], bool]:
-        names = RemoteFolder(f"{url}/x").names
+        names = BucketFolder(f"{url}/x").names
         return lambda: any(int(name.removeprefix("step-")) >= number for name in names())
 
     training = start(first, 100_000)
@@ -228,14 +228,14 @@ def test_a_second_start_in_a_bucket_is_refused_and_a_crash_or_a_pause_hands_the_
 
     paused = start(second, 100_000)  # another log folder, on the same machine: it takes over at once
     until(lambda: (found := lease(f"{url}/x")) and found["holder"]["pid"] == paused.pid)
-    until(saved(2 + max(int(name.removeprefix("step-")) for name in RemoteFolder(f"{url}/x").names())))
+    until(saved(2 + max(int(name.removeprefix("step-")) for name in BucketFolder(f"{url}/x").names())))
     os.kill(paused.pid, signal.SIGSTOP)
     try:
         code, out, err = end_of(start(first, 60))
         assert code == 0, err
         assert f"was held by process {paused.pid} on " in out
         assert "has sent no heartbeat for 5 s: taken over" in out
-        before = RemoteFolder(f"{url}/x").names()
+        before = BucketFolder(f"{url}/x").names()
         assert before[-1] == "step-60"
     finally:
         os.kill(paused.pid, signal.SIGCONT)
@@ -243,5 +243,5 @@ def test_a_second_start_in_a_bucket_is_refused_and_a_crash_or_a_pause_hands_the_
     assert code == 1, err
     assert "error: another start of this run has taken" in err
     assert "Traceback" not in err
-    assert RemoteFolder(f"{url}/x").names() == before
+    assert BucketFolder(f"{url}/x").names() == before
     assert lease(f"{url}/x") is None

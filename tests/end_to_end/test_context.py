@@ -93,7 +93,7 @@ def test_two_processes_share_rows(workplace, alone):
     """Each reads only its part of a row."""
     place = workplace()
     place.write()
-    ends = place.run_all(2, *RUN, f"{CONTEXT}size", "2", f"{CONTEXT}method", "ring")
+    ends = place.run_all(2, *RUN, "--evals", "[]", f"{CONTEXT}size", "2", f"{CONTEXT}method", "ring")
     assert [end.code for end in ends] == [0, 0], ends
     check_close(place.losses(), alone.losses())
 

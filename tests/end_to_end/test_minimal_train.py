@@ -15,24 +15,26 @@ MINIMAL = "examples.minimal_train"
 ARGUMENTS = ("--config_path", "run.yaml")
 PHASES = """
 phases:
-  - {name: whole, num_train_steps: 20}
+  - {name: whole, num_train_steps: 10}
   - name: adapt
-    num_train_steps: 30
+    num_train_steps: 14
     surgery: [{type: lora, rank: 2}]
     trainable: ['\\.[ab]$']
 """
 
 
 @pytest.fixture(scope="module")
-def of_train(workplace):
-    """50 steps of `jaxlm train`, once for each number of devices."""
+def of_train(workplace, uninterrupted):
+    """`jaxlm train`, once for each number of devices."""
 
     @functools.cache
     def run(devices: int) -> Uninterrupted:
+        if devices == 1:
+            return uninterrupted
         place = workplace(devices)
-        place.write(num_steps=50)
+        place.write()
         place.finish(*ARGUMENTS)
-        return Uninterrupted(place, place.losses(), place.digest("step-50"))
+        return Uninterrupted(place, place.losses(), place.digest("step-24"))
 
     return run
 
@@ -48,16 +50,16 @@ def stop(place: Workplace, after: int) -> None:
 
 
 def check_same(place: Workplace, expected: Uninterrupted) -> None:
-    assert list(expected.losses) == list(range(1, 51))
+    assert list(expected.losses) == list(range(1, 25))
     assert place.losses() == expected.losses
-    assert place.digest("step-50") == expected.digest
+    assert place.digest("step-24") == expected.digest
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("devices", one_of([1, 8]))
 def test_it_trains_as_jaxlm_train_does(workplace, of_train, devices):
     place = workplace(devices)
-    place.write(num_steps=50)
+    place.write()
     place.finish(*ARGUMENTS, module=MINIMAL)
     check_same(place, of_train(devices))
     assert place.checkpoints() == of_train(devices).place.checkpoints()
@@ -69,8 +71,8 @@ def test_it_trains_as_jaxlm_train_does(workplace, of_train, devices):
 @pytest.mark.parametrize("devices", one_of([1, 8]))
 def test_it_goes_on_after_a_stop(workplace, of_train, devices):
     place = workplace(devices)
-    place.write(num_steps=50)
-    stop(place, after=25)
+    place.write()
+    stop(place, after=12)
     assert "resuming, from" in place.finish(*ARGUMENTS, module=MINIMAL).out
     check_same(place, of_train(devices))
 
@@ -79,9 +81,9 @@ def test_it_goes_on_after_a_stop(workplace, of_train, devices):
 @pytest.mark.parametrize("devices", [8, 1])
 def test_each_goes_on_where_the_other_has_stopped(workplace, of_train, devices):
     place = workplace(devices)
-    place.write(num_steps=50)
-    stop(place, after=13)
-    place.stop(*ARGUMENTS, at=37)  # `jaxlm train`
+    place.write()
+    stop(place, after=7)
+    place.stop(*ARGUMENTS, at=17)  # `jaxlm train`
     assert "resuming, from" in place.finish(*ARGUMENTS, module=MINIMAL).out
     check_same(place, of_train(devices))
 
@@ -90,13 +92,13 @@ def test_each_goes_on_where_the_other_has_stopped(workplace, of_train, devices):
 def test_it_enters_phases(workplace):
     expected, place = workplace(), workplace()
     for each in (expected, place):
-        each.write(PHASES, num_steps=50)
+        each.write(PHASES)
     expected.finish(*ARGUMENTS)
-    stop(place, after=33)
+    stop(place, after=16)
     place.finish(*ARGUMENTS, module=MINIMAL)
-    check_same(place, Uninterrupted(expected, expected.losses(), expected.digest("step-50")))
-    assert any(path.endswith(".a") for path in place.digest("step-50"))
-    assert place.digest("step-20") == expected.digest("step-20")
+    check_same(place, Uninterrupted(expected, expected.losses(), expected.digest("step-24")))
+    assert any(path.endswith(".a") for path in place.digest("step-24"))
+    assert place.digest("step-10") == expected.digest("step-10")
 
 
 @pytest.mark.soak
@@ -123,7 +125,7 @@ def test_two_processes_stop_after_the_same_step(workplace, two_processes):
 )
 def test_what_would_train_differently_is_refused(in_process, workplace, option, reason):
     place = workplace()
-    place.write(num_steps=50)
+    place.write()
     result = in_process(minimal_train.main, place, *ARGUMENTS, *option)
     assert result.code == 2, result.err
     assert reason in result.err

@@ -12,7 +12,6 @@ import pytest
 
 from jaxlm.engine.checkpoint.bucket import BucketFolder
 from jaxlm.engine.checkpoint.manifest import verify
-from jaxlm.engine.checkpoint.remote import RemoteFolder
 from tests.end_to_end.commands import Finished, Workplace, digest_of_arrays, end_of
 from tests.end_to_end.flaky_proxy import FlakyProxy, flaky_proxy
 from tests.gcs import BUCKET
@@ -199,13 +198,15 @@ def in_bucket(place: Workplace, url: str) -> tuple[str, ...]:
     return (*RUN, "--trainer.checkpointer.base_path", url, *OFTEN)
 
 
-def names_in(folder: RemoteFolder) -> list[str]:
+def names_in(folder: BucketFolder) -> list[str]:
     """The names of all that is in a folder, finished or not."""
-    return sorted({path.partition(f"{folder.url.partition('://')[2]}/")[2].split("/")[0] for path in all_files(folder)})
+    return sorted(
+        {path.partition(f"{folder.location.partition('://')[2]}/")[2].split("/")[0] for path in all_files(folder)}
+    )
 
 
-def all_files(folder: RemoteFolder) -> list[str]:
-    fs, root = fsspec.core.url_to_fs(folder.url)
+def all_files(folder: BucketFolder) -> list[str]:
+    fs, root = fsspec.core.url_to_fs(folder.location)
     fs.invalidate_cache()
     return fs.find(root)
 
@@ -218,7 +219,7 @@ def test_uploads_that_fail_are_made_up_for(uninterrupted, place):
     assert place.losses() == uninterrupted.losses
     assert all("the upload failed (OSError: [Errno 5] Input/output error" in line for line in failures(result))
     assert "checkpoints are saved again" in result.out
-    folder = RemoteFolder(f"{url}/run")
+    folder = BucketFolder(f"{url}/run")
     assert names_in(folder) == sorted(folder.names())
     assert {"step-5", "step-10", "step-15", "step-20", "step-24"} <= set(folder.names())
     for name in folder.names():
@@ -253,7 +254,7 @@ def with_outage(
     with flaky_proxy(environment[pointers[0]]) as proxy:
         there = environment | dict.fromkeys(pointers, proxy.address)
         process = place.start(*in_bucket(place, url), **faulty("none"), **there)
-        folder = RemoteFolder(f"{url}/run")
+        folder = BucketFolder(f"{url}/run")
         wait_until(lambda: "step-5" in folder.names(), process)
         OUTAGES[outage](proxy)
         go(place)
@@ -272,7 +273,7 @@ def test_an_outage_of_a_bucket(uninterrupted, place, gcs, outage):
     pointers = ("STORAGE_EMULATOR_HOST", "TENSORSTORE_GCS_HTTP_URL")
     out = with_outage(place, url, gcs, pointers, outage)
     assert place.losses() == uninterrupted.losses
-    folder, checkpoints = RemoteFolder(f"{url}/run"), BucketFolder(f"{url}/run").checkpoints()
+    folder, checkpoints = BucketFolder(f"{url}/run"), BucketFolder(f"{url}/run").checkpoints()
     for checkpoint in checkpoints:
         checkpoint.verify()
     assert names_in(folder) == sorted(checkpoint.name for checkpoint in checkpoints)
@@ -290,7 +291,7 @@ def test_an_outage_of_a_store_that_checkpoints_are_uploaded_to(uninterrupted, pl
         url = f"s3://{S3_BUCKET}/outage"
         out = with_outage(place, url, environment, ["AWS_ENDPOINT_URL"], outage)
         assert place.losses() == uninterrupted.losses
-        folder = RemoteFolder(f"{url}/run")
+        folder = BucketFolder(f"{url}/run")
         assert names_in(folder) == sorted(folder.names())
         assert {"step-5", "step-10", "step-15", "step-20", "step-24"} <= set(folder.names())
         for name in folder.names():
@@ -317,5 +318,5 @@ def test_an_error_of_the_training_costs_no_checkpoint_that_is_being_written(plac
     assert result.code == 2, result.err
     assert "eval/none/loss" in result.err
     assert "was not saved" not in result.out
-    names = RemoteFolder(f"{url}/run").names() if store else place.checkpoints()
+    names = BucketFolder(f"{url}/run").names() if store else place.checkpoints()
     assert names == ["step-8"]

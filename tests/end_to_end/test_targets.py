@@ -3,6 +3,7 @@
 import pytest
 import yaml
 
+from jaxlm import train
 from tests.end_to_end.commands import Workplace
 
 TARGETS = """
@@ -23,7 +24,7 @@ def write_targets(place: Workplace) -> None:
 
 
 @pytest.mark.slow
-def test_a_target_trains_and_records_what_it_resolved_to(workplace):
+def test_a_target_trains_and_records_what_it_resolved_to(workplace, in_process):
     place = workplace(1)
     write_targets(place)
     place.finish("--config_path", "run.yaml")
@@ -31,17 +32,22 @@ def test_a_target_trains_and_records_what_it_resolved_to(workplace):
     recorded = yaml.safe_load((place.folder / "logs" / "run-quick" / "config.yaml").read_text())
     assert (recorded["trainer"]["num_train_steps"], recorded["model"]["hidden_dim"]) == (2, 32)
     assert not {"vars", "targets", "entrypoints"} & recorded.keys()
-    changed = place.run("--config_path", "run.yaml", "--target", "wide", "--trainer.id", "run-quick")
+    changed = in_process(
+        train.main, place, "--config_path", "run.yaml", "--target", "wide", "--trainer.id", "run-quick"
+    )
     assert changed.code == 2
     assert "model.hidden_dim: 32 -> 64" in changed.err
     assert sorted(place.losses("run-quick")) == [1, 2]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("dry", [(), pytest.param(("--dry_run", "true"), marks=pytest.mark.soak)])
-def test_a_mistake_in_a_target_touches_no_device(workplace, dry):
+@pytest.mark.parametrize("dry", [(), ("--dry_run", "true")])
+def test_a_mistake_in_a_target_touches_no_device(workplace, in_process, monkeypatch, dry):
+    def opened(*_):
+        raise AssertionError("a device was asked for")
+
     place = workplace(1)
     write_targets(place)
-    result = place.run("--config_path", "run.yaml", "--target", "quik", *dry, JAX_PLATFORMS="no_such_platform")
+    monkeypatch.setattr("jax._src.xla_bridge.get_backend", opened)
+    result = in_process(train.main, place, "--config_path", "run.yaml", "--target", "quik", *dry)
     assert result.code == 2
     assert "--target: 'quik' is not a target. Did you mean 'quick'?" in result.err

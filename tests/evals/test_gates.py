@@ -199,10 +199,7 @@ def without_mlps(model: Any) -> Any:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "config",
-    [
-        MODEL,
-        LlamaConfig(seq_len=16, hidden_dim=32, intermediate_dim=64, num_layers=2, num_heads=4, scan_layers=False),
-    ],
+    [MODEL, LlamaConfig(seq_len=16, hidden_dim=32, intermediate_dim=64, num_layers=2, num_heads=4, scan_layers=False)],
 )
 def test_attention_outputs_are_what_layers_without_an_mlp_add(config):
     where = one_device()

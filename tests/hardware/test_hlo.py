@@ -5,13 +5,7 @@ import jax.numpy as jnp
 import pytest
 from jax.sharding import PartitionSpec
 
-from jaxlm.hardware.hlo import (
-    Collective,
-    collectives_by_kind,
-    collectives_per_run,
-    has_compiler_remat,
-    kernels,
-)
+from jaxlm.hardware.hlo import Collective, collectives_by_kind, collectives_per_run, has_compiler_remat, kernels
 from tests.hardware.helpers import collectives
 
 

@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from tests.end_to_end.commands import REPOSITORY
+from tests.end_to_end.commands import REPOSITORY, end_of
 from tests.infra.conftest import ARGUMENTS, NUM_STEPS, pod_commands
 
 INFRA = REPOSITORY / "infra"
@@ -35,28 +35,23 @@ def test_local(launched, expected):
 def test_sigterm_to_one_pod_saves_in_all(launched):
     """What Kubernetes sends to the first process of an evicted pod reaches the run."""
     place = launched()
-    pods = [
-        subprocess.Popen(
-            ["1000000" if word == str(NUM_STEPS) else word for word in command],
-            cwd=place.folder,
-            env=place.environment,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for command in pod_commands(place.folder, 2)
-    ]
+    pods = []
     try:
+        for _, option, module, *arguments in pod_commands(place.folder, 2):
+            assert option == "-m"
+            pods.append(
+                place.start(*("1000000" if word == str(NUM_STEPS) else word for word in arguments), module=module)
+            )
         place.wait_for_checkpoint("step-8")
         pods[1].terminate()
-        outs = [pod.communicate(timeout=300)[0] for pod in pods]
+        ends = [end_of(pod) for pod in pods]
     finally:
         for pod in pods:
             pod.kill()
-    assert [pod.returncode for pod in pods] == [143, 143], outs
-    assert "SIGTERM received: saving after the steps that are under way" in outs[1]
+    assert [end.code for end in ends] == [143, 143], ends
+    assert "SIGTERM received: saving after the steps that are under way" in ends[1].out + ends[1].err
     newest = max(place.checkpoints(), key=lambda name: int(name.partition("-")[2]))
-    assert f"stopped by SIGTERM; saved as checkpoints/run/{newest}." in outs[0]
+    assert f"stopped by SIGTERM; saved as checkpoints/run/{newest}." in ends[0].out
 
 
 @pytest.mark.soak

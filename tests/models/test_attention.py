@@ -73,9 +73,12 @@ def test_matches_the_definition(scale):
 def test_fully_masked_queries_give_zero_and_finite_gradients():
     q, k, v, visible = random_case()
     visible[1][:] = 0
-    value, grads = jax.value_and_grad(lambda *qkv: (run(*qkv, visible) ** 2 + run(*qkv, visible)).sum(), (0, 1, 2))(
-        q, k, v
-    )
+
+    def loss(*qkv):
+        out = run(*qkv, visible)
+        return (out**2 + out).sum()
+
+    value, grads = jax.jit(jax.value_and_grad(loss, (0, 1, 2)))(q, k, v)
     for leaf in jax.tree.leaves((value, grads)):
         np.testing.assert_array_equal(leaf, np.zeros_like(leaf))
 
@@ -85,9 +88,8 @@ def test_dropout_keeps_the_expectation_and_needs_a_key():
     q, k, v, visible = random_case()
     whole = run(q, k, v, visible)
     np.testing.assert_array_equal(run(q, k, v, visible, dropout=0.5), whole)
-    dropped = jax.vmap(lambda key: run(q, k, v, visible, dropout=0.3, key=key))(
-        jax.random.split(jax.random.key(0), 1000)
-    )
+    drop = jax.jit(jax.vmap(lambda key: run(q, k, v, visible, dropout=0.3, key=key)))
+    dropped = drop(jax.random.split(jax.random.key(0), 1000))
     assert float(jnp.abs(dropped[0] - whole).max()) > 0.1
     np.testing.assert_allclose(dropped.mean(axis=0), whole, atol=0.1)
 

@@ -14,6 +14,9 @@ from tests.tiers import one_of
 KEY_HEADS, GROUP, KEY_SIZE, VALUE_SIZE = 2, 2, 16, 8
 
 
+compiled = jax.jit(delta_rule)
+
+
 def _unit(x):
     return x / np.linalg.norm(x, axis=-1, keepdims=True)
 
@@ -134,7 +137,7 @@ def test_a_state_of_bfloat16_values_follows_updates_that_bfloat16_would_lose():
     tokens = tokens._replace(v=jnp.full_like(tokens.v, 1.5))
     key = tokens.k[:, 0].astype(jnp.float32)
     memory = jnp.broadcast_to(key[:, :, None, :, None], (2, KEY_HEADS, GROUP, KEY_SIZE, VALUE_SIZE))
-    _, state = delta_rule(tokens, DeltaState(memory, tokens.segments[:, 0]))
+    _, state = compiled(tokens, DeltaState(memory, tokens.segments[:, 0]))
     moved = jnp.einsum("bkd,bkrdv->bkrv", key, state.memory - memory)
     np.testing.assert_allclose(moved, 0.5 * (1 - (1 - beta) ** length), rtol=0.02)
 
@@ -143,11 +146,11 @@ def test_a_state_of_bfloat16_values_follows_updates_that_bfloat16_would_lose():
 def test_a_document_depends_on_no_other():
     tokens = _tokens(200, segments=_documents(1, 3, 63, 64, 69), decay=-0.001, beta=1.0)
     changed = tokens._replace(v=tokens.v.at[:, 4:67].add(3.0), g=tokens.g.at[:, 4:67].add(-200.0))
-    (out, _), (other, _) = jax.jit(delta_rule)(tokens), jax.jit(delta_rule)(changed)
+    (out, _), (other, _) = compiled(tokens), compiled(changed)
     assert (out[:, 67:] == other[:, 67:]).all()
     assert (out[:, :4] == other[:, :4]).all()
     for start, stop in ((0, 1), (1, 4), (4, 67), (67, 131), (131, 200)):
-        alone, _ = delta_rule(Tokens(*(a[:, start:stop] for a in tokens)))
+        alone, _ = compiled(Tokens(*(a[:, start:stop] for a in tokens)))
         np.testing.assert_allclose(out[:, start:stop], alone, atol=1e-6)
 
 
@@ -159,10 +162,10 @@ def test_a_document_depends_on_no_other():
 def test_a_text_goes_on_from_its_state(cuts):
     """In parts of any length, of one token too; documents and padding cross the cuts."""
     tokens = _tokens(200, segments=_PADDED, decay=-0.01)
-    whole, last = delta_rule(tokens)
+    whole, last = compiled(tokens)
     state, outs = None, []
     for start, stop in zip((0, *cuts), (*cuts, 200), strict=True):
-        out, state = delta_rule(Tokens(*(a[:, start:stop] for a in tokens)), state)
+        out, state = compiled(Tokens(*(a[:, start:stop] for a in tokens)), state)
         outs.append(out)
     assert state is not None
     np.testing.assert_allclose(jnp.concatenate(outs, axis=1), whole, atol=1e-6)
@@ -181,10 +184,10 @@ def test_a_text_goes_on_from_its_state(cuts):
 )
 def test_parts_of_a_text_are_affine_maps_of_the_state(segments):
     tokens = _tokens(200, segments=segments, decay=-0.001)
-    _, last = delta_rule(tokens)
+    _, last = compiled(tokens)
     first, second = (Tokens(*(a[:, part] for a in tokens)) for part in (slice(0, 90), slice(90, 200)))
-    _, middle = delta_rule(first)
-    M, B = transition(second, middle.segment)
+    _, middle = compiled(first)
+    M, B = jax.jit(transition)(second, middle.segment)
     np.testing.assert_allclose(M @ middle.memory + B, last.memory, atol=1e-6)
 
 
@@ -200,10 +203,13 @@ def test_the_inverse_of_repeated_keys_keeps_its_digits():
 @pytest.mark.slow
 def test_many_chunks_run_in_groups(monkeypatch):
     tokens = _tokens(200)
-    loss = lambda tokens: jnp.sum(delta_rule(tokens)[0] ** 2)  # noqa: E731
-    expected = jax.value_and_grad(loss, allow_int=True)(tokens)
+
+    def value_and_gradient():
+        return jax.jit(jax.value_and_grad(lambda tokens: jnp.sum(delta_rule(tokens)[0] ** 2), allow_int=True))(tokens)
+
+    expected = value_and_gradient()
     monkeypatch.setattr("jaxlm.models.mixers.delta_rule._GROUP", 2)
-    got = jax.value_and_grad(loss, allow_int=True)(tokens)
+    got = value_and_gradient()
     for one, other in zip(jax.tree.leaves(got)[:-1], jax.tree.leaves(expected)[:-1], strict=True):
         np.testing.assert_allclose(one, other, atol=1e-6)
 
@@ -213,10 +219,14 @@ def test_second_derivatives():
     tokens = _tokens(70)
     loss = lambda rule, v: jnp.sum(rule(tokens._replace(v=v, k=tokens.k * (1 + 0.1 * v[..., 0, :1])))[0] ** 2)  # noqa: E731
     direction = jnp.asarray(np.random.default_rng(3).normal(size=tokens.v.shape), jnp.float32)
-    product = lambda rule: jax.jvp(jax.grad(lambda v: loss(rule, v)), (tokens.v,), (direction,))[1]  # noqa: E731
-    expected = product(_definition)
+
+    @functools.partial(jax.jit, static_argnums=0)
+    def product(rule, v):
+        return jax.jvp(jax.grad(lambda v: loss(rule, v)), (v,), (direction,))[1]
+
+    expected = product(_definition, tokens.v)
     with tracing(twice_differentiable=True):
-        got = product(delta_rule)
+        got = product(delta_rule, tokens.v)
     np.testing.assert_allclose(got, expected, rtol=1e-4, atol=1e-4 * float(jnp.abs(expected).max()))
 
 
@@ -224,4 +234,4 @@ def test_second_derivatives():
 def test_a_state_of_another_document_is_dropped():
     tokens = _tokens(10)
     start = DeltaState(jnp.ones((2, KEY_HEADS, GROUP, KEY_SIZE, VALUE_SIZE)), jnp.asarray([7, 7], jnp.int32))
-    assert (delta_rule(tokens, start)[0] == delta_rule(tokens)[0]).all()
+    assert (compiled(tokens, start)[0] == compiled(tokens)[0]).all()

@@ -71,9 +71,19 @@ def by_hand(model, x, layer):
     return block, layer_contexts([body.kinds_by_layer[layer]], x, mask, "reference")[0]
 
 
+@eqx.filter_jit
+def attended(block, x, context):
+    return block.attn(block.attn_norm(x), context, None)[0]
+
+
+@eqx.filter_jit
+def passed(block, x, context, layer):
+    return block(x, context, None, index=hax.named(layer, ()), key=None)[0]
+
+
 def all_taps(model, x):
     names = (EMBEDDING, *map(layer_tap, range(model.body.num_layers)))
-    taps = model.hidden(x, taps=names).taps
+    taps = jax.jit(lambda model: model.hidden(x, taps=names).taps)(model)
     return [taps[name] for name in names]
 
 
@@ -90,13 +100,13 @@ def test_streams_are_those_of_a_pass_through_all_layers(config):
 
 def check_streams(config):
     model, x = filled(config, 0), inputs()
-    streams, attended = layer_streams(model, x, "residual"), layer_streams(model, x, "attention")
+    streams, of_attention = layer_streams(model, x, "residual"), layer_streams(model, x, "attention")
     taps = all_taps(model, x)
     for layer in range(3):
         same(streams.inputs[LAYERS, layer], taps[layer])
         same(streams.targets[LAYERS, layer], taps[layer + 1])
         block, context = by_hand(model, x, layer)
-        same(attended.targets[LAYERS, layer], block.attn(block.attn_norm(taps[layer]), context, None)[0])
+        same(of_attention.targets[LAYERS, layer], attended(block, taps[layer], context))
 
 
 @pytest.mark.slow
@@ -118,8 +128,7 @@ def check_mixing(config):
         np.testing.assert_allclose(sums[real], 1, atol=1e-6)
         by_head = jnp.repeat(values.rearrange((BATCH, POSITION, "kv_heads", HEAD_SIZE)).array, 2, axis=2)
         mixed = hax.named(jnp.einsum("bqhk,bkhd->bqhd", weights, by_head), (BATCH, POSITION, HEADS, HEAD_SIZE))
-        expected = block.attn(normed, context, None)[0]
-        same(block.attn.o_proj(mixed), expected)
+        same(block.attn.o_proj(mixed), attended(block, taps[layer], context))
 
 
 @pytest.mark.slow
@@ -142,8 +151,8 @@ def test_errors_are_means_over_features_summed_over_tokens_that_are_not_padding(
     for layer in range(3):
         block, context = by_hand(student, x, layer)
         stream, targets = streams.inputs[LAYERS, layer], np.asarray(streams.targets[LAYERS, layer].array)
-        ours = block.attn(block.attn_norm(stream), context, None)[0] if target == "attention" else None
-        ours = block(stream, context, None, index=hax.named(layer, ()), key=None)[0] if ours is None else ours
+        attention = target == "attention"
+        ours = attended(block, stream, context) if attention else passed(block, stream, context, jnp.int32(layer))
         difference = (np.asarray(ours.rearrange((BATCH, POSITION, "embed")).array) - targets) * real[..., None]
         np.testing.assert_allclose(errors.absolute.array[layer], np.abs(difference).mean(-1).sum(), rtol=1e-4)
         np.testing.assert_allclose(errors.squared.array[layer], (difference**2).sum(), rtol=1e-4)
@@ -162,8 +171,9 @@ def test_the_gradient_of_all_layers_together_is_that_of_each_layer_alone(config,
         model = eqx.combine(floats, rest, is_leaf=tree.is_named)
         return jnp.sum(layer_errors(model, x, streams, target, current=current).absolute.array)
 
-    together = dict(tree.leaves(jax.grad(total)(floats, None)))
-    alone = [dict(tree.leaves(jax.jit(jax.grad(total))(floats, jnp.int32(layer)))) for layer in range(3)]
+    gradient_of = jax.jit(jax.grad(total))
+    together = dict(tree.leaves(gradient_of(floats, None)))
+    alone = [dict(tree.leaves(gradient_of(floats, jnp.int32(layer)))) for layer in range(3)]
     for path, gradient in together.items():
         added = sum(np.asarray(tree.raw(one[path])) for one in alone)
         largest = max(1.0, float(np.abs(tree.raw(gradient)).max()))

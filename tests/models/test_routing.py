@@ -350,19 +350,20 @@ def test_experts_on_eight_devices_train_as_on_one(shards):
 def test_a_packed_row_is_its_documents():
     lengths = (1, 7, 3, 5)  # of 18 tokens, two are padding
     config = dataclasses.replace(MODEL, seq_len=18)
-    model = config.build(vocab_axis(VOCAB), key=jax.random.key(0))
+    model = jax.jit(lambda key: config.build(vocab_axis(VOCAB), key=key))(jax.random.key(0))
+    read = jax.jit(lambda model, inputs: model.logits(model.hidden(inputs).final).array)
     ids = np.random.default_rng(0).integers(0, VOCAB, 18)
-    starts = np.cumsum((0, *lengths))
 
-    def logits(tokens, segments, positions):
-        axes = (Axis("batch", 1), Axis("position", len(tokens)))
-        columns = (hax.named(jnp.asarray(c, jnp.int32)[None], axes) for c in (tokens, positions, segments))
-        return np.asarray(model.logits(model.hidden(Inputs(*columns)).final).array)[0]
+    def logits(ids, lengths):
+        """Of these documents, with padding behind them."""
+        columns = np.zeros((3, 18), np.int32)
+        columns[0, : len(ids)] = ids
+        columns[1, : sum(lengths)] = np.concatenate([np.arange(length) for length in lengths])
+        columns[2, : sum(lengths)] = np.repeat(np.arange(1, len(lengths) + 1), lengths)
+        axes = (Axis("batch", 1), Axis("position", 18))
+        return np.asarray(read(model, Inputs(*(hax.named(jnp.asarray(c)[None], axes) for c in columns))))[0]
 
-    segments, positions = np.zeros(18), np.zeros(18)
-    for number, (start, length) in enumerate(zip(starts, lengths, strict=False)):
-        segments[start : start + length], positions[start : start + length] = number + 1, np.arange(length)
-    packed = logits(ids, segments, positions)
-    for start, length in zip(starts, lengths, strict=False):
-        alone = logits(ids[start : start + length], np.ones(length), np.arange(length))
+    packed = logits(ids, lengths)
+    for start, length in zip(np.cumsum((0, *lengths)), lengths, strict=False):
+        alone = logits(ids[start : start + length], (length,))[:length]
         np.testing.assert_allclose(packed[start : start + length], alone, rtol=0, atol=1e-6 * np.abs(alone).max())

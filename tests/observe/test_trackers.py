@@ -165,22 +165,6 @@ HISTOGRAM = Histogram(-1.0, 2.0, (3, 0, 4))
 NOT_FINITE = Histogram(float("inf"), float("-inf"), (0, 0, 0))
 
 
-def test_histograms_have_their_own_file_without_duplicate_records(tmp_path):
-    path = tmp_path / "histograms.jsonl"
-    JsonlTracker(tmp_path / "m.jsonl", resume_step=0).close()
-    assert not path.exists()
-    for resume_step in (0, 2):  # killed after step 4 and resumed from step 2
-        tracker = JsonlTracker(tmp_path / "m.jsonl", resume_step=resume_step)
-        for step in (2, 4)[resume_step // 2 :]:
-            tracker.log_histograms(step, {"grad/hist/x": HISTOGRAM, "bad": NOT_FINITE})
-        tracker.close()
-    assert [(r["step"], r["name"]) for r in read_jsonl(path)] == [
-        (s, name) for s in (2, 4) for name in ("grad/hist/x", "bad")
-    ]
-    assert read_jsonl(path)[2] == {"step": 4, "name": "grad/hist/x", "low": -1.0, "high": 2.0, "counts": [3, 0, 4]}
-    assert read_jsonl(path)[3] == {"step": 4, "name": "bad", "low": None, "high": None, "counts": [0, 0, 0]}
-
-
 def test_tensorboard_shows_histograms(tmp_path):
     pytest.importorskip("tensorboardX")
     tracker = TensorboardConfig(logdir=str(tmp_path)).open(FACTS)
@@ -197,17 +181,32 @@ def test_tensorboard_shows_histograms(tmp_path):
 SAMPLES = [Sample("eval", "Once", " upon\na time"), Sample("eval", "é", ""), Sample("eval/ema", "Once", " more")]
 
 
-def test_samples_have_their_own_file_without_duplicate_records(tmp_path):
-    path = tmp_path / "samples.jsonl"
+# What is logged -> its lines, without the step.
+OWN_FILES = {
+    "histograms": (
+        {"grad/hist/x": HISTOGRAM, "bad": NOT_FINITE},
+        [
+            {"name": "grad/hist/x", "low": -1.0, "high": 2.0, "counts": [3, 0, 4]},
+            {"name": "bad", "low": None, "high": None, "counts": [0, 0, 0]},
+        ],
+    ),
+    "samples": (SAMPLES, [dataclasses.asdict(sample) for sample in SAMPLES]),
+}
+
+
+@pytest.mark.parametrize("name", OWN_FILES)
+def test_histograms_and_samples_have_their_own_files_without_duplicate_records(name, tmp_path):
+    given, expected = OWN_FILES[name]
+    path = tmp_path / f"{name}.jsonl"
     JsonlTracker(tmp_path / "m.jsonl", resume_step=0).close()
     assert not path.exists()
     for resume_step in (0, 2):  # killed after step 4 and resumed from step 2
         tracker = JsonlTracker(tmp_path / "m.jsonl", resume_step=resume_step)
         for step in (2, 4)[resume_step // 2 :]:
-            tracker.log_samples(step, SAMPLES)
+            getattr(tracker, f"log_{name}")(step, given)
         tracker.close()
     records = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
-    assert records == [{"step": step, **dataclasses.asdict(sample)} for step in (2, 4) for sample in SAMPLES]
+    assert records == [{"step": step, **line} for step in (2, 4) for line in expected]
 
 
 def test_tensorboard_shows_samples_as_text(tmp_path):
@@ -651,11 +650,19 @@ def test_a_missing_library_is_reported(monkeypatch, config):
     assert f"{name} is not installed. Run: pip install '{name}" in line
 
 
+@pytest.fixture(scope="module")
+def mlflow_uri(tmp_path_factory):
+    """A database, which takes longest to make."""
+    pytest.importorskip("mlflow")
+    return f"sqlite:///{tmp_path_factory.mktemp('mlflow') / 'kept.db'}"
+
+
 @pytest.mark.slow
-def test_mlflow_stores_and_resumes_a_run(tmp_path, monkeypatch):
-    mlflow = pytest.importorskip("mlflow")
+def test_mlflow_stores_and_resumes_a_run(mlflow_uri, tmp_path, monkeypatch):
+    import mlflow
+
     monkeypatch.chdir(tmp_path)  # for the texts
-    config = MlflowConfig(f"sqlite:///{tmp_path / 'kept.db'}")
+    config = MlflowConfig(mlflow_uri)
     long = {"long": {"text": "x" * 10_000}} | {f"key {number}": number for number in range(150)}
     for is_new, records in ((True, {1: 1, 2: 2, 3: 3}), (False, {3: 30, 4: 40}), (True, {1: 7})):
         facts = dataclasses.replace(FACTS, is_new=is_new, config={"trainer": {"seed": 7 + 10 * (not is_new)}} | long)
@@ -690,24 +697,26 @@ def test_mlflow_stores_and_resumes_a_run(tmp_path, monkeypatch):
 
 
 @pytest.mark.slow
-def test_mlflow_keeps_what_its_names_cannot_tell_apart(tmp_path, monkeypatch):
+def test_mlflow_keeps_what_its_names_cannot_tell_apart(mlflow_uri, tmp_path, monkeypatch):
     """It refuses parameters of one name and long names, and would mix the metrics of one name."""
-    mlflow = pytest.importorskip("mlflow")
+    import mlflow
+
     monkeypatch.chdir(tmp_path)
-    config = MlflowConfig(f"sqlite:///{tmp_path / 'kept.db'}")
+    config = MlflowConfig(mlflow_uri, experiment="names")
     given = {"a[0]": 1, "a(0)": 2, "a_0_": 3, "x" * 300: 4, "x" * 300 + "y": 5}
     for step in (1, 2):  # the second start resumes the first
         tracker = config.open(dataclasses.replace(FACTS, is_new=step == 1, config=given, resume_step=step - 1))
         tracker.log(step, {name: float(value) for name, value in given.items()})
         tracker.close()
     client = mlflow.MlflowClient(config.tracking_uri)
-    (run,) = client.search_runs([client.get_experiment_by_name("jaxlm").experiment_id])
+    (run,) = client.search_runs([client.get_experiment_by_name("names").experiment_id])
     marked = [f"_{zlib.crc32(name.encode()):08x}" for name in given]
     names = ["a_0_", f"a_0_{marked[1]}", f"a_0_{marked[2]}", "x" * 250, f"{'x' * 241}{marked[4]}"]
     assert [run.data.params[name] for name in names] == ["1", "2", "3", "4", "5"]
     assert [run.data.metrics[name] for name in names] == [1, 2, 3, 4, 5]
 
 
+@pytest.mark.slow  # it imports mlflow
 def test_mlflow_sends_many_metrics_in_several_requests():
     pytest.importorskip("mlflow")
     client, handle = mock.MagicMock(), mock.MagicMock()

@@ -513,14 +513,26 @@ BESIDE: dict[str, dict[str, Any]] = {"warmup_from_zero": {"warmup": 0.5}}
 NOT_OF_BUILD = {"skip_bad_steps", "telemetry", "groups", "match", "state", "adagc"}
 
 
+# All of the schedule reaches an optimizer as one function, so one of these fields per type shows what all would.
+SCHEDULE = {
+    "cycle_length",
+    "cycles",
+    "decay",
+    "lr_floor",
+    "lr_schedule",
+    "min_lr_ratio",
+    "rewarmup",
+    "warmup_from_zero",
+}
+
+
 def fields(kinds: set[str]) -> Iterator[Any]:
-    """(type, field). Fields that all types share are default tests for one type and slow for the others."""
-    shared = {field.name for field in dataclasses.fields(OptimizerConfig)}
+    """(type, field)"""
     for kind in sorted(kinds):
         for field in dataclasses.fields(OptimizerConfig.get_known_choices()[kind]):
             if field.name not in NOT_OF_BUILD:
-                slow = field.name in shared and kind != "adam"
-                yield pytest.param(kind, field.name, marks=[pytest.mark.slow] if slow else [])
+                again = field.name in SCHEDULE and kind != "adam"
+                yield pytest.param(kind, field.name, marks=[pytest.mark.soak] if again else [])
 
 
 def program(config: OptimizerConfig, build: Callable[..., Any] | None = None) -> str:

@@ -63,11 +63,7 @@ CHOSEN = {
     ),
     "fused kernels for rings": (devices(64, 8, fused="zigzag"), rows(), ("usp", 8, "take the parts of a ring")),
     "no heads to exchange": (devices(8, 1, fused="zigzag"), rows(), ("ring", 1, "")),
-    "attention of its own": (
-        devices(8),
-        rows(heads=0, kv_heads=0),
-        ("gather", 1, "computes attention by itself"),
-    ),
+    "attention of its own": (devices(8), rows(heads=0, kv_heads=0), ("gather", 1, "computes attention by itself")),
 }
 
 
@@ -218,10 +214,7 @@ def test_one_device_for_a_row_changes_nothing():
 
 
 REFUSED = {
-    "devices": (
-        {"context": {"size": 3}},
-        r"context\.size: 3 given, .* the 8 devices .* Allowed: 1, 2, 4, 8",
-    ),
+    "devices": ({"context": {"size": 3}}, r"context\.size: 3 given, .* the 8 devices .* Allowed: 1, 2, 4, 8"),
     "tokens": (
         {"model": {"seq_len": 60}, "context": {"size": 8}},
         "context: 8 devices .*seq_len: 60 .* a multiple of 8",

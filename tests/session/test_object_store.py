@@ -12,7 +12,7 @@ from jaxlm.data.cache import token_blocks
 from jaxlm.data.examples import Examples
 from jaxlm.data.sources.mirror import list_remote
 from jaxlm.data.tokens import TokensConfig
-from jaxlm.engine.checkpoint.remote import RemoteFolder
+from jaxlm.engine.checkpoint.bucket import BucketFolder
 from tests.gcs import BUCKET
 from tests.s3 import S3_BUCKET, s3_server
 from tests.session.test_init_from import Trainings
@@ -35,11 +35,11 @@ def test_resumed_from_an_object_store_bit_for_bit(bucket, tmp_path):
 
     trainings.run("whole", 6)
     run("x", 3, "first")
-    assert RemoteFolder(f"{bucket}/runs/x").names() == ["step-2", "step-3"]
+    assert BucketFolder(f"{bucket}/runs/x").names() == ["step-2", "step-3"]
     run("x", 6, "second")  # another machine, without the first one's staging folder
     assert "resuming, from" in trainings.output
     assert trainings.losses("x") == trainings.losses("whole")
-    assert RemoteFolder(f"{bucket}/runs/x").names() == ["step-2", "step-3", "step-4", "step-6"]
+    assert BucketFolder(f"{bucket}/runs/x").names() == ["step-2", "step-3", "step-4", "step-6"]
     run("y", 6, "third", initialize_from_state=f"{bucket}/runs/x/step-4")
     assert trainings.losses("y") == {step: loss for step, loss in trainings.losses("whole").items() if step > 4}
     run("z", 1, "third", initialize_from=f"{bucket}/runs")
@@ -93,7 +93,7 @@ def test_a_checkpoint_in_a_bucket_works_wherever_a_path_does(gcs, tmp_path, monk
         return trainings.run(name, steps, trainer={"checkpointer": checkpointer, **trainer})
 
     run("x", 3)
-    assert RemoteFolder(f"{url}/x").names() == ["step-2", "step-3"]
+    assert BucketFolder(f"{url}/x").names() == ["step-2", "step-3"]
     assert run("x", 6).checkpoint == f"{url}/x/step-6"
     assert f"resuming, from {url}/x/step-3" in trainings.output
     assert list(trainings.losses("x")) == [1, 2, 3, 4, 5, 6]

@@ -8,7 +8,6 @@ import hashlib
 import json
 import sys
 import tempfile
-from pathlib import Path
 
 import fsspec
 import haliax as hax
@@ -21,19 +20,16 @@ from jaxlm.core.sharding import Layout
 from jaxlm.core.stores import check_store_writable
 from jaxlm.engine.checkpoint import bucket
 from jaxlm.engine.checkpoint.bucket import BucketFolder
-from jaxlm.engine.checkpoint.local import LocalFolder
 from jaxlm.engine.checkpoint.manifest import Cursor, DamagedError, seal, verify
 from jaxlm.engine.checkpoint.policy import CheckpointerConfig
 from jaxlm.engine.checkpoint.restore import (
-    NoUsableCheckpointError,
     latest_complete,
     latest_valid,
     resolve_checkpoints,
     resolve_folder,
     restore,
 )
-from jaxlm.engine.checkpoint.staging import StagedFolder
-from jaxlm.engine.checkpoint.store import CURSOR, SaveError
+from jaxlm.engine.checkpoint.store import CURSOR
 from jaxlm.engine.checkpoint.writer import CheckpointWriter, SaveHealth
 from tests.engine.helpers import layout
 from tests.gcs import BUCKET
@@ -78,19 +74,6 @@ def names(folder: BucketFolder) -> list[str]:
     return [checkpoint.name for checkpoint in folder.checkpoints()]
 
 
-def test_each_kind_of_path_has_its_checkpoint_folder(tmp_path):
-    for base, run_id, kind, place in (
-        ("gs://b/runs/", "x", BucketFolder, "gs://b/runs/x"),
-        ("gs://b/runs/x", None, BucketFolder, "gs://b/runs/x"),
-        ("s3://b/runs", "x", StagedFolder, "s3://b/runs/x"),
-        ("runs/", "x", LocalFolder, Path("runs/x")),
-        ("runs", None, LocalFolder, Path("runs")),
-    ):
-        folder = resolve_folder(base, run_id, tmp_path)
-        assert type(folder) is kind
-        assert folder.location == place
-
-
 @pytest.mark.parametrize("method", ["pipe_file", "rm_file"])
 def test_starts_at_the_same_time_try_out_the_store_apart(store, monkeypatch, method):
     does, between = getattr(type(store), method), []
@@ -108,20 +91,6 @@ def test_starts_at_the_same_time_try_out_the_store_apart(store, monkeypatch, met
     between.clear()
     check_store_writable(URL, "key")
     assert not store.find("/bucket")
-
-
-def test_save_and_restore_round_trip(store):
-    folder = BucketFolder(URL)
-    assert names(folder) == []
-    for step in (5, 10):
-        save(store, folder, step)
-    assert names(folder) == ["step-5", "step-10"]
-    newest = folder.checkpoints()[-1]
-    newest.verify()
-    assert newest.location == newest.arrays.removesuffix("/state") == f"{URL}/step-10"
-    assert newest.cursor().step == 10
-    with newest.local("run/tokenizer") as run:
-        assert [path.name for path in run.iterdir()] == ["tokenizer.json"]
 
 
 def test_a_checkpoint_is_copied_in_full_or_not_at_all(store, monkeypatch):
@@ -157,65 +126,6 @@ def test_damaged_checksums_are_one_message_and_write_nothing(store, monkeypatch,
     with pytest.raises(ConfigError, match=f"step-5 is damaged: .*{message}"), checkpoint.local("run"):
         pass
     assert sorted(tmp_path.rglob("*")) == [tmp_path / "t"]
-
-
-def test_each_checkpoint_replaces_the_temporary_ones(store):
-    folder = BucketFolder(URL)
-    for step, temporary in ((1, True), (2, False), (3, True), (4, True)):
-        save(store, folder, step, temporary=temporary)
-    assert names(folder) == ["step-2", "step-4"]
-    save(store, BucketFolder(URL, delete_temporary=False), 5)
-    assert names(folder) == ["step-2", "step-4", "step-5"]
-    save(store, folder, 4, temporary=True)  # it must not delete itself
-    assert names(folder) == ["step-2", "step-4", "step-5"]
-
-
-@pytest.mark.parametrize("after", range(len(FILES) + 2))
-def test_an_interrupted_save_is_never_visible(store, monkeypatch, after):
-    """Interrupted at any of its small files, including the last one; the arrays are written in between."""
-    folder, pipe, done = BucketFolder(URL), type(store).pipe_file, []
-    save(store, folder, 1)
-
-    def breaking(self, path, *args, **kwargs):
-        if "/state/" not in path:
-            if len(done) == after:
-                raise OSError("the connection broke")
-            done.append(path)
-        return pipe(self, path, *args, **kwargs)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(type(store), "pipe_file", breaking)
-        with pytest.raises((OSError, SaveError), match="connection broke"):
-            save(store, folder, 2)
-    assert names(folder) == ["step-1"]
-    folder.prepare()
-    assert not store.exists("/bucket/run/step-2")
-    save(store, folder, 2)
-    assert names(folder) == ["step-1", "step-2"]
-
-
-def test_a_damaged_checkpoint_is_set_aside_and_the_previous_one_is_used(store):
-    folder, logged = BucketFolder(URL), []
-    for step in (1, 2, 3):
-        save(store, folder, step)
-    store.pipe_file("/bucket/run/step-3/state/d/1", b"nombers 1")
-    store.rm_file("/bucket/run/step-2/run/config.yaml")
-    found = latest_valid(folder, logged.append)
-    assert found is not None
-    assert found.checkpoint.name == "step-1"
-    assert ["step-3 is damaged: state/d/1" in logged[0], "step-2 is damaged: run/config.yaml" in logged[1]] == [
-        True
-    ] * 2
-    folder.prepare()  # the damaged checkpoint is kept for inspection
-    assert store.exists("/bucket/run/step-3/state/d/1")
-    assert names(folder) == ["step-1"]
-    save(store, folder, 3)  # the run reaches this step again
-    folder.checkpoints()[-1].verify()
-    assert names(folder) == ["step-1", "step-3"]
-    for step in (1, 3):
-        store.pipe_file(f"/bucket/run/step-{step}/state/d/extra", b"")
-    with pytest.raises(NoUsableCheckpointError, match="every checkpoint in memory://bucket/run is damaged"):
-        latest_valid(folder, logged.append)
 
 
 UNANSWERED = [TimeoutError("no answer"), OSError("Forbidden: 403"), RuntimeError("what another library raises")]

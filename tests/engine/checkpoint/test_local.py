@@ -24,14 +24,6 @@ def save(folder: LocalFolder, step: int, *, temporary: bool, entering: str | Non
     return cursor.folder_name
 
 
-def test_a_temporary_checkpoint_replaces_the_one_of_its_own_name(tmp_path):
-    folder = LocalFolder(tmp_path)
-    for step, temporary in ((1, False), (2, True), (3, True), (3, True)):
-        save(folder, step, temporary=temporary)
-    assert [checkpoint.name for checkpoint in folder.checkpoints()] == ["step-1", "step-3"]
-    folder.checkpoints()[-1].verify()
-
-
 def test_a_folder_that_is_not_shared_is_one_message(tmp_path, monkeypatch):
     """Each process would write its part to its own disk, and every checkpoint would be committed incomplete."""
     LocalFolder(tmp_path).prepare()

@@ -9,10 +9,10 @@ import fsspec
 import pytest
 
 from jaxlm.core.errors import ConfigError
-from jaxlm.core.stores import is_url, local_copy
+from jaxlm.core.stores import is_url
+from jaxlm.engine.checkpoint.bucket import BucketFolder
 from jaxlm.engine.checkpoint.manifest import Cursor, DamagedError, verify
-from jaxlm.engine.checkpoint.remote import RemoteFolder
-from jaxlm.engine.checkpoint.restore import latest_valid, resolve_checkpoints
+from jaxlm.engine.checkpoint.restore import latest_valid
 from jaxlm.engine.checkpoint.staging import StagedFolder, staged_checkpoints
 from jaxlm.engine.checkpoint.store import CURSOR, SaveError
 
@@ -95,7 +95,8 @@ class TestFullDisk:
 
         monkeypatch.setattr(type(store), "pipe_file", refused)
         with pytest.raises(
-            ConfigError, match=r"trainer\.checkpointer\.base_path: memory://store/run is not accessible"
+            ConfigError,
+            match=r"checkpointer\.base_path: cannot write to 'memory://store/run' \(PermissionError: Access",
         ):
             opened(tmp_path / "here")
 
@@ -106,52 +107,6 @@ def test_urls_are_recognized():
         True,
         *[False] * 3,
     ]
-
-
-def test_save_and_restore_round_trip(store, tmp_path):
-    local, _ = opened(tmp_path / "here")
-    saved = [save(local, 5), save(local, 10), save(local, 10, entering=True)]
-    assert RemoteFolder(URL).names() == saved == ["step-5", "step-10", "step-10-second"]
-    assert names(local) == saved[-1:]
-    elsewhere, _ = opened(tmp_path / "elsewhere")
-    files = [
-        {p.relative_to(c.path): p.read_bytes() for p in c.path.rglob("*") if p.is_file()}
-        for folder in (local, elsewhere)
-        for c in folder.checkpoints()
-    ]
-    assert files[0] == files[1]
-
-
-def test_each_checkpoint_replaces_the_temporary_ones(store, tmp_path):
-    folder, _ = opened(tmp_path)
-    for step, temporary in ((1, True), (2, False), (3, True), (4, True)):
-        save(folder, step, temporary=temporary)
-    assert RemoteFolder(URL).names() == ["step-2", "step-4"]
-    save(opened(tmp_path, delete_temporary=False)[0], 5)
-    assert RemoteFolder(URL).names() == ["step-2", "step-4", "step-5"]
-
-
-@pytest.mark.parametrize("after", range(4))
-def test_an_interrupted_upload_is_never_visible_and_is_completed_later(store, tmp_path, after):
-    """Interrupted at any file. Existing files of the same name are not mistaken for the new ones."""
-    folder, _ = opened(tmp_path / "here")
-    save(folder, 1, temporary=True)
-    with breaking(store, "put_file", after):
-        if after < 3:
-            with pytest.raises(SaveError, match="connection broke"):
-                save(folder, 2)
-            assert RemoteFolder(URL).names() == ["step-1"]
-            assert [path.name for path in staged_checkpoints(URL, tmp_path / "reader")] == ["step-1"]
-        else:
-            save(folder, 2)
-    folder, _ = opened(tmp_path / "here")
-    newest = latest_valid(folder, print)
-    assert newest is not None
-    assert newest.checkpoint.name == "step-2"
-    folder.prepare()
-    newest.checkpoint.verify()
-    assert RemoteFolder(URL).names() == ["step-2"]
-    assert names(opened(tmp_path / "here")[0]) == ["step-2"]
 
 
 def test_opening_does_not_change_the_store(store, tmp_path):
@@ -177,7 +132,7 @@ def test_a_pending_upload_yields_to_newer_checkpoints_of_another_machine(store, 
     local.prepare()
     newest.checkpoint.verify()
     assert newest.checkpoint.name == "step-4"
-    assert RemoteFolder(URL).names() == ["step-2", "step-4"]
+    assert BucketFolder(URL).names() == ["step-2", "step-4"]
 
 
 def test_a_refused_start_leaves_the_folder_of_the_holder_as_it_is(store, tmp_path):
@@ -203,24 +158,13 @@ def test_a_start_continues_from_what_the_holder_saved_while_it_waited(store, tmp
         assert names(there) == ["step-4"]
 
 
-def test_an_interrupted_deletion_leaves_no_checkpoint_that_looks_complete(store, tmp_path):
-    folder, _ = opened(tmp_path)
-    save(folder, 1)
-    remote = RemoteFolder(URL)
-    with breaking(store, "rm"), pytest.raises(OSError, match="connection broke"):
-        remote.delete("step-1")
-    assert remote.names() == []
-    folder.prepare()
-    assert not store.exists("/store/run/step-1")
-
-
 def test_damage_in_the_store_is_detected_and_the_previous_checkpoint_is_used(store, tmp_path):
     folder, _ = opened(tmp_path / "here")
     for step in (1, 2):
         save(folder, step)
     store.pipe_file("/store/run/step-2/state/d/array", b"nombers")
     with pytest.raises(DamagedError):
-        RemoteFolder(URL).download("step-2", tmp_path)
+        BucketFolder(URL).download("step-2", tmp_path)
     folder, (said,) = opened(tmp_path / "elsewhere")
     assert "step-2 is damaged" in said
     assert names(folder) == ["step-1"]
@@ -247,43 +191,13 @@ def test_a_damaged_local_copy_is_downloaded_again(store, tmp_path):
     assert said == []
 
 
-def test_an_old_checkpoint_with_an_unreadable_cursor_is_left_alone(store, tmp_path):
-    """It must not make every later save fail."""
-    folder, _ = opened(tmp_path)
-    for step in (1, 2, 3):
-        save(folder, step)
-    store.rm_file(f"/store/run/step-1/{CURSOR}")
-    store.pipe_file(f"/store/run/step-2/{CURSOR}", b"[]")
-    save(folder, 4)
-    assert RemoteFolder(URL).names() == ["step-1", "step-2", "step-3", "step-4"]
-
-
 def test_the_store_is_authoritative(store, tmp_path):
     """Checkpoints deleted in the store are not restored from a local copy."""
     save(opened(tmp_path)[0], 1)
-    RemoteFolder(URL).delete("step-1")
+    store.rm("/store/run/step-1", recursive=True)
     assert names(opened(tmp_path)[0]) == []
-
-
-def test_finds_runs_below_a_url(store, tmp_path):
-    for run, step in (("one", 9), ("two", 10)):
-        folder = StagedFolder(f"memory://store/{run}", tmp_path)
-        folder.open(print)
-        save(folder, step)
-    for url, of_runs, expected in (
-        ("memory://store", True, ["step-10"]),
-        ("memory://store", False, []),
-        ("memory://store/one/", False, ["step-9"]),
-        ("memory://store/one/step-9", False, ["step-9"]),
-    ):
-        found = resolve_checkpoints(url, tmp_path / "copies", of_runs=of_runs)
-        assert [checkpoint.name for checkpoint in found] == expected
-        for checkpoint in found:
-            checkpoint.verify()
-    assert staged_checkpoints("memory://nowhere", tmp_path) == []
-    assert local_copy(tmp_path, "memory://store/one/") == local_copy(tmp_path, "memory://store/one")
 
 
 def test_an_unknown_protocol_is_one_message():
     with pytest.raises(ConfigError, match="nosuch://a"):
-        RemoteFolder("nosuch://a")
+        BucketFolder("nosuch://a").names()

@@ -23,8 +23,7 @@ from jaxlm.engine.checkpoint.manifest import (
     UNFINISHED,
     CheckpointName,
     find_checkpoints,
-    is_temporary,
-    pinned_by,
+    replaced_by,
     seal,
     verify,
 )
@@ -120,8 +119,8 @@ class LocalFolder(CheckpointFolder):
     def begin(self, name: str, files: Mapping[str, bytes]) -> None:
         retried(self._check_place, BRIEFLY_S)
         folder = self._unfinished(name)
-        if folder.exists():
-            retried(lambda: shutil.rmtree(folder), BRIEFLY_S)
+        for leftover in filter(Path.exists, (folder, self._deleted(name))):
+            retried(functools.partial(shutil.rmtree, leftover), BRIEFLY_S)
         for file, content in files.items():
             retried(functools.partial(_write, folder / file, content), BRIEFLY_S)
 
@@ -149,11 +148,9 @@ class LocalFolder(CheckpointFolder):
             shutil.rmtree(path) if path.is_dir() else path.unlink()
         if self._newest is None or not self._delete_temporary:
             return
-        staying = {self._newest, *pinned_by((self.location / self._newest / CURSOR).read_bytes)}
-        others = [checkpoint for checkpoint in self.checkpoints() if checkpoint.name not in staying]
-        for old in [old for old in others if is_temporary(functools.partial(old.read, CURSOR))]:
-            renamed = self._deleted(old.name)  # first, so that a partly deleted checkpoint is never visible
-            os.rename(old.path, renamed)
+        for old in replaced_by(self._newest, self.names(), lambda name: read_bytes(self.location / name / CURSOR)):
+            renamed = self._deleted(old)  # first, so that a partly deleted checkpoint is never visible
+            os.rename(self.location / old, renamed)
             shutil.rmtree(renamed)
 
     def _check_place(self) -> None:

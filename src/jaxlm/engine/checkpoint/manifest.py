@@ -248,18 +248,26 @@ class Cursor:
         return Cursor(**{**fields, "history": History.from_json(fields.get("history", {}))})
 
 
-def is_temporary(read: Callable[[], bytes]) -> bool:
-    """Tells whether a checkpoint is temporary. False if `read` cannot return its cursor, so that it is never deleted."""
+def replaced_by(newest: str, names: Sequence[str], read_cursor: Callable[[str], bytes]) -> list[str]:
+    """The temporary checkpoints that the newest one replaces: those before it, without those that its cursor pins.
+
+    Args:
+        names: of the finished checkpoints, oldest first.
+        read_cursor: returns the saved cursor of a checkpoint. One whose cursor cannot be read stays.
+    """
+    if newest not in names:
+        return []
+    history = Cursor.from_json(read_cursor(newest)).history
+    staying = {*history.pins.values(), *history.abandoned}
+    older = [name for name in names[: names.index(newest)] if name not in staying]
+    return [name for name in older if _is_temporary(partial(read_cursor, name))]
+
+
+def _is_temporary(read: Callable[[], bytes]) -> bool:
     try:
         return Cursor.from_json(read()).temporary
     except (OSError, ValueError, TypeError):
         return False
-
-
-def pinned_by(read: Callable[[], bytes]) -> frozenset[str]:
-    """Names of the checkpoints that must not be deleted while the checkpoint whose cursor `read` returns is the newest."""
-    history = Cursor.from_json(read()).history
-    return frozenset((*history.pins.values(), *history.abandoned))
 
 
 UNFINISHED, PENDING, DAMAGED, ABANDONED = ".unfinished", ".pending", ".damaged", ".abandoned"

@@ -1,7 +1,6 @@
 """Checkpoints at a URL that Orbax cannot write to: they are written to a local staging folder and then uploaded."""
 
 import contextlib
-import functools
 import shutil
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -9,35 +8,30 @@ from pathlib import Path
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.runtime import is_main_process, main_only
 from jaxlm.core.safe_io import SMALL, read_bytes
-from jaxlm.core.stores import inaccessible, local_copy, storage_errors
-from jaxlm.engine.checkpoint.lease import Lease, LeaseCheck, all_held
+from jaxlm.core.stores import check_store_writable, inaccessible, local_copy, storage_errors
+from jaxlm.engine.checkpoint.bucket import BucketFolder, bucket_checkpoints
+from jaxlm.engine.checkpoint.lease import LeaseCheck, all_held
 from jaxlm.engine.checkpoint.local import LocalCheckpoint, LocalFolder
-from jaxlm.engine.checkpoint.manifest import ABANDONED, CHECKSUMS, PENDING, CheckpointName, DamagedError, verify
-from jaxlm.engine.checkpoint.remote import RemoteFolder, find_remote
+from jaxlm.engine.checkpoint.manifest import CHECKSUMS, PENDING, CheckpointName, DamagedError, verify
 from jaxlm.engine.checkpoint.store import CheckpointFolder, SaveError
 
 Log = Callable[[str], None]
 
 
 class StagedFolder(CheckpointFolder):
-    """A checkpoint folder at a URL, with a local staging folder on a disk that all processes share.
+    """A folder on a disk that all processes share, whose finished checkpoints are copied to a folder in a store.
 
-    The remote folder is authoritative. The staging folder holds only the newest checkpoint and those not yet uploaded.
+    The store is authoritative. The folder on the disk has only the newest checkpoint and those not yet uploaded.
     """
 
     def __init__(self, url: str, staging_dir: Path, *, delete_temporary: bool = True):
         self.location: str = url
         self._staging = local_copy(staging_dir, url)
         self._local = LocalFolder(self._staging, delete_temporary=delete_temporary, key="staging_dir")
-        self._delete_temporary = delete_temporary
-        self._newest: str | None = None  # the last one that this process has uploaded
+        self._stored = BucketFolder(url, delete_temporary=delete_temporary)
 
     def __str__(self) -> str:
         return f"{self.location} (staged in {self._staging})"
-
-    @functools.cached_property
-    def _remote(self) -> RemoteFolder:
-        return RemoteFolder(self.location)  # created on first use, because a dry run needs no store
 
     def open(self, log: Log) -> None:
         """Checks that the store can be written to, and downloads its newest undamaged checkpoint."""
@@ -48,23 +42,21 @@ class StagedFolder(CheckpointFolder):
         return self._local.checkpoints()
 
     def names(self) -> list[str]:
-        with copy_errors(self._base_path, self._staging):
-            return self._remote.names()
+        return self._stored.names()
 
     def find(self, name: str) -> LocalCheckpoint:
         """Process 0 downloads the checkpoint. Saving the next one deletes the local copy again."""
         if is_main_process():
             with copy_errors(self._base_path, self._staging):
-                download_checkpoint(self._remote, name, self._staging)
+                download_checkpoint(self._stored, name, self._staging)
         return self._local.find(name)
 
     def set_aside(self, name: str) -> str:
         return self._local.set_aside(name)
 
     def abandon(self, name: str) -> str:
-        """Renames `checksums.json` of the uploaded checkpoint. The next save deletes the local copy."""
-        with copy_errors(self._base_path, self._staging):
-            return self._remote.set_aside(name, ABANDONED)
+        """Hides the uploaded checkpoint. The next save deletes the local copy."""
+        return self._stored.abandon(name)
 
     def prepare(self) -> None:
         """Prepares the staging folder, and uploads what an earlier process left pending."""
@@ -76,7 +68,7 @@ class StagedFolder(CheckpointFolder):
 
     @contextlib.contextmanager
     def locked(self, log: Log) -> Iterator[LeaseCheck]:
-        with self._local.locked(log) as staging_held, Lease(self.location, log).held() as check_lease:
+        with self._local.locked(log) as staging_held, self._stored.locked(log) as check_lease:
             self._fetch(log)  # the holder before may have saved since `open`
             yield all_held([staging_held, check_lease])
 
@@ -96,22 +88,18 @@ class StagedFolder(CheckpointFolder):
         with storage_errors(lambda reason: SaveError(f"the upload failed ({reason})"), local=self._staging):
             for pending in self._pending():
                 self._publish(pending)
-        self._newest = name
         with contextlib.suppress(OSError, SaveError):  # the next save does it
             self._keep_only([name])
             self.tidy()
 
     def tidy(self) -> None:
         self._local.tidy()
-        with storage_errors(SaveError, local=self._staging):
-            self._remote.remove_unfinished()
-            self._delete_replaced(self._newest)
+        self._stored.tidy()
 
     def _open(self, log: Log) -> None:
         with copy_errors(self._base_path, self._staging):
             self._staging.mkdir(parents=True, exist_ok=True)
-            self._remote.make()
-            self._remote.probe()
+            check_store_writable(self.location, "trainer.checkpointer.base_path")
         # The staging folder of a start that trains is its own.
         with self._local.locked(log):
             self._fetch(log)
@@ -122,20 +110,14 @@ class StagedFolder(CheckpointFolder):
 
     def _prepare(self) -> None:
         with copy_errors(self._base_path, self._staging):
-            self._remote.remove_unfinished()
             for name in self._pending():
-                is_there = (self._staging / name).is_dir()
                 self._publish(name)
-                self._delete_replaced(name if is_there else None)
+            self._stored.tidy()
 
     def _publish(self, name: str) -> None:
         if (self._staging / name).is_dir():  # otherwise it was never finished, was replaced, or was set aside
-            self._remote.upload(self._staging / name)
+            self._stored.upload(self._staging / name)
         self._mark(name).unlink()
-
-    def _delete_replaced(self, newest: str | None) -> None:
-        for old in self._remote.replaced_by(newest) if newest and self._delete_temporary else []:
-            self._remote.delete(old)
 
     def _pending(self) -> list[str]:
         """Names of the checkpoints that still have to be uploaded, oldest first."""
@@ -143,9 +125,9 @@ class StagedFolder(CheckpointFolder):
         return [name.text for name in sorted(filter(None, names))]
 
     def _fetch_newest(self, log: Log) -> list[str]:
-        for name in reversed(self._remote.names()):
+        for name in reversed(self._stored.names()):
             try:
-                return [download_checkpoint(self._remote, name, self._staging).name]
+                return [download_checkpoint(self._stored, name, self._staging).name]
             except DamagedError as damage:
                 log(f"checkpoint {self.location}/{name} is damaged: {damage}. Using the previous one")
         return []
@@ -163,35 +145,34 @@ class StagedFolder(CheckpointFolder):
         return f"trainer.checkpointer.base_path: {self.location}"
 
 
-def download_checkpoint(remote: RemoteFolder, name: str, folder: Path) -> Path:
+def download_checkpoint(stored: BucketFolder, name: str, folder: Path) -> Path:
     """The local copy of a checkpoint, downloaded if it is missing, damaged or a copy of another checkpoint.
 
-    Raises `DamagedError` if the remote files are not what was saved.
+    Raises `DamagedError` if the files in the store are not what was saved.
     """
     local = folder / name
-    if (local / CHECKSUMS).is_file() and read_bytes(local / CHECKSUMS, SMALL) == remote.read(name, CHECKSUMS):
+    if (local / CHECKSUMS).is_file() and read_bytes(local / CHECKSUMS, SMALL) == stored.read(name, CHECKSUMS):
         with contextlib.suppress(DamagedError):
             verify(local)
             return local
-    return remote.download(name, folder)
+    return stored.download(name, folder)
 
 
 def staged_checkpoints(url: str, staging_dir: Path, *, of_runs: bool = True) -> list[Path]:
-    """A local copy of the newest complete checkpoint at a URL (see `find_remote`); empty if there is none.
+    """A local copy of the newest complete checkpoint at a URL (see `bucket_checkpoints`); empty if there is none.
 
     Raises `ConfigError` if the store cannot be read, the staging folder cannot be written, or the checkpoint is damaged.
     """
     with copy_errors(url, staging_dir):
-        checkpoints = find_remote(url, of_runs=of_runs)
-        if not checkpoints:
+        if not (checkpoints := bucket_checkpoints(url, of_runs=of_runs)):
             return []
-        remote, name = checkpoints[-1]
-        folder = local_copy(staging_dir, remote.url)
+        newest = checkpoints[-1]
+        folder = local_copy(staging_dir, newest.folder.location)
         folder.mkdir(parents=True, exist_ok=True)
         try:
-            return [download_checkpoint(remote, name, folder)]
+            return [download_checkpoint(newest.folder, newest.name, folder)]
         except DamagedError as damage:
-            raise ConfigError(f"{remote.url}/{name} is damaged: {damage}. Choose another checkpoint") from damage
+            raise ConfigError(f"{newest.location} is damaged: {damage}. Choose another checkpoint") from damage
 
 
 @contextlib.contextmanager
