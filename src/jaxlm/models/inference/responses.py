@@ -160,9 +160,13 @@ def compile_sampling(
     Call it inside `layout.use()`. Args: model: shapes, dtypes and shardings.
     """
     num_rows, layout = program_rows(num_rows), current_layout()
-    prompts, keys = [[0] * prompt_tokens] * num_rows, Noise(0, 0).keys((), num_rows)
-    request = _request(model, prompts, keys, max_new_tokens, sampling, ())
+    prompts = [[0] * prompt_tokens] * num_rows
+
+    def made() -> Request:  # traced, because the devices may not exist
+        return _request(model, prompts, Noise(0, 0).keys((), num_rows), max_new_tokens, sampling, ())
+
     where = None if layout is None else layout.replicated()
-    request = jax.tree.map(lambda array: jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=where), request)
+    place = lambda array: jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=where)  # noqa: E731
+    request = jax.tree.map(place, jax.eval_shape(made))
     first, others, state = compile_programs(Generator(model, model), request, xla_options)
     return SamplingPrograms(first, others, state.cache.stacks)
