@@ -86,11 +86,11 @@ engine/checkpoint/policy.py: tests/engine/checkpoint
 models/chunked_loss.py: tests/models/test_loss.py tests/models
 - gradient_CV *= 1 - (logits_CV / loss.soft_cap) ** 2
 + gradient_CV *= 1 - (logits_CV / loss.soft_cap)
-- (first_C < num_local) & (first_C < ids)
-+ (first_C < num_local) & (first_C <= ids)
+- (self.first_C < num_local) & (self.first_C < ids)
++ (self.first_C < num_local) & (self.first_C <= ids)
 - jnp.where(m_C == 0, 0.0, m_C * a)
 + m_C * a
-- & (y_C < sharding.vocab_size)
+- & (self.y_C < self.sharding.vocab_size)
 +
 - x_BSD.shape[-1])[:num_tokens].reshape(x_BSD.shape)
 + x_BSD.shape[-1])[-num_tokens:].reshape(x_BSD.shape)

@@ -1,5 +1,6 @@
 """Products in fp8 against their definition in float64 NumPy: quantized with `ml_dtypes`, multiplied exactly."""
 
+import functools
 import json
 from pathlib import Path
 
@@ -64,17 +65,18 @@ def test_numbers_are_rounded_once_to_the_nearest_and_saturate(dtype):
     np.testing.assert_array_equal(np.asarray(found).view(np.uint8), expected.view(np.uint8))
 
 
+@functools.partial(jax.jit, static_argnums=3)
+def products(x, w, d, fp8):
+    """The product, and its gradients with respect to x and w."""
+    out, back = jax.vjp(lambda x, w: fp8_product(x, w, 2, fp8), x, w)
+    return out, *back(d)
+
+
 @every_recipe
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16], ids=lambda dtype: dtype.dtype.name)
 def test_the_three_products_are_those_of_the_quantized_arrays(fp8, dtype):
     x, w, d = problem(dtype)
-
-    @jax.jit
-    def products(x, w, d):
-        out, back = jax.vjp(lambda x, w: fp8_product(x, w, 2, fp8), x, w)
-        return out, *back(d)
-
-    found = products(x, w, d)
+    found = products(x, w, d, fp8)
     gradient = E4M3 if fp8.recipe == "rowwise" else E5M2
     by_inputs = stands_for(x, (2, 3), E4M3, fp8), stands_for(w, (2, 3), E4M3, fp8)
     by_outputs = stands_for(d, (2, 3), gradient, fp8), stands_for(w, (0, 1), E4M3, fp8)
@@ -92,46 +94,42 @@ def test_the_three_products_are_those_of_the_quantized_arrays(fp8, dtype):
         np.testing.assert_allclose(got, wanted, rtol=rtol, atol=1e-6 * np.abs(wanted).max())
 
 
-@pytest.mark.slow
 @every_recipe
 def test_the_error_is_that_of_three_or_two_bits(fp8):
     """So that the test above is not one of a product that is not quantized, or quantized twice."""
-    x, w, d = (a.astype(jnp.float32) for a in problem(jnp.bfloat16))
-    out, back = jax.vjp(lambda x, w: fp8_product(x, w, 2, fp8), x, w)
-    exact, exact_back = jax.vjp(lambda x, w: jnp.einsum("abij,opij->abop", x, w), x, w)
-    for got, wanted in zip((out, *back(d)), (exact, *exact_back(d)), strict=True):
-        error = jnp.linalg.norm(got - wanted) / jnp.linalg.norm(wanted)
+    x, w, d = (np.asarray(a, np.float32) for a in problem(jnp.bfloat16))
+    exact = (
+        np.einsum("abij,opij->abop", x, w),
+        np.einsum("abop,opij->abij", d, w),
+        np.einsum("abop,abij->opij", d, x),
+    )
+    for got, wanted in zip(products(x, w, d, fp8), exact, strict=True):
+        error = np.linalg.norm(np.asarray(got) - wanted) / np.linalg.norm(wanted)
         assert 0.005 < error < 0.1
 
 
-@pytest.mark.slow
 def test_a_rows_size_does_not_change_other_rows_of_the_recipe_rowwise():
-    x, w, _ = problem(jnp.float32)
+    x, w, d = problem(jnp.float32)
     larger = x.at[0, 0].multiply(2**24)
-    product = lambda x, recipe: fp8_product(x, w, 2, Fp8(recipe))  # noqa: E731
+    product = lambda x, recipe: products(x, w, d, Fp8(recipe))[0]  # noqa: E731
     rest = lambda out: np.asarray(out)[1:]  # noqa: E731
     np.testing.assert_array_equal(rest(product(larger, "rowwise")), rest(product(x, "rowwise")))
     assert np.abs(rest(product(larger, "tensorwise"))).max() < np.abs(rest(product(x, "tensorwise"))).max() / 2
 
 
-@pytest.mark.slow
 @every_recipe
 @pytest.mark.parametrize("value", [np.nan, np.inf])
 def test_non_finite_values_stay_non_finite(fp8, value):
     x, w, d = problem(jnp.bfloat16)
-    out, back = jax.vjp(lambda x, w: fp8_product(x, w, 2, fp8), x.at[1, 1, 1, 1].set(value), w)
-    assert not np.isfinite(np.asarray(out, np.float32)).all()
-    assert not np.isfinite(np.asarray(back(d)[1], np.float32)).all()
-    _, back = jax.vjp(lambda x, w: fp8_product(x, w, 2, fp8), x, w)
-    assert not any(np.isfinite(np.asarray(g, np.float32)).all() for g in back(d.at[0, 0, 0, 0].set(value)))
+    out, _, of_w = products(x.at[1, 1, 1, 1].set(value), w, d, fp8)
+    gradients = products(x, w, d.at[0, 0, 0, 0].set(value), fp8)[1:]
+    assert not any(np.isfinite(np.asarray(a, np.float32)).all() for a in (out, of_w, *gradients))
 
 
-@pytest.mark.slow
 @every_recipe
 def test_zeros_are_zeros(fp8):
-    x, w, d = (jnp.zeros_like(a) for a in problem(jnp.bfloat16))
-    out, back = jax.vjp(lambda x, w: fp8_product(x, w, 2, fp8), x, w)
-    assert all((np.asarray(a, np.float32) == 0).all() for a in (out, *back(d)))
+    zeros = (jnp.zeros_like(a) for a in problem(jnp.bfloat16))
+    assert all((np.asarray(a, np.float32) == 0).all() for a in products(*zeros, fp8))
 
 
 @pytest.mark.slow

@@ -339,8 +339,8 @@ class TestRowsThatNeverEnd:
         rows = open_rows(cache, 15, BestFitConfig(buffer_size=4, refill_size=3, wrap=True))
         expected = rows.pieces_of(np.arange(90))
         before = len(list(Path("/proc/self/fd").iterdir()))
-        rows.pieces_of(np.array([900]))
-        assert len(list(tmp_path.rglob("cache.json"))) > 100, "this many parts"
+        rows.pieces_of(np.array([300]))
+        assert len(list(tmp_path.rglob("cache.json"))) > 30, "this many parts"
         assert len(list(Path("/proc/self/fd").iterdir())) <= before + 4 * (best_fit._MAX_OPEN + 1)
         for found, array in zip(rows.pieces_of(np.arange(90)), expected, strict=True):
             np.testing.assert_array_equal(found, array)

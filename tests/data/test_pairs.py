@@ -230,37 +230,6 @@ def test_shown_with_both_halves(opened, tokenizer):
     assert lines[2].startswith("--- document 3 of 0.jsonl, rejected ---\n⟦")
 
 
-@pytest.mark.parametrize(
-    ("record", "keys", "message"),
-    [
-        (
-            {"prompt": "a", "chosen": "b"},
-            {},
-            "line 1: no text and no list of messages under 'rejected': the record has the keys",
-        ),
-        ({"prompt": "a", "chosen": 3, "rejected": "c"}, {}, "under 'chosen': it is 3"),
-        (
-            {"chosen": "abc", "rejected": "xyz"},
-            {"prompt_field": None},
-            "line 1: no prompt: .* begin alike with ''. Set",
-        ),
-        (
-            {"prompt": "a", "chosen": [{"role": "assistant", "content": "b"}], "rejected": "c"},
-            {},
-            "and a completion is a text. Make the completions lists",
-        ),
-        (
-            {"prompt": "a", "chosen": [{"role": "assistant", "content": "b"}], "rejected": [{"role": "assistant"}]},
-            {},
-            "the tokenizer has no chat template. Set data.format.chat_template",
-        ),
-    ],
-)
-def test_invalid_pairs_are_refused(opened, record, keys, message):
-    with pytest.raises(ConfigError, match=message):
-        opened([record], **keys)
-
-
 def test_the_kind_of_data_and_the_format_must_agree():
     with pytest.raises(
         ConfigError, match=r"data\.format\.type: text produces documents, but data\.type: pairs expects pairs"

@@ -21,6 +21,7 @@ from jaxlm.reading.decode import decode
 from jaxlm.reading.yaml import ConfigSource
 from tests.engine.helpers import layout, one_device
 from tests.evals.test_gates import MESHES, WHERE, built, context, validation_batches
+from tests.tiers import one_of
 
 CHARACTERS = "\0" + "abcdefghijklmnopqrstuvwxyz0123456789 =+.,-?"
 END = 0
@@ -101,7 +102,7 @@ def measured(cases, where=None, **keys):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("where", [one_device, layout])
+@pytest.mark.parametrize("where", one_of([layout, one_device]))
 def test_answers_are_written_and_chosen(where):
     # The student writes 4: right for "sum" and "text". Of 3 and 7 it finds 3 more likely, the reference 7.
     found, lines = measured(CASES, where())

@@ -34,7 +34,7 @@ SHOWN = ["glm4_moe_lite", "deepseek_v3", "mistral4"]  # tests/models/test_mixers
 pytestmark = pytest.mark.slow
 
 
-@functools.lru_cache(maxsize=1)
+@functools.cache
 def model_of(kind):
     """A model with N(0, 0.3) in every parameter."""
     config = decode(ModelConfig, ConfigSource(MODELS[kind] | {"seq_len": LENGTH}))

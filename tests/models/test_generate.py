@@ -14,7 +14,7 @@ from jaxlm.core.axes import HEAD_SIZE
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.products.stored_weights import quantize
 from jaxlm.models.base import Inputs
-from jaxlm.models.inference import generate as decode
+from jaxlm.models.inference.decoding import num_programs
 from jaxlm.models.inference.generate import CACHE_DTYPES, GenerationConfig, generate, generate_tokens, stream_tokens
 from jaxlm.models.inference.prefix_cache import PrefixCache
 from jaxlm.models.inference.sampling import Sampling
@@ -201,10 +201,10 @@ def cached_logits(model, dtype):
 def test_shapes_are_compiled_once(llama):
     options = {"max_new_tokens": 5, "temperature": 0.7}
     generate(llama, [[1, 2]], **options)
-    before = decode._decode._cache_size()
+    before = num_programs()
     for length in range(1, 20):
         generate(llama, [[1] * length], **{**options, "max_new_tokens": 1 + length % 7, "seed": length})
-    assert decode._decode._cache_size() == before
+    assert num_programs() == before
 
 
 @pytest.mark.parametrize(
@@ -304,9 +304,9 @@ def test_other_values_of_filters_compile_nothing(llama):
 
     names = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
     all_with(**dict(zip(names, (0.7, 5, 0.9, 0.1, 1.2), strict=True)))
-    compiled = decode._decode._cache_size()
+    compiled = num_programs()
     all_with(**dict(zip(names, (0.9, 7, 0.8, 0.2, 1.5), strict=True)))
-    assert decode._decode._cache_size() == compiled
+    assert num_programs() == compiled
 
 
 @pytest.mark.slow

@@ -8,7 +8,7 @@ import pytest
 from jaxlm.core.mesh import AxisMappings, make_layout, mesh_shape
 from jaxlm.core.products.fp8 import E4M3, E5M2, Fp8
 from jaxlm.core.tracing import BlockSizes, tracing
-from jaxlm.models.chunked_loss import head_gradient
+from jaxlm.models.head_products import head_gradient
 from tests.core.test_fp8 import RECIPES, every_recipe, stands_for
 from tests.models.test_loss import problem, value_and_grads
 from tests.tiers import one_of

@@ -16,8 +16,7 @@ from jaxlm.interop.hf.families.gpt2 import Gpt2Config
 from jaxlm.interop.hf.families.llama import LlamaConfig
 from jaxlm.interop.hf.families.mixtral import MixtralConfig
 from jaxlm.models.base import ModelTraits, vocab_axis
-from jaxlm.models.inference import responses
-from jaxlm.models.inference.padding import left_padded
+from jaxlm.models.inference import decoding, responses
 from jaxlm.models.inference.responses import Noise, check_samples_as_trained, sample_responses
 from jaxlm.models.inference.sampling import Sampling
 from jaxlm.models.inference.unstacked import Generator
@@ -169,14 +168,12 @@ def sampled_by_compiled_programs(model, prompts):
     """The tokens from the programs that a forecast compiles, from shapes alone, for 64 rows."""
     shapes = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=a.sharding), model)
     programs = responses.compile_sampling(shapes, 64, 9, MOST, Sampling())
-    numbers = np.arange(64, dtype=np.uint32) * (np.arange(64) < len(prompts))
-    given = np.array(STOPS, np.int32), Sampling(TEMPERATURE).numbers
-    noise = np.array(NOISE, np.uint32)
-    state, keys = programs.prompts(model, left_padded(prompts, 64), numbers.astype(np.uint32), noise, *given)
-    state = programs.tokens(model, state, keys, *given)
+    keys = NOISE.keys(range(len(prompts)), 64)
+    request = responses._request(model, prompts, keys, MOST, Sampling(TEMPERATURE), STOPS)
+    state = programs.tokens(model, programs.prompts(model, request, None), request.draw, np.int32(MOST))
     cache = jax.tree.leaves(programs.cache)
     assert [leaf.shape for leaf in cache] == [a.shape for a in jax.tree.leaves(state.cache.stacks)]
-    return np.asarray(state.tokens)[: len(prompts)]
+    return np.asarray(state.written)[: len(prompts)]
 
 
 class Fixed:
@@ -194,22 +191,24 @@ def test_draws_have_the_distribution_of_the_logits_at_a_temperature():
     """Chi-squared of 20,000 draws: 18.5 is exceeded by one in a thousand seeds."""
     number = 20_000
     rows = hax.Axis("batch", number)
-    state = responses._State(
+    nothing = jnp.zeros(number, jnp.int32)
+    state = decoding.DecodingState(
         None,
-        token=jnp.zeros(number, jnp.int32),
-        positions=jnp.zeros(number, jnp.int32),
-        segment_ids=jnp.ones(number, jnp.int32),
-        alive=jnp.ones(number, bool),
-        tokens=jnp.full((number, 1), -1, jnp.int32),
-        logps=jnp.zeros((number, 1)),
+        token=nothing,
+        positions=nothing,
+        segment_ids=nothing + 1,
+        alive=nothing == 0,
+        written=nothing[:, None] - 1,
         step=jnp.int32(0),
+        calls=None,
         seen=None,
+        logps=jnp.zeros((number, 1)),
     )
     logits = hax.named(jnp.float32(VECTORS["logits"]), "vocab")
     final = logits.broadcast_to((rows, hax.Axis("position", 1), *logits.axes))
     keys = jax.random.split(jax.random.key(0), number)
-    distribution = Sampling(VECTORS["temperature"]).numbers
-    after = responses._with_next(Fixed, state, None, final, keys, jnp.array([4, -1]), distribution)
+    draw = decoding.Draw.of(keys, (4,), Sampling(VECTORS["temperature"]).numbers)
+    after = decoding._with_next(Fixed, state, None, final, draw)
     expected = np.array(VECTORS["probabilities"])
     counts = np.bincount(np.asarray(after.token), minlength=5)
     assert ((counts - number * expected) ** 2 / (number * expected)).sum() < 18.5

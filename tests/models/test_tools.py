@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from jaxlm.core.axes import POSITION
 from jaxlm.models.base import Hidden, LanguageModel, vocab_axis
-from jaxlm.models.inference import generate as decode
+from jaxlm.models.inference.decoding import num_programs
 from jaxlm.models.inference.generate import GenerationConfig, generate, generate_tokens, stream_tokens
 from jaxlm.models.inference.sampling import StopStrings
 from jaxlm.models.inference.tools.calculator import Calculator
@@ -249,11 +249,11 @@ def test_outputs_are_forced_into_every_row_of_a_batch(scripted):
     alone = generate_tokens(generator, PROMPTS, STOPPED)
     assert [row == new for row, new in zip(alone, expected, strict=True)] == [False, True, False, True, True, True]
     # In pieces, with a condition to stop, from the same compiled functions.
-    before = decode._decode._cache_size()
+    before = num_programs()
     pieces = list(stream_tokens(generator, PROMPTS, STOPPED, every=3, tools=CALLS))
     assert [list(itertools.chain(*row)) for row in zip(*pieces, strict=True)] == expected
     assert generate_tokens(generator, PROMPTS[::-1], STOPPED, tools=CALLS) == expected[::-1]
-    assert decode._decode._cache_size() == before, "compiled again"
+    assert num_programs() == before, "compiled again"
     cut = generate_tokens(generator, PROMPTS[:1], STOPPED, until=lambda row: row[-1] == END, tools=CALLS)
     assert cut == [ANSWER[:6]], "a row that has ended has no output"
 

@@ -13,8 +13,8 @@ from jaxlm.interop.hf.families.llama import LlamaConfig
 from jaxlm.interop.hf.families.mixtral import MixtralConfig
 from jaxlm.interop.hf.families.qwen3_moe import Qwen3MoeConfig
 from jaxlm.models.base import vocab_axis
-from jaxlm.models.inference import generate as decode
 from jaxlm.models.inference import unstacked as unstacked_module
+from jaxlm.models.inference.decoding import Draw, Request, compile_programs
 from jaxlm.models.inference.generate import CACHE_DTYPES, GenerationConfig, generate_tokens
 from jaxlm.models.inference.padding import left_padded
 from jaxlm.models.inference.sampling import Sampling
@@ -92,10 +92,9 @@ def test_decoding_a_token_copies_neither_weights_nor_cache(rows, kv_heads):
         **(SIZES | {"hidden_dim": 128, "num_layers": 2, "num_kv_heads": kv_heads}), intermediate_dim=344
     )
     model = jax.eval_shape(lambda: config.build(vocab_axis(40), key=jax.random.key(0)))
-    keys, stops = jax.eval_shape(lambda: (jax.random.split(jax.random.key(0), rows), jnp.zeros(4, jnp.int32)))
-    prompt = jax.eval_shape(lambda: left_padded([[1, 2, 3]] * rows, rows, 0))
-    greedy = Sampling(temperature=0.0).numbers
-    state = jax.eval_shape(lambda *given: decode._prefill(*given, greedy, 960, None), model, prompt, None, keys, stops)
-    given = (*jax.eval_shape(unstack, (model, state)), keys, stops, jnp.int32(64))
-    temporary = decode._decode.lower(*given, greedy).compile().memory_analysis().temp_size_in_bytes
+    keys = jax.eval_shape(lambda: jax.random.split(jax.random.key(0), rows))
+    draw = Draw.of(keys, (), Sampling(temperature=0.0).numbers)
+    request = Request(left_padded([[1, 2, 3]] * rows, rows), draw, capacity=960, slots=960)
+    _, program, _ = compile_programs(Generator(model, jax.eval_shape(unstack, model)), request)
+    temporary = program.memory_analysis().temp_size_in_bytes
     assert temporary < 4 * 128 * 344

@@ -18,6 +18,7 @@ from jaxlm.core.sharding import Layout
 from jaxlm.core.tracing import tracing
 from jaxlm.interop.hf.folder import load_model, save_folder
 from jaxlm.models.base import vocab_axis
+from jaxlm.models.chunked_loss import ChunkLogits
 from jaxlm.models.distillation.chunked import (
     ForwardKL,
     JensenShannon,
@@ -27,7 +28,7 @@ from jaxlm.models.distillation.chunked import (
     top_k_of,
 )
 from jaxlm.models.inference.generate import generate
-from jaxlm.models.loss import ChunkLogits, token_losses, token_numbers
+from jaxlm.models.loss import token_losses, token_numbers
 from tests.engine import helpers
 from tests.models.test_loss import closed_form, named, problem, sums_of, value_and_grads
 

@@ -1,5 +1,7 @@
 """The distillation objective: its terms, and what it asks its teacher."""
 
+import functools
+
 import haliax as hax
 import jax
 import jax.numpy as jnp
@@ -33,6 +35,12 @@ def refs():
     return {"teacher": filled(TEACHER, 1)}
 
 
+@functools.partial(jax.jit, static_argnums=0)
+def terms_of(objective, model, refs, batch):
+    return objective.terms(model, objective.annotate(refs, batch), None, key=None)
+
+
+@jax.jit
 def logits_of(model, batch):
     return model.logits(model.hidden(Inputs(batch.tokens, batch.positions, batch.segment_ids)).final).array
 
@@ -40,8 +48,7 @@ def logits_of(model, batch):
 @pytest.mark.slow
 def test_terms_and_metrics_match_the_definition(student, refs):
     batch, objective = a_batch(), Distill(temperature=2.0, weight=0.7)
-    annotated = objective.annotate(refs, batch)
-    terms, metrics, slot = objective.terms(student, annotated, None, key=None)
+    terms, metrics, slot = terms_of(objective, student, refs, batch)
     ours, theirs, m = logits_of(student, batch), logits_of(refs["teacher"], batch), batch.loss_mask.array
     log_q, log_p = jax.nn.log_softmax(ours / 2), jax.nn.log_softmax(theirs / 2)
     kl = (jnp.exp(log_p) * (log_p - log_q)).sum(-1)
@@ -64,9 +71,7 @@ def test_terms_and_metrics_match_the_definition(student, refs):
 @pytest.mark.slow
 def test_the_teachers_loss_is_one_more_metric_and_changes_no_other(student, refs):
     batch, plain, asking = a_batch(), Distill(temperature=2.0), Distill(temperature=2.0, teacher_loss=True)
-    parts = [
-        objective.terms(student, objective.annotate(refs, batch), None, key=None)[:2] for objective in (plain, asking)
-    ]
+    parts = [terms_of(objective, student, refs, batch)[:2] for objective in (plain, asking)]
     theirs, m = logits_of(refs["teacher"], batch), batch.loss_mask.array
     nll = -jnp.take_along_axis(jax.nn.log_softmax(theirs), batch.targets.array[..., None], axis=-1)[..., 0]
     teacher_loss = parts[1][1].pop("teacher_loss")
@@ -74,10 +79,8 @@ def test_the_teachers_loss_is_one_more_metric_and_changes_no_other(student, refs
     np.testing.assert_array_equal(teacher_loss.weight, m.sum())
     jax.tree.map(np.testing.assert_array_equal, *parts)
 
-    def loss(model, objective):
-        return objective.terms(model, objective.annotate(refs, batch), None, key=None)[0]["loss"].total
-
-    gradients = [jax.grad(loss)(student, objective) for objective in (plain, asking)]
+    gradient = jax.jit(jax.grad(lambda m, of: terms_of(of, m, refs, batch)[0]["loss"].total), static_argnums=1)
+    gradients = [gradient(student, objective) for objective in (plain, asking)]
     jax.tree.map(np.testing.assert_array_equal, *gradients)
 
 
@@ -87,8 +90,8 @@ def test_microbatches_add_up_to_the_batch(student, refs, top_k):
     batch, objective = a_batch(), Distill(top_k=top_k, divergence="js")
     is_named = lambda a: isinstance(a, hax.NamedArray)  # noqa: E731
     rows = lambda s: jax.tree.map(lambda a: a["batch", s], batch, is_leaf=is_named)  # noqa: E731
-    terms = jax.jit(lambda part: objective.terms(student, objective.annotate(refs, part), None, key=None)[:2])
-    whole, parts = terms(batch), [terms(rows(slice(i, i + n))) for i, n in ((0, 1), (1, 3))]
+    of = lambda part: terms_of(objective, student, refs, part)[:2]  # noqa: E731
+    whole, parts = of(batch), [of(rows(slice(i, i + n))) for i, n in ((0, 1), (1, 3))]
     for group in (0, 1):
         for name, total in whole[group].items():
             added = parts[0][group][name] + parts[1][group][name]
@@ -148,14 +151,13 @@ def test_the_hidden_term_compares_layers_at_the_same_fraction_of_the_depth(own, 
     sizes = {"seq_len": 12, "hidden_dim": 16, "intermediate_dim": 24, "num_heads": 2, "num_kv_heads": 1}
     models = [filled(LlamaConfig(num_layers=n, **sizes), seed) for seed, n in enumerate((own, theirs))]
     batch, objective = a_batch(), Distill(hidden=0.25)
-    terms, metrics, _ = objective.terms(models[0], objective.annotate({"teacher": models[1]}, batch), None, key=None)
-    plain, *_ = Distill().terms(models[0], Distill().annotate({"teacher": models[1]}, batch), None, key=None)
+    terms, metrics, _ = terms_of(objective, models[0], {"teacher": models[1]}, batch)
+    plain, *_ = terms_of(Distill(), models[0], {"teacher": models[1]}, batch)
     streams = []
     for model in models:
         names = [layer_tap(layer) for layer in range(model.config.num_layers)]
-        taps = model.hidden(Inputs(batch.tokens, batch.positions, batch.segment_ids), taps=names[:1]).taps
-        for name in names[1:]:  # one at a time: another program
-            taps |= model.hidden(Inputs(batch.tokens, batch.positions, batch.segment_ids), taps=[name]).taps
+        inputs = Inputs(batch.tokens, batch.positions, batch.segment_ids)
+        taps = jax.jit(lambda model, inputs=inputs, names=names: model.hidden(inputs, taps=names).taps)(model)
         streams.append([np.asarray(taps[name].array, np.float64) for name in names])
     distances = []
     for layer, teachers in pairs.items():
@@ -169,7 +171,7 @@ def test_the_hidden_term_compares_layers_at_the_same_fraction_of_the_depth(own, 
 @pytest.mark.slow
 def test_the_hidden_term_of_a_model_that_equals_its_teacher_is_zero(student):
     objective = Distill(hidden=1.0)
-    _, metrics, _ = objective.terms(student, objective.annotate({"teacher": student}, a_batch()), None, key=None)
+    _, metrics, _ = terms_of(objective, student, {"teacher": student}, a_batch())
     assert float(metrics["hidden_distance"].total) < 1e-9
 
 

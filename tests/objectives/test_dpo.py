@@ -1,5 +1,6 @@
 """The objective `dpo`: its losses against float64 closed forms, its terms against the model's logits, its reference."""
 
+import functools
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -116,12 +117,18 @@ def test_the_losses_match_the_closed_forms_with_finite_gradients():
     options = PairLossOptions(beta=0.3, label_smoothing=0.2, simpo_gamma=0.7, alphapo_alpha=0.1, discopop_tau=0.5)
     expected = closed_forms(pair, options)
     assert expected.keys() == PAIR_LOSSES.keys()
-    for name, loss in PAIR_LOSSES.items():
-        np.testing.assert_allclose(loss(pair, options), expected[name], rtol=2e-5, atol=1e-6, err_msg=name)
+
+    @jax.jit
+    def losses_and_gradients(pair):
+        losses = {name: loss(pair, options) for name, loss in PAIR_LOSSES.items()}
+        total = {name: lambda pair, loss=loss: jnp.sum(loss(pair, options)) for name, loss in PAIR_LOSSES.items()}
+        return losses, {name: jax.grad(loss)(pair) for name, loss in total.items()}
+
+    for name, loss in losses_and_gradients(pair)[0].items():
+        np.testing.assert_allclose(loss, expected[name], rtol=2e-5, atol=1e-6, err_msg=name)
     certain = PairLogps(*(jnp.zeros(1),) * 6)
-    for name, loss in PAIR_LOSSES.items():
-        for logps in (pair, certain):
-            gradient = jax.grad(lambda p, loss=loss: jnp.sum(loss(p, options)))(logps)
+    for logps in (pair, certain):
+        for name, gradient in losses_and_gradients(logps)[1].items():
             assert all(np.isfinite(column).all() for column in gradient), name
 
 
@@ -186,11 +193,14 @@ def logps_of(model, columns):
     return (target_logps(model, columns) * columns["loss_mask"]).sum(-1)
 
 
-def measured(objective, model, reference, batch):
+def terms_of(objective, model, slot, batch):
     """Terms and metrics as in a step, with the reference in the objective's state."""
-    slot = objective.init_slot(reference)
     batch = objective.annotate({}, batch, slot, model)
-    terms, metrics, _ = objective.terms(model, batch, slot, key=None)
+    return objective.terms(model, batch, slot, key=None)[:2]
+
+
+def measured(objective, model, reference, batch):
+    terms, metrics = jax.jit(functools.partial(terms_of, objective))(model, objective.init_slot(reference), batch)
     weights = objective.weights(batch)
     return {name: float(t.total / weights[name]) for name, t in terms.items()}, {
         k: float(m.mean()) for k, m in metrics.items()
@@ -251,17 +261,14 @@ def test_only_the_model_that_trains_has_a_gradient_and_a_small_step_widens_the_m
     model, _ = models
     columns = columns_of(rows=2)  # the second row is no pair
     objective, batch = Dpo(), pair_batch(columns)
-    asked = objective.annotate({}, batch, objective.init_slot(model), model)
-    loss = lambda m: objective.terms(m, asked, None, key=None)[0]["loss"].total  # noqa: E731
-    gradient = jax.jit(jax.grad(loss))(model)
-    moved = jax.tree.map(lambda w, g: w - 1e-3 * g, model, gradient)
-    margin = lambda m: objective.terms(m, asked, None, key=None)[1]["rewards/margins"].total  # noqa: E731
-    assert float(margin(moved)) > float(margin(model)) == 0
+    slot, measure = objective.init_slot(model), jax.jit(functools.partial(terms_of, objective))
+    gradient = jax.jit(jax.grad(lambda m: measure(m, slot, batch)[0]["loss"].total))(model)
+    moved = jax.jit(lambda model: jax.tree.map(lambda w, g: w - 1e-3 * g, model, gradient))(model)
+    (terms, after), (_, before) = (measure(m, slot, batch) for m in (moved, model))
+    assert after["rewards/margins"].total > before["rewards/margins"].total == 0
     # A prompt's own likelihoods are not in the loss: other targets there change nothing.
     columns["targets"][:, :, :2] = 5
-    assert float(loss(model)) == float(
-        objective.terms(model, replace(asked, pairs=pair_batch(columns).pairs), None, key=None)[0]["loss"].total
-    )
+    assert measure(moved, slot, pair_batch(columns))[0]["loss"].total == terms["loss"].total
 
 
 @pytest.mark.slow

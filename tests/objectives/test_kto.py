@@ -85,7 +85,7 @@ def test_microbatches_add_up_to_the_batch_and_the_estimate_has_no_gradient(case)
     for name, number in whole.statistics.items():
         assert float(both.statistics[name]) == pytest.approx(float(number), rel=1e-5), name
 
-    asked = objective.annotate({}, batch, start, model)
+    asked = jax.jit(lambda model: objective.annotate({}, batch, start, model))(model)
     estimate = lambda m: objective.terms(m, asked, start, key=None)[2].statistics["log_ratios"]  # noqa: E731
     assert not any(np.any(g) for g in jax.tree.leaves(jax.jit(jax.grad(estimate))(model)))
 

@@ -1,5 +1,6 @@
 """The next-token objective: its sums, which do not depend on how a batch is split."""
 
+import functools
 import json
 from pathlib import Path
 
@@ -46,6 +47,12 @@ def a_batch(rows=4, length=12, seed=0):
     return TokenBatch(*(hax.named(jnp.asarray(c, d), axes) for c, d in zip(columns, dtypes, strict=True)))
 
 
+@functools.partial(jax.jit, static_argnums=0)
+def terms_of(objective, model, batch):
+    return objective.terms(model, batch, None, key=None)
+
+
+@functools.partial(jax.jit, static_argnums=(2, 3))
 def reference(model, batch, z, smoothing):
     """Every term from the model's logits, computed from the definition."""
     logits = model.logits(model.hidden(Inputs(batch.tokens, batch.positions, batch.segment_ids)).final).array
@@ -64,7 +71,7 @@ def reference(model, batch, z, smoothing):
 def test_terms_and_metrics_match_the_definition(model, z, smoothing):
     batch = a_batch()
     objective = NextToken(z_loss_weight=z, label_smoothing=smoothing, log_entropy=z > 0)
-    terms, metrics, slot = objective.terms(model, batch, None, key=None)
+    terms, metrics, slot = terms_of(objective, model, batch)
     total, plain, z_loss, correct, weight, entropy = reference(model, batch, z, smoothing)
     assert slot is None
     assert set(terms) == {"loss"}, "no layer of a dense model adds anything"
@@ -89,7 +96,7 @@ def test_terms_and_metrics_match_the_definition(model, z, smoothing):
 def test_the_gradient_with_a_soft_cap_matches_the_definition(model):
     model, batch = with_traits(model, logit_soft_cap=0.5), a_batch()
     objective = NextToken(z_loss_weight=1e-2, label_smoothing=0.1)
-    ours = jax.jit(jax.grad(lambda m: objective.terms(m, batch, None, key=None)[0]["loss"].total))(model)
+    ours = jax.jit(jax.grad(lambda m: terms_of(objective, m, batch)[0]["loss"].total))(model)
     expected = jax.jit(jax.grad(lambda m: reference(m, batch, 1e-2, 0.1)[0]))(model)
     for got, want in zip(jax.tree.leaves(ours), jax.tree.leaves(expected), strict=True):
         np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-4)
@@ -100,8 +107,8 @@ def test_microbatches_add_up_to_the_batch(model):
     batch, objective = a_batch(), NextToken(z_loss_weight=1e-2)
     is_named = lambda a: isinstance(a, hax.NamedArray)  # noqa: E731
     rows = lambda s: jax.tree.map(lambda a: a["batch", s], batch, is_leaf=is_named)  # noqa: E731
-    whole = objective.terms(model, batch, None, key=None)
-    parts = [objective.terms(model, rows(slice(i, i + n)), None, key=None) for i, n in ((0, 1), (1, 3))]
+    whole = terms_of(objective, model, batch)
+    parts = [terms_of(objective, model, rows(slice(i, i + n))) for i, n in ((0, 1), (1, 3))]
     for group in (0, 1):
         for name, total in whole[group].items():
             added = parts[0][group][name] + parts[1][group][name]

@@ -19,7 +19,8 @@ def model():
 def rewards_of(model, columns):
     """[pairs, 2], from the hidden state of the last token of each sequence."""
     sequences = pair_batch(columns).sequences()
-    hidden = model.base.hidden(Inputs(sequences.tokens, sequences.positions, sequences.segment_ids)).final
+    inputs = Inputs(sequences.tokens, sequences.positions, sequences.segment_ids)
+    hidden = jax.jit(lambda model: model.base.hidden(inputs).final)(model)
     states = np.asarray(hidden.rearrange(("batch", "position", "embed")).array, np.float64)
     last = columns["segment_ids"].sum(-1).reshape(-1) - 1
     return (states[np.arange(len(last)), last] @ np.asarray(model.reward.array, np.float64)).reshape(-1, 2)
@@ -30,7 +31,7 @@ def test_terms_and_metrics_match_the_hidden_states(model):
     columns = columns_of()
     batch, rewards = pair_batch(columns), rewards_of(model, columns)[:-1]  # the last row is no pair
     objective = RewardObjective(center_coefficient=0.1)
-    terms, metrics, _ = objective.terms(model, batch, None, key=None)
+    terms, metrics, _ = jax.jit(lambda model: objective.terms(model, batch, None, key=None))(model)
     margins = rewards[:, 0] - rewards[:, 1]
     loss = (np.log1p(np.exp(-margins)) + 0.1 * rewards.sum(1) ** 2).mean()
     assert float(terms["loss"].total / objective.weights(batch)["loss"]) == pytest.approx(loss, rel=1e-5)

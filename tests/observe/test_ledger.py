@@ -239,6 +239,8 @@ def test_two_runs_in_one_process_count_its_age_once(tmp_path, monkeypatch):
     goodput = account(read_lines(tmp_path))
     assert goodput.num_starts == 2
     assert before <= goodput.wall_s <= process_age_s() + 0.02  # the system counts in hundredths
+    first, second = read_lines(tmp_path)
+    assert first["elapsed_s"] >= before > second["elapsed_s"]
 
 
 def test_nested_activities_are_counted_once():

@@ -11,6 +11,8 @@ from jaxlm import train
 from jaxlm.core.errors import ConfigError
 from jaxlm.engine.checkpoint.local import LocalFolder
 from jaxlm.engine.checkpoint.manifest import Cursor, History
+from jaxlm.plan.run_config import RunConfig
+from jaxlm.plan.trainer_config import TrainerConfig
 from jaxlm.session import phase
 from jaxlm.session.init_from import expected_cursor
 
@@ -26,9 +28,7 @@ def test_where_a_run_goes_on_is_known_before_its_checkpoints_are_verified(tmp_pa
 
     def plan(**trainer: Any) -> Any:
         folder = LocalFolder(tmp_path / "own", delete_temporary=True)
-        keys = {"load_checkpoint_path": None, "initialize_from_state": None, **trainer}
-        run = SimpleNamespace(trainer=SimpleNamespace(checkpointer=SimpleNamespace(staging_dir="staging"), **keys))
-        return SimpleNamespace(config=run, checkpoints=folder)
+        return SimpleNamespace(config=RunConfig(trainer=TrainerConfig(**trainer)), checkpoints=folder)
 
     assert expected_cursor(plan()) is None
     other, first, last = (Cursor(step, 0, "one", False, False) for step in (1, 2, 4))

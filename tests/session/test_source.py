@@ -3,6 +3,7 @@
 import json
 import shutil
 from pathlib import Path
+from unittest import mock
 
 import pytest
 
@@ -29,14 +30,15 @@ def run(place: Path, name: str, steps: int = 1, **keys):
         "num_train_steps": steps,
         "train_batch_size": 8,
         "log_dir": str(place / "logs"),
-        "compilation_cache_dir": None,
+        "compilation_cache_dir": str(place.parent / "xla"),  # for all tests of a worker
         "checkpointer": {"base_path": str(place / "checkpoints")},
         **keys.pop("trainer", {}),
     }
     data = {"train_urls": [str(place / "text.txt")], "tokenizer": str(place / "tokenizer"), **keys.pop("data", {})}
     data["cache_dir"] = str(place / "cache" / name)
     exports = {"hf_save_path": str(place / "exports" / name), "hf_save_steps": 100}
-    train(decode_run(ConfigSource({"data": data, "trainer": trainer, "evals": [], **exports, **keys}), None))
+    with mock.patch("jaxlm.session.final_report.write_plots", return_value=[]):
+        train(decode_run(ConfigSource({"data": data, "trainer": trainer, "evals": [], **exports, **keys}), None))
     return place / "exports" / name / f"step-{steps}"
 
 

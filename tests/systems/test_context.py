@@ -247,9 +247,11 @@ def test_an_objective_does_not_depend_on_the_order_of_tokens(name):
     check(loss_and_gradient(name, batch, one_device(), config), name)
 
 
+# What these read of a row, others above read too: adapters read nothing, labels are targets, and Dpo has answers of its own.
+LIKE_OTHERS = ("adapters", "labels", "unpaired")
 SHARED = [("llama", "zigzag"), ("llama", "blocks")]
 SHARED += [
-    pytest.param(name, balance, marks=() if balance == "zigzag" else pytest.mark.soak)
+    pytest.param(name, balance, marks=() if balance == "zigzag" and name not in LIKE_OTHERS else pytest.mark.soak)
     for name in CASES
     for balance in ("zigzag", "blocks")
     if name != "llama"

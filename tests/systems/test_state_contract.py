@@ -80,6 +80,22 @@ STATES = {
 }
 
 
+# Their states have the arrays of the row `llama`, `mixtral` or `progressive`, and no class of their own.
+ALIKE = {
+    "handover",
+    "checkpoint",
+    "phases",
+    "precision",
+    "adam optimizer",
+    "bfloat16 router in float32",
+    "timed stacks",
+}
+
+
+def tier(name: str) -> Any:
+    return () if name == "llama" else pytest.mark.soak if name in ALIKE else pytest.mark.slow
+
+
 @functools.cache
 def planned(name: str) -> Any:
     return make_plan(decode_run(ConfigSource(STATES[name]), None), "x", 64)
@@ -105,9 +121,7 @@ def bits(state: Any) -> dict[str, bytes]:
     }
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=() if name == "llama" else pytest.mark.slow) for name in STATES]
-)
+@pytest.mark.parametrize("name", [pytest.param(name, marks=tier(name)) for name in STATES])
 def test_a_state_comes_back_bit_for_bit(name, tmp_path):
     plan, rng, lines = planned(name), np.random.default_rng(0), []
     phase = plan.phases[-1]

@@ -24,7 +24,7 @@ from jaxlm.data.examples import Examples
 from jaxlm.data.masking import MaskingConfig
 from jaxlm.data.mixture import Mixture
 from jaxlm.data.tokenizer.tokenizer import Tokenizer
-from jaxlm.models.inference.responses import XlaOptions
+from jaxlm.models.inference.decoding import XlaOptions
 
 T = TypeVar("T")
 

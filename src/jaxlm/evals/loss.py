@@ -16,7 +16,8 @@ from jaxlm.core.values.sums import DummyPrefix
 from jaxlm.evals.base import Eval, EvalConfig, EvalContext, EvalMetrics, EvalScope, Score
 from jaxlm.evals.batches import read_sums
 from jaxlm.models.base import Inputs, LanguageModel
-from jaxlm.models.loss import ChunkLogits, token_numbers
+from jaxlm.models.chunked_loss import ChunkLogits
+from jaxlm.models.loss import token_numbers
 from jaxlm.reading.choices import choice
 
 

@@ -17,9 +17,9 @@ Shapes: B batch, S position, C tokens of a chunk, N chunks, D embed, V vocab (th
 
 import abc
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, NamedTuple, Protocol
+from typing import Any, ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -29,171 +29,12 @@ from jax.sharding import PartitionSpec
 
 from jaxlm.core.axes import BATCH, EMBED, POSITION, VOCAB
 from jaxlm.core.devices import caches, rows_in_half
-from jaxlm.core.products.fp8 import Fp8, Scaled, scaled_product, to_fp8
-from jaxlm.core.products.matmul import arranged, einsum
-from jaxlm.core.products.stored_weights import StoredArray, Weight
+from jaxlm.core.products.matmul import arranged
+from jaxlm.core.products.stored_weights import StoredArray, StoredWeight, Weight
 from jaxlm.core.sharding import current_platform
 from jaxlm.core.tracing import CustomVjp, trace_options
+from jaxlm.models.head_products import HeadKind, HeadProducts, PlainHead, plain_head
 from jaxlm.models.token_sharding import TokenSharding
-
-
-class HeadProducts(abc.ABC):
-    """The products with the head. All results are float32."""
-
-    @abc.abstractmethod
-    def logits(self, x_CD: jax.Array) -> jax.Array:
-        """[C, V]."""
-
-    @abc.abstractmethod
-    def hidden_gradient(self, d_logits_CV: jax.Array) -> jax.Array:
-        """[C, D], of this shard of the vocabulary."""
-
-    @abc.abstractmethod
-    def head_gradient(self, d_logits_CV: jax.Array, x_CD: jax.Array) -> jax.Array:
-        """[V, D], of these tokens."""
-
-
-@dataclass(frozen=True)
-class PlainHead(HeadProducts):
-    """Products in the dtype of the head."""
-
-    w_VD: jax.Array | StoredArray
-
-    def logits(self, x_CD: jax.Array) -> jax.Array:
-        return einsum("cd,vd->cv", x_CD, self.w_VD, jnp.float32)
-
-    def hidden_gradient(self, d_logits_CV: jax.Array) -> jax.Array:
-        return einsum("cv,vd->cd", d_logits_CV, self.w_VD, jnp.float32)
-
-    def head_gradient(self, d_logits_CV: jax.Array, x_CD: jax.Array) -> jax.Array:
-        return head_gradient(d_logits_CV, x_CD)
-
-
-def head_gradient(d_logits_CV: jax.Array, x_CD: jax.Array) -> jax.Array:
-    """The gradient of the head, [V, D] in float32, as a product in the dtype of the logits' gradient."""
-    x_CD = x_CD.astype(d_logits_CV.dtype)
-    parts = trace_options().block_sizes.head_gradient_parts or _default_parts(x_CD.dtype)
-    if parts > 1 and len(x_CD) % parts == 0:
-        divided = (a.reshape(parts, -1, a.shape[-1]) for a in (d_logits_CV, x_CD))
-        return jnp.einsum("pcv,pcd->vd", *divided, preferred_element_type=jnp.float32)
-    return jnp.einsum("cv,cd->vd", d_logits_CV, x_CD, preferred_element_type=jnp.float32)
-
-
-def _default_parts(dtype: Any) -> int:
-    """XLA for CPUs leaves this product to no library, and computes it in float32, unless it sums over two axes. In float32,
-    that is not faster with all vocabularies: `jaxlm bench --tune` measures it."""
-    return 2 if current_platform() == "cpu" and dtype == jnp.bfloat16 else 1
-
-
-@dataclass(frozen=True)
-class TensorwiseHead(HeadProducts):
-    """Products in fp8, with one scale for all hidden states, one for the head and one for the gradient of all logits.
-
-    The scale of the gradient is that of an upper bound: the largest gradient of all tokens is not known while they are
-    processed in chunks, and the chunks depend on the number of devices. e5m2 has the range for it.
-
-    Attributes:
-        x_scale, gradient_scale: scales of the hidden states and of the gradient of the logits.
-        w_VD: the head.
-    """
-
-    fp8: Fp8
-    x_scale: jax.Array
-    gradient_scale: jax.Array
-    w_VD: Scaled
-
-    @staticmethod
-    def of(fp8: Fp8, x_BSD: jax.Array, w_VD: jax.Array, bound: jax.Array, sharding: TokenSharding) -> "TensorwiseHead":
-        """The products for these hidden states. Args: bound: no gradient of this device's logits is larger."""
-        x_scale = fp8.scale(sharding.max_tokens(fp8.maximum(x_BSD, ()).reshape(1, 1)))
-        gradient_scale = fp8.scale(sharding.max_tokens(bound.reshape(1, 1)), fp8.gradient_dtype)
-        w_scale = fp8.scale(sharding.max_vocab(fp8.maximum(w_VD, ())))
-        return TensorwiseHead(fp8, x_scale, gradient_scale, to_fp8(w_VD, w_scale))
-
-    def logits(self, x_CD: jax.Array) -> jax.Array:
-        return scaled_product(to_fp8(x_CD, self.x_scale), self.w_VD, (1,), (1,), jnp.float32, fast=True)
-
-    def hidden_gradient(self, d_logits_CV: jax.Array) -> jax.Array:
-        return scaled_product(self._gradient(d_logits_CV), self.w_VD, (1,), (0,), jnp.float32)
-
-    def head_gradient(self, d_logits_CV: jax.Array, x_CD: jax.Array) -> jax.Array:
-        x = to_fp8(x_CD, self.x_scale)
-        return scaled_product(self._gradient(d_logits_CV), x, (0,), (0,), jnp.float32)
-
-    def _gradient(self, d_logits_CV: jax.Array) -> Scaled:
-        return to_fp8(d_logits_CV, self.gradient_scale, self.fp8.gradient_dtype)
-
-
-@dataclass(frozen=True)
-class RowwiseHead(HeadProducts):
-    """Products in fp8 with a scale for each vector that they sum over, except the gradient of the head.
-
-    That product sums over all tokens, so its scales would depend on how the tokens are divided into chunks and devices. It
-    is computed in the dtype of the head.
-
-    Attributes:
-        w_VD: the head with a scale per token of the vocabulary.
-        w_for_gradient_VD: the head with a scale per feature.
-    """
-
-    fp8: Fp8
-    sharding: TokenSharding
-    w_VD: Scaled
-    w_for_gradient_VD: Scaled
-
-    @staticmethod
-    def of(fp8: Fp8, w_VD: jax.Array, sharding: TokenSharding) -> "RowwiseHead":
-        """The products with this head."""
-        scale = fp8.scale(sharding.max_vocab(fp8.maximum(w_VD, (0,))))
-        return RowwiseHead(fp8, sharding, fp8.quantized(w_VD, (1,)), to_fp8(w_VD, scale))
-
-    def logits(self, x_CD: jax.Array) -> jax.Array:
-        return scaled_product(self.fp8.quantized(x_CD, (1,)), self.w_VD, (1,), (1,), jnp.float32, fast=True)
-
-    def hidden_gradient(self, d_logits_CV: jax.Array) -> jax.Array:
-        largest_C1 = self.sharding.max_vocab(self.fp8.maximum(d_logits_CV, (1,)))
-        gradient = to_fp8(d_logits_CV, self.fp8.scale(largest_C1, self.fp8.gradient_dtype), self.fp8.gradient_dtype)
-        return scaled_product(gradient, self.w_for_gradient_VD, (1,), (0,), jnp.float32)
-
-    def head_gradient(self, d_logits_CV: jax.Array, x_CD: jax.Array) -> jax.Array:
-        return head_gradient(d_logits_CV, x_CD)
-
-
-class HeadKind(Protocol):
-    """Computes the products with a head. Static, so it must be hashable."""
-
-    def __call__(
-        self, x_BSD: jax.Array, w_VD: jax.Array | StoredArray, columns: Sequence[jax.Array], sharding: TokenSharding
-    ) -> HeadProducts:
-        """The products for these hidden states. Args: columns: those of the loss."""
-        ...
-
-
-def plain_head(x_BSD: Any, w_VD: jax.Array | StoredArray, columns: Any, sharding: TokenSharding) -> HeadProducts:
-    """Products in the dtype of the head."""
-    return PlainHead(w_VD)
-
-
-@dataclass(frozen=True)
-class NextTokenFp8:
-    """Products in fp8, for the next-token loss with targets and the loss mask as columns.
-
-    Attributes:
-        z: weight of the z-loss.
-    """
-
-    fp8: Fp8
-    z: float
-
-    def __call__(self, x_BSD, w_VD, columns, sharding: TokenSharding) -> HeadProducts:
-        if self.fp8.recipe == "rowwise":
-            return RowwiseHead.of(self.fp8, w_VD, sharding)
-        # A probability minus a target is within [-1, 1]. The z-loss adds 2 z lse times a probability.
-        bound = jnp.max(jnp.abs(columns[1])) * (1 + 2 * self.z * _LARGE_LSE)
-        return TensorwiseHead.of(self.fp8, x_BSD, w_VD, bound, sharding)
-
-
-_LARGE_LSE = 1000.0  # logsumexp of a model that is about to diverge; beyond it, gradients saturate
 
 
 @dataclass(frozen=True)
@@ -216,14 +57,15 @@ class ChunkedLoss(abc.ABC):
     products: HeadKind = field(default=plain_head, kw_only=True)
 
     @abc.abstractmethod
-    def sums(
+    def of_chunk(
         self, logits_CV: jax.Array, columns: tuple[jax.Array, ...], heads: tuple[jax.Array | StoredArray, ...]
-    ) -> tuple[jax.Array, Any]:
-        """The sums over a chunk, float32 [num_sums], and what `logit_gradient` needs besides."""
+    ) -> tuple[tuple[jax.Array, ...], Callable[[], jax.Array]]:
+        """The numbers of each token that are summed, float32 [C], and the gradient of the first sum with respect to the
+        logits after the soft cap, float32 [C, V], by the loss mask. It is only called if it is needed.
 
-    @abc.abstractmethod
-    def logit_gradient(self, logits_CV: jax.Array, saved: Any, columns: tuple[jax.Array, ...]) -> jax.Array:
-        """The gradient of the first sum with respect to the logits after the soft cap, float32 [C, V]."""
+        Args:
+            columns: targets, the loss mask, and what else the loss reads of each token.
+        """
 
 
 def default_chunk_tokens(platform: str) -> int:
@@ -315,10 +157,14 @@ def logits_of(
 def without_tokens(logits_CV: jax.Array, excluded: Sequence[jax.Array], sharding: TokenSharding) -> jax.Array:
     """The logits where some tokens have a probability of 0. Args: excluded: int [C] arrays, a token of each position."""
     for token_C in excluded:
-        num_local = logits_CV.shape[1]
-        ids_C = sharding.local_ids(token_C, num_local)
-        logits_CV = jnp.where(ids_C[:, None] == jnp.arange(num_local, dtype=ids_C.dtype), _NEVER, logits_CV)
+        logits_CV = jnp.where(is_token(token_C, logits_CV.shape[1], sharding), _NEVER, logits_CV)
     return logits_CV
+
+
+def is_token(token_C: jax.Array, num_local: int, sharding: TokenSharding) -> jax.Array:
+    """bool [C, V]: which of this device's `num_local` tokens is the given one."""
+    ids_C = sharding.local_ids(token_C, num_local)
+    return ids_C[:, None] == jnp.arange(num_local, dtype=ids_C.dtype)
 
 
 def local_logits(logits_CV: jax.Array, num_local: int, sharding: TokenSharding) -> jax.Array:
@@ -330,46 +176,33 @@ def local_logits(logits_CV: jax.Array, num_local: int, sharding: TokenSharding) 
     return jax.lax.dynamic_slice_in_dim(padded, sharding.first_id(num_local), num_local, axis=1)
 
 
-class LogitSummary(NamedTuple):
-    """Holds what a loss needs of the logits of a chunk besides those of the targets.
-
-    Attributes:
-        lse: [C], log of the sum over the vocabulary of exp(logits).
-        first_maximum: int32 [C], the first index of the largest logit in this shard of the vocabulary; the size of the
-            shard if the largest logit is in another.
-    """
-
-    lse: jax.Array
-    first_maximum: jax.Array
-
-    @staticmethod
-    def of(logits_CV: jax.Array, sharding: TokenSharding) -> "LogitSummary":
-        """Summarizes logits. GPUs take longer to read them than to compute with them, and read them once."""
-        num_local = logits_CV.shape[1]
-        # jax loses the derivative of `online_maximum` when it differentiates a loop that it has differentiated before.
-        if current_platform() == "gpu" and not trace_options().twice_differentiable:
-            local_top_C, local_sum_C, local_first_C = online_maximum(logits_CV)
-            local_top_C = jax.lax.stop_gradient(local_top_C)
-            top_C = sharding.max_vocab(local_top_C)
-            sum_C = sharding.sum_vocab(local_sum_C * jnp.exp(local_top_C - top_C))
-            return LogitSummary(top_C + jnp.log(sum_C), jnp.where(local_top_C == top_C, local_first_C, num_local))
-        top_C = jax.lax.stop_gradient(sharding.max_vocab(jnp.max(logits_CV, axis=1)))
-        sum_C = sharding.sum_vocab(jnp.sum(jnp.exp(logits_CV - top_C[:, None]), axis=1))
-        index_V = jnp.arange(num_local, dtype=jnp.int32)
-        first_C = jnp.where(logits_CV == top_C[:, None], index_V, num_local).min(axis=1)
-        return LogitSummary(top_C + jnp.log(sum_C), first_C)
-
-
 def logsumexp(logits_CV: jax.Array, sharding: TokenSharding) -> jax.Array:
     """[C]: log of the sum over the vocabulary of exp(logits)."""
-    return LogitSummary.of(logits_CV, sharding).lse
+    return _summary(logits_CV, sharding)[0]
+
+
+def _summary(logits_CV: jax.Array, sharding: TokenSharding) -> tuple[jax.Array, jax.Array]:
+    """`lse_C` and `first_C` of `ChunkLogits`. GPUs take longer to read logits than to compute with them: they read once."""
+    num_local = logits_CV.shape[1]
+    # jax loses the derivative of `online_maximum` when it differentiates a loop that it has differentiated before.
+    if current_platform() == "gpu" and not trace_options().twice_differentiable:
+        local_top_C, local_sum_C, local_first_C = online_maximum(logits_CV)
+        local_top_C = jax.lax.stop_gradient(local_top_C)
+        top_C = sharding.max_vocab(local_top_C)
+        sum_C = sharding.sum_vocab(local_sum_C * jnp.exp(local_top_C - top_C))
+        return top_C + jnp.log(sum_C), jnp.where(local_top_C == top_C, local_first_C, num_local)
+    top_C = jax.lax.stop_gradient(sharding.max_vocab(jnp.max(logits_CV, axis=1)))
+    sum_C = sharding.sum_vocab(jnp.sum(jnp.exp(logits_CV - top_C[:, None]), axis=1))
+    index_V = jnp.arange(num_local, dtype=jnp.int32)
+    first_C = jnp.where(logits_CV == top_C[:, None], index_V, num_local).min(axis=1)
+    return top_C + jnp.log(sum_C), first_C
 
 
 @jax.custom_jvp
 def online_maximum(logits_CV: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
     """The maximum, the sum of exp(logits - maximum), and the first index of the maximum, [C] each, in one pass.
 
-    The derivative is that of the sum, for a constant maximum, as `LogitSummary` needs it. Source: online softmax (Milakov
+    The derivative is that of the sum, for a constant maximum, as `_summary` needs it. Source: online softmax (Milakov
     and Gimelshein 2018, arXiv:1805.02867, algorithm 3).
     """
 
@@ -396,28 +229,69 @@ def _online_maximum_jvp(primals, tangents):
     return (top_C, sum_C, index_C), (jnp.zeros_like(top_C), sum_tangent_C, no_tangent)
 
 
-def target_logit(logits_CV: jax.Array, y_C: jax.Array, sharding: TokenSharding) -> jax.Array:
-    """The logit of the target; NaN if the target is outside the vocabulary."""
-    num_local = logits_CV.shape[1]
-    ids = sharding.local_ids(y_C, num_local)
-    is_local = (ids >= 0) & (ids < num_local) & (y_C < sharding.vocab_size)
-    local_logit = jnp.take_along_axis(logits_CV, jnp.clip(ids, 0, num_local - 1)[:, None], axis=1)[:, 0]
-    num_owners = sharding.sum_vocab(is_local.astype(jnp.float32))
-    return jnp.where(num_owners > 0, sharding.sum_vocab(jnp.where(is_local, local_logit, 0.0)), jnp.nan)
+class ChunkLogits(NamedTuple):
+    """The logits of a chunk of tokens, and the targets. Its methods return a number for each token, [C].
+
+    Attributes:
+        lse_C: log of the sum over the vocabulary of exp(logits).
+        first_C: int32, the first index of the largest logit in this shard of the vocabulary; the size of the shard if the
+            largest logit is in another.
+    """
+
+    logits_CV: jax.Array
+    lse_C: jax.Array
+    first_C: jax.Array
+    y_C: jax.Array
+    sharding: TokenSharding
+
+    @staticmethod
+    def of(logits_CV: jax.Array, y_C: jax.Array, sharding: TokenSharding) -> "ChunkLogits":
+        return ChunkLogits(logits_CV, *_summary(logits_CV, sharding), y_C, sharding)
+
+    def nats(self) -> jax.Array:
+        """Negative log-likelihood of the target; NaN if the target is outside the vocabulary."""
+        num_local, sum_vocab = self.logits_CV.shape[1], self.sharding.sum_vocab
+        ids = self.sharding.local_ids(self.y_C, num_local)
+        is_local = (ids >= 0) & (ids < num_local) & (self.y_C < self.sharding.vocab_size)
+        local_logit = jnp.take_along_axis(self.logits_CV, jnp.clip(ids, 0, num_local - 1)[:, None], axis=1)[:, 0]
+        num_owners = sum_vocab(is_local.astype(jnp.float32))
+        target_C = jnp.where(num_owners > 0, sum_vocab(jnp.where(is_local, local_logit, 0.0)), jnp.nan)
+        return self.lse_C - target_C
+
+    def entropy(self) -> jax.Array:
+        """Entropy of the distribution in nats."""
+        p_CV = self.softmax()
+        # jnp.where, because a logit may be -inf, and 0 times infinity is NaN, in the gradient too.
+        products_CV = p_CV * jnp.where(p_CV > 0, self.logits_CV, 0.0)
+        return self.lse_C - self.sharding.sum_vocab(jnp.sum(products_CV, axis=1))
+
+    def collision_entropy(self) -> jax.Array:
+        """Minus the log of the sum of the squared probabilities (Rényi entropy of order 2)."""
+        return 2 * self.lse_C - logsumexp(2 * self.logits_CV, self.sharding)
+
+    def predicts(self, ids_C: jax.Array) -> jax.Array:
+        """Tells whether greedy decoding would pick a token."""
+        num_local, sum_vocab = self.logits_CV.shape[1], self.sharding.sum_vocab
+        ids = self.sharding.local_ids(ids_C, num_local)
+        # A maximum before the token wins: in this shard, or anywhere in an earlier shard. One in a later shard does not.
+        has_earlier = (self.first_C < num_local) & (self.first_C < ids)
+        is_maximum = (self.first_C == ids) & (ids < num_local)
+        return (sum_vocab(is_maximum.astype(jnp.int32)) > 0) & (sum_vocab(has_earlier.astype(jnp.int32)) == 0)
+
+    def softmax(self) -> jax.Array:
+        """[C, V]."""
+        return jnp.exp(self.logits_CV - self.lse_C[:, None])
+
+    def is_target(self) -> jax.Array:
+        """bool [C, V]."""
+        return is_token(self.y_C, self.logits_CV.shape[1], self.sharding)
+
+    def constant(self) -> "ChunkLogits":
+        """The same logits without a gradient."""
+        return self._replace(logits_CV=jax.lax.stop_gradient(self.logits_CV), lse_C=jax.lax.stop_gradient(self.lse_C))
 
 
-def is_first_maximum(first_C: jax.Array, y_C: jax.Array, num_local: int, sharding: TokenSharding) -> jax.Array:
-    """Tells whether greedy decoding would pick the target. Args: first_C: `LogitSummary.first_maximum`."""
-    ids = sharding.local_ids(y_C, num_local)
-    # A maximum before the target wins: in this shard, or anywhere in an earlier shard. One in a later shard does not.
-    has_earlier = (first_C < num_local) & (first_C < ids)
-    is_target = (first_C == ids) & (ids < num_local)
-    return (sharding.sum_vocab(is_target.astype(jnp.int32)) > 0) & (
-        sharding.sum_vocab(has_earlier.astype(jnp.int32)) == 0
-    )
-
-
-def masked_sums(values: tuple[jax.Array, ...], m_C: jax.Array) -> jax.Array:
+def _masked_sums(values: tuple[jax.Array, ...], m_C: jax.Array) -> jax.Array:
     """The sum of each [C] array, weighted by the loss mask."""
     # jnp.where, because a masked target may be outside the vocabulary, and NaN times 0 is NaN.
     return jnp.stack([jnp.sum(jnp.where(m_C == 0, 0.0, m_C * a)) for a in values])
@@ -442,19 +316,62 @@ class _Gradients(NamedTuple):
 
 def chunked_loss(
     loss: ChunkedLoss,
-    x_BSD: jax.Array,
-    w_VD: jax.Array | StoredArray | None,
-    columns: tuple[jax.Array, ...],
+    hidden: NamedArray,
+    head: Weight | None,
+    targets: NamedArray,
+    loss_mask: NamedArray,
+    columns: tuple[jax.Array, ...] = (),
     heads: tuple[jax.Array | StoredArray, ...] = (),
 ) -> tuple[jax.Array, ...]:
-    """The sums of a loss over all tokens, float32 scalars. Only the first has a gradient, for `x_BSD` and `w_VD`.
+    """The sums of a loss over all tokens, float32 scalars. Only the first has a gradient, for `hidden` and `head`.
 
     Args:
-        columns: what the loss reads of each token besides its logits, [B, S, ...].
-        heads: [V, D] arrays that the loss reads besides, sharded like `w_VD`.
+        columns: what the loss reads of each token besides its logits, target and mask, [B, S, ...].
+        heads: [V, D] arrays that the loss reads besides, sharded like the head.
     """
-    first, rest = _run(loss, x_BSD, w_VD, columns, heads)  # type: ignore[misc]
+    if isinstance(head, StoredWeight):
+        head = head.floats(hidden.dtype)  # the backward pass is for arrays
+    y_BS, m_BS = (column.rearrange((BATCH, POSITION)).array for column in (targets, loss_mask))
+    m_BS = jax.lax.stop_gradient(m_BS.astype(jnp.float32))
+    x_BSD, w_VD = hidden_and_head(hidden, head, loss.sharding)
+    first, rest = _run(loss, x_BSD, w_VD, (y_BS, m_BS, *columns), heads)  # type: ignore[misc]
     return first, *map(jax.lax.stop_gradient, rest)
+
+
+def map_chunks(
+    function: Callable[[jax.Array, tuple[jax.Array, ...]], Any],
+    hidden: NamedArray,
+    head: Weight | None,
+    columns: tuple[jax.Array, ...],
+    sharding: TokenSharding,
+    soft_cap: float | None,
+    chunk_tokens: int | None,
+) -> Any:
+    """Numbers of each token from its logits, [B, S, ...] arrays.
+
+    Supports any cotangent, because the backward pass recomputes the logits of each chunk.
+
+    Args:
+        function: from the logits of a chunk and what else it reads of its tokens to [C, ...] arrays.
+        columns: what it reads, [B, S].
+    """
+    x_BSD, w_VD = hidden_and_head(hidden, head, sharding)
+    size, cap = chunk_or_default(chunk_tokens), checked_cap(soft_cap)
+
+    def local(x_BSD, w_VD, *columns):
+        chunks, num_tokens = chunked((x_BSD, *columns), size)
+
+        @jax.checkpoint
+        def one_chunk(_, chunk):
+            x_CD, *columns = chunk
+            return None, function(logits_of(x_CD, w_VD, cap, sharding), tuple(columns))
+
+        _, values = jax.lax.scan(one_chunk, None, chunks)
+        in_rows = lambda a: a.reshape(-1, *a.shape[2:])[:num_tokens].reshape(*x_BSD.shape[:2], *a.shape[2:])  # noqa: E731
+        return jax.tree.map(in_rows, values)
+
+    in_specs = (sharding.tokens(1), sharding.head, *(sharding.tokens() for _ in columns))
+    return sharding.shard_map(local, in_specs, sharding.tokens())(x_BSD, w_VD, *columns)
 
 
 def _scan_chunks(loss: ChunkedLoss, needed: _Needed, x_BSD, w_VD, columns, heads):
@@ -466,11 +383,11 @@ def _scan_chunks(loss: ChunkedLoss, needed: _Needed, x_BSD, w_VD, columns, heads
         sums, dw_VD = carry
         x_CD, *columns = chunk
         logits_CV = logits_of(x_CD, products, loss.soft_cap, loss.sharding)
-        chunk_sums, saved = loss.sums(logits_CV, tuple(columns), heads)
+        numbers, gradient = loss.of_chunk(logits_CV, tuple(columns), heads)
         dx_CD = None
         if needed.hidden or needed.head:
             dtype = x_CD.dtype if w_VD is None else w_VD.dtype  # of the following matrix products
-            gradient_CV = loss.logit_gradient(logits_CV, saved, tuple(columns))
+            gradient_CV = gradient()
             if loss.soft_cap is not None:  # the derivative of the cap in terms of its output
                 gradient_CV *= 1 - (logits_CV / loss.soft_cap) ** 2
             dlogits_CV = loss.sharding.fill_padding(gradient_CV, 0.0).astype(dtype)
@@ -480,7 +397,7 @@ def _scan_chunks(loss: ChunkedLoss, needed: _Needed, x_BSD, w_VD, columns, heads
             dx_CD = dlogits_CV
         if needed.head and products is not None:
             dw_VD += products.head_gradient(dlogits_CV, x_CD)
-        return (sums + chunk_sums, dw_VD), dx_CD
+        return (sums + _masked_sums(numbers, columns[1]), dw_VD), dx_CD
 
     if trace_options().twice_differentiable:  # the loop itself is differentiated, and must not save all logits
         one_chunk = jax.checkpoint(one_chunk)

@@ -8,7 +8,7 @@ dynamic fine-tuning of Wu et al. 2025 (arXiv:2508.05629, equation 9).
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
 import equinox as eqx
 import jax
@@ -17,24 +17,17 @@ from haliax import NamedArray
 
 from jaxlm.core.axes import BATCH, POSITION
 from jaxlm.core.products.fp8 import Fp8, multiplies_in_fp8
-from jaxlm.core.products.stored_weights import StoredWeight, Weight
+from jaxlm.core.products.stored_weights import Weight
 from jaxlm.models.chunked_loss import (
     ChunkedLoss,
-    LogitSummary,
-    NextTokenFp8,
+    ChunkLogits,
     checked_cap,
     chunk_or_default,
-    chunked,
     chunked_loss,
-    hidden_and_head,
-    is_first_maximum,
-    logits_of,
-    logsumexp,
-    masked_sums,
-    plain_head,
-    target_logit,
+    map_chunks,
     without_tokens,
 )
+from jaxlm.models.head_products import NextTokenFp8, plain_head
 from jaxlm.models.token_sharding import TokenSharding
 
 
@@ -95,11 +88,8 @@ def next_token_sums(
     """
     assert excluded is None or not (label_smoothing or fp8), "both read the logits of all tokens"
     assert not (dft and label_smoothing), "the two reweight the same term"
-    if isinstance(head, StoredWeight):
-        head = head.floats(hidden.dtype)  # the backward pass is for arrays
-    sharding = TokenSharding.of(hidden, head, vocab_multiple)
     loss = _NextTokenLoss(
-        sharding,
+        TokenSharding.of(hidden, head, vocab_multiple),
         checked_cap(soft_cap),
         chunk_or_default(chunk_tokens),
         float(z_loss_weight),
@@ -108,10 +98,7 @@ def next_token_sums(
         entropy,
         products=plain_head if fp8 is None or not multiplies_in_fp8() else NextTokenFp8(fp8, float(z_loss_weight)),
     )
-    x_BSD, w_VD = hidden_and_head(hidden, head, sharding)
-    y_BS, m_BS = (a.rearrange((BATCH, POSITION)).array for a in (targets, loss_mask))
-    m_BS = jax.lax.stop_gradient(m_BS.astype(jnp.float32))
-    return CrossEntropySums(*chunked_loss(loss, x_BSD, w_VD, (y_BS, m_BS, *_optional(excluded))))
+    return CrossEntropySums(*chunked_loss(loss, hidden, head, targets, loss_mask, _optional(excluded)))
 
 
 def _optional(tokens: NamedArray | None) -> tuple[jax.Array, ...]:
@@ -119,55 +106,9 @@ def _optional(tokens: NamedArray | None) -> tuple[jax.Array, ...]:
     return () if tokens is None else (tokens.rearrange((BATCH, POSITION)).array,)
 
 
-def token_losses(
-    hidden: NamedArray,
-    head: Weight | None,
-    targets: NamedArray,
-    *,
-    soft_cap: float | None = None,
-    vocab_multiple: int = 1,
-    chunk_tokens: int | None = None,
-    excluded: NamedArray | None = None,
-) -> NamedArray:
+def token_losses(hidden: NamedArray, head: Weight | None, targets: NamedArray, **options: Any) -> NamedArray:
     """Negative log-likelihood of each token in nats, float32 {batch, position}. Arguments as in `token_numbers`."""
-    return token_numbers(
-        ChunkLogits.nats,
-        hidden,
-        head,
-        targets,
-        soft_cap=soft_cap,
-        vocab_multiple=vocab_multiple,
-        chunk_tokens=chunk_tokens,
-        excluded=excluded,
-    )
-
-
-class ChunkLogits(NamedTuple):
-    """The logits of a chunk of tokens, their logsumexp, and the targets. Its methods return a number for each token, [C]."""
-
-    logits_CV: jax.Array
-    lse_C: jax.Array
-    y_C: jax.Array
-    sharding: TokenSharding
-
-    def nats(self) -> jax.Array:
-        """Negative log-likelihood of the target."""
-        return self.lse_C - target_logit(self.logits_CV, self.y_C, self.sharding)
-
-    def entropy(self) -> jax.Array:
-        """Entropy of the distribution in nats."""
-        p_CV = jnp.exp(self.logits_CV - self.lse_C[:, None])
-        # jnp.where, because a logit may be -inf, and 0 times infinity is NaN, in the gradient too.
-        products_CV = p_CV * jnp.where(p_CV > 0, self.logits_CV, 0.0)
-        return self.lse_C - self.sharding.sum_vocab(jnp.sum(products_CV, axis=1))
-
-    def collision_entropy(self) -> jax.Array:
-        """Minus the log of the sum of the squared probabilities (Rényi entropy of order 2)."""
-        return 2 * self.lse_C - logsumexp(2 * self.logits_CV, self.sharding)
-
-    def constant(self) -> "ChunkLogits":
-        """The same logits without a gradient."""
-        return self._replace(logits_CV=jax.lax.stop_gradient(self.logits_CV), lse_C=jax.lax.stop_gradient(self.lse_C))
+    return token_numbers(ChunkLogits.nats, hidden, head, targets, **options)
 
 
 def token_numbers(
@@ -184,8 +125,7 @@ def token_numbers(
 ) -> Any:
     """A number for each token, float32 {batch, position}, or a tuple of them, from its logits.
 
-    Supports any cotangent, because the backward pass recomputes the logits of each chunk. Other arguments as in
-    `next_token_sums`.
+    Supports any cotangent (`map_chunks`). Other arguments as in `next_token_sums`.
 
     Args:
         numbers: of the tokens of a chunk, such as `ChunkLogits.nats`.
@@ -193,26 +133,16 @@ def token_numbers(
         excluded: int {batch, position}, a token that has no probability; None for none.
     """
     sharding = TokenSharding.of(hidden, head, vocab_multiple)
-    x_BSD, w_VD = hidden_and_head(hidden, head, sharding)
-    chunk, cap = chunk_or_default(chunk_tokens), checked_cap(soft_cap)
 
-    def local(x_BSD, w_VD, y_BS, *excluded_BS):
-        chunks, num_tokens = chunked((x_BSD, y_BS, *excluded_BS), chunk)
+    def of_chunk(logits_CV: jax.Array, columns: tuple[jax.Array, ...]) -> Any:
+        y_C, *excluded_C = columns
+        logits_CV = without_tokens(logits_CV, excluded_C, sharding)
+        return numbers(ChunkLogits.of(logits_CV if temperature == 1 else logits_CV / temperature, y_C, sharding))
 
-        @jax.checkpoint
-        def one_chunk(_, columns):
-            x_CD, y_C, *excluded_C = columns
-            logits_CV = without_tokens(logits_of(x_CD, w_VD, cap, sharding), excluded_C, sharding)
-            logits_CV = logits_CV if temperature == 1 else logits_CV / temperature
-            return None, numbers(ChunkLogits(logits_CV, logsumexp(logits_CV, sharding), y_C, sharding))
-
-        _, values = jax.lax.scan(one_chunk, None, chunks)
-        return jax.tree.map(lambda values_NC: values_NC.reshape(-1)[:num_tokens].reshape(y_BS.shape), values)
-
-    y_BS, others = targets.rearrange((BATCH, POSITION)), _optional(excluded)
-    in_specs = (sharding.tokens(1), sharding.head, sharding.tokens(), *(sharding.tokens() for _ in others))
-    run = sharding.shard_map(local, in_specs, sharding.tokens())
-    return jax.tree.map(lambda values_BS: NamedArray(values_BS, y_BS.axes), run(x_BSD, w_VD, y_BS.array, *others))
+    y_BS = targets.rearrange((BATCH, POSITION))
+    columns = (y_BS.array, *_optional(excluded))
+    values = map_chunks(of_chunk, hidden, head, columns, sharding, soft_cap, chunk_tokens)
+    return jax.tree.map(lambda values_BS: NamedArray(values_BS, y_BS.axes), values)
 
 
 @dataclass(frozen=True)
@@ -224,36 +154,26 @@ class _NextTokenLoss(ChunkedLoss):
     dft: bool
     entropy: bool
 
-    def sums(self, logits_CV, columns, heads):
-        """The five sums of `CrossEntropySums`, the logsumexp of the logits, and the weight of each token's likelihood."""
+    def of_chunk(self, logits_CV, columns, heads):
+        """The sums of `CrossEntropySums`."""
         y_C, m_C, *excluded_C = columns
         sharding = self.sharding
-        logits_CV = without_tokens(logits_CV, excluded_C, sharding)
-        num_local = logits_CV.shape[1]
-        lse_C, first_C = LogitSummary.of(logits_CV, sharding)
-        chunk = ChunkLogits(logits_CV, lse_C, y_C, sharding)
-        nll_C = chunk.nats()
+        chunk = ChunkLogits.of(without_tokens(logits_CV, excluded_C, sharding), y_C, sharding)
+        lse_C, nll_C = chunk.lse_C, chunk.nats()
         z_C = self.z * lse_C**2
         weight_C = jax.lax.stop_gradient(jnp.exp(-nll_C)) if self.dft else None
         loss_C = (nll_C if weight_C is None else weight_C * nll_C) + z_C
         if self.smoothing:
-            sum_C = jnp.sum(sharding.fill_padding(logits_CV, 0.0), axis=1)
+            sum_C = jnp.sum(sharding.fill_padding(chunk.logits_CV, 0.0), axis=1)
             mean_C = sharding.sum_vocab(sum_C) / sharding.vocab_size
             loss_C = (1 - self.smoothing) * nll_C + self.smoothing * (lse_C - mean_C) + z_C
-        correct_C = is_first_maximum(first_C, y_C, num_local, sharding)
         entropy_C = chunk.entropy() if self.entropy else jnp.zeros_like(lse_C)
-        return masked_sums((loss_C, nll_C, z_C, correct_C, entropy_C), m_C), (lse_C, weight_C)
 
-    def logit_gradient(self, logits_CV, saved, columns):
-        y_C, m_C, *excluded_C = columns
-        lse_C, weight_C = saved
-        logits_CV = without_tokens(logits_CV, excluded_C, self.sharding)
-        num_local = logits_CV.shape[1]
-        ids_C = self.sharding.local_ids(y_C, num_local)
-        is_target_CV = ids_C[:, None] == jnp.arange(num_local, dtype=ids_C.dtype)
-        softmax_CV = jnp.exp(logits_CV - lse_C[:, None])
-        scale_C = (1 if weight_C is None else weight_C) + 2 * self.z * lse_C
-        target_CV = jnp.where(is_target_CV, 1 - self.smoothing, 0.0) + self.smoothing / self.sharding.vocab_size
-        if weight_C is not None:
-            target_CV *= weight_C[:, None]
-        return m_C[:, None] * (scale_C[:, None] * softmax_CV - target_CV)
+        def gradient() -> jax.Array:
+            scale_C = (1 if weight_C is None else weight_C) + 2 * self.z * lse_C
+            target_CV = jnp.where(chunk.is_target(), 1 - self.smoothing, 0.0) + self.smoothing / sharding.vocab_size
+            if weight_C is not None:
+                target_CV *= weight_C[:, None]
+            return m_C[:, None] * (scale_C[:, None] * chunk.softmax() - target_CV)
+
+        return (loss_C, nll_C, z_C, chunk.predicts(y_C), entropy_C), gradient

@@ -18,7 +18,8 @@ from jaxlm.core.rules import Rules, excludes, needs, only
 from jaxlm.core.tree import is_named
 from jaxlm.core.values.batch_types import PairBatch, TokenBatch
 from jaxlm.models.base import AuxLoss, Inputs, LanguageModel
-from jaxlm.models.loss import ChunkLogits, token_numbers
+from jaxlm.models.chunked_loss import ChunkLogits
+from jaxlm.models.loss import token_numbers
 from jaxlm.objectives.base import ObjectiveConfig, ObjectiveFacts
 
 _INITIAL, _NONE = "initial", "none"  # references that are not in the section `refs`

@@ -20,7 +20,7 @@ from jaxlm.core.values.batch_types import PairBatch
 from jaxlm.core.values.permutation import in_row_order, in_text_order
 from jaxlm.core.values.sums import Sum
 from jaxlm.models.base import LanguageModel
-from jaxlm.models.loss import ChunkLogits
+from jaxlm.models.chunked_loss import ChunkLogits
 from jaxlm.objectives.base import AUXILIARY, Metrics, ObjectiveConfig, ObjectiveFacts, auxiliary_terms, auxiliary_weight
 from jaxlm.objectives.completions import (
     ReferencedObjective,

@@ -4,6 +4,7 @@ import builtins
 import contextlib
 import io
 import os
+import secrets
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -96,9 +97,9 @@ def save(
     cursor = Cursor(step, int(entering), "second" if entering else "train", entering, temporary, history)
     name = cursor.folder_name
     folder.begin(name, {**FILES, CURSOR: cursor.to_json()})
-    for process in range(2):
-        path = f"{folder.arrays(name)}/d/{process}"
-        content = b"numbers %d of step %d" % (process, step)
+    for file in ("0", "1", secrets.token_hex(4)):  # Orbax gives its files a name of their own in each save
+        path = f"{folder.arrays(name)}/d/{file}"
+        content = b"numbers %s of step %d" % (file.encode(), step)
         if path.startswith("memory://"):
             MEMORY.pipe_file(path.removeprefix("memory:/"), content)
         else:
@@ -300,6 +301,22 @@ def ended_at(number: int, error: type[BaseException]) -> Iterator[list[str]]:
         yield done
 
 
+def test_a_checkpoint_that_is_half_abandoned_is_whole_or_hidden(place):
+    folder, number, hidden = place.start(), 0, False
+    while not hidden:
+        number += 1
+        for step in (1, 2):
+            save(folder, step)
+        with ended_at(number, KilledError), contextlib.suppress(KilledError):
+            folder.abandon("step-2")
+            hidden = True
+        folder.prepare()
+        whole = ["step-1"] if hidden else ["step-1", "step-2"]
+        assert folder.names() == whole
+        assert newest(place.start("elsewhere")) == whole[-1]
+    assert place.fs.exists(next(path for path in place.fs.find(place.path()) if "step-2" in path))
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("error", [KilledError, OSError])
 @pytest.mark.parametrize("name", ["step-3", "step-2"])
@@ -330,6 +347,7 @@ def test_whatever_ends_a_save_it_is_complete_or_absent(place, tmp_path, monkeypa
         save(folder, step, temporary=step == 3)
         assert folder.names() == ["step-1", name]
         assert at.content() == {"step-1", name}
+        assert len(at.fs.find(at.path(name, "state"))) == 3
         assert newest(at.start("elsewhere")) == newest(at.start()) == name
     assert number > 10, done
     assert name in found

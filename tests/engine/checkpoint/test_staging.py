@@ -109,6 +109,14 @@ def test_urls_are_recognized():
     ]
 
 
+def test_only_the_newest_checkpoint_stays_on_the_disk(store, tmp_path):
+    folder, _ = opened(tmp_path)
+    for step in (1, 2):
+        save(folder, step)
+    assert names(folder) == ["step-2"]
+    assert folder.names() == ["step-1", "step-2"]
+
+
 def test_opening_does_not_change_the_store(store, tmp_path):
     """The run may still be refused because it is a different one."""
     folder, _ = opened(tmp_path)

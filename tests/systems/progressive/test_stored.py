@@ -1,5 +1,7 @@
 """Other surgeries beside a cut into stacks."""
 
+import dataclasses
+
 import jax
 
 from jaxlm.interop.hf.families.llama import LlamaConfig
@@ -8,7 +10,9 @@ from jaxlm.surgery.fp8 import Fp8Config, describe_products
 from jaxlm.surgery.quantize import QuantizeConfig
 from jaxlm.systems.progressive.surgery import SplitAtConfig
 from tests.surgery.test_fp8 import KEY, SIZES, shapes
-from tests.surgery.test_quantize import applied, stored
+from tests.surgery.test_quantize import MODEL, applied, stored
+
+THREE_LAYERS = dataclasses.replace(MODEL, num_layers=3)
 
 
 def test_fp8_goes_with_a_cut_in_any_order():
@@ -28,8 +32,8 @@ def test_fp8_goes_with_a_cut_in_any_order():
 
 
 def test_stacks_of_stored_weights():
-    lower = stored(applied(SplitAtConfig(layer=2), QuantizeConfig(modules=r"body\.0\.")))
+    lower = stored(applied(SplitAtConfig(layer=2), QuantizeConfig(modules=r"body\.0\."), config=THREE_LAYERS))
     assert {path.split(".")[1] for path in lower} == {"0"}
     assert {weight.axis_size("layers") for weight in lower.values()} == {2}
-    split_after = stored(applied(QuantizeConfig(), SplitAtConfig(layer=1)))
+    split_after = stored(applied(QuantizeConfig(), SplitAtConfig(layer=1), config=THREE_LAYERS))
     assert {weight.axis_size("layers") for weight in split_after.values()} == {1, 2}

@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import functools
 import re
 
 import equinox as eqx
@@ -35,6 +36,7 @@ ATTENTION = ("body.*attn",)
 ADAM = AdamConfig(learning_rate=1e-2, warmup=0, weight_decay=0.1, max_grad_norm=None)
 
 
+@functools.cache
 def teacher(seed=1):
     return MODEL.build(vocab_axis(64), key=jax.random.key(seed))
 
@@ -50,7 +52,7 @@ def a_run(where, **keys):
     own = phase(objective=objective, trainable=ATTENTION, optimizer=ADAM)
     scheduled = objective.scheduled_steps(own.num_steps, MODEL)
     own = dataclasses.replace(own, scheduled_steps=scheduled)
-    run = TinyRun(where, phase=own, refs={"teacher": teacher()})
+    run = TinyRun(where, phase=own)
     with where.use():
         run.refs = {"teacher": jax.device_put(teacher(), where.replicated())}
     return run

@@ -83,6 +83,7 @@ def test_streams_in_eight_bits_give_nearly_the_losses_of_a_live_teacher(whole):
     check_close({step: int8[step] for step in range(13, 19)}, {step: live[step] for step in range(13, 19)}, 5e-3)
 
 
+@pytest.mark.soak  # tests/systems/progressive: test_annotate.py does so for a teacher, test_progressive_run.py for a command
 def test_a_second_run_reads_what_the_first_has_stored(whole):
     losses, place, first = whole("cached")
     again = place.finish("--config_path", "run.yaml", "--trainer.id", "again")

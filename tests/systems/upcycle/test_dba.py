@@ -54,6 +54,7 @@ VARIANTS = {
 }
 
 
+@functools.cache
 def built(config: DbaConfig, seed: int = 0) -> Decoder:
     """A model whose gates, null slots, biases and rotary pairs are random too."""
     rng = np.random.default_rng(seed)

@@ -1,6 +1,7 @@
 """Decoupled attention made of a teacher's, against the teacher, closed forms in float64, and a short training."""
 
 import dataclasses
+import functools
 
 import haliax as hax
 import jax
@@ -65,6 +66,7 @@ def with_random_biases(model, seed=0):
     return tree.map_leaves(lambda path, leaf: draw(path, leaf) if path.endswith("bias") else leaf, model)
 
 
+@functools.cache
 def built(config, seed=0):
     return with_random_biases(jax.jit(lambda key: config.build(VOCAB, key=key))(jax.random.key(seed)))
 
@@ -174,7 +176,7 @@ def test_the_cut_leaves_the_smallest_singular_values():
     scores = random_scores()
     q, k = (np.asarray(a, np.float64) for a in scores)
     errors = []
-    for rank in range(1, HEAD + 1):
+    for rank in (1, 3, 6, HEAD):
         change = products(low_rank(scores, rank, None)) - products(scores)
         for group in range(KV_HEADS):
             members = slice(group * HEADS // KV_HEADS, (group + 1) * HEADS // KV_HEADS)

@@ -20,7 +20,8 @@ from jaxlm.evals.tables import Row, Subject, Table, TableConfig, check_tables, f
 from jaxlm.interop.hf.families.gemma3 import Gemma3Config
 from jaxlm.interop.hf.families.llama import LlamaConfig
 from jaxlm.models.base import Inputs, LanguageModel, ModelConfig, vocab_axis
-from jaxlm.models.inference import generate as decode
+from jaxlm.models.inference import generate
+from jaxlm.models.inference.decoding import begin, num_programs
 from jaxlm.objectives.next_token import score_batch
 from jaxlm.session.tables import latex, write_table
 from jaxlm.systems.upcycle import measurements
@@ -145,9 +146,9 @@ def test_the_first_call_is_not_a_sample(monkeypatch):
     timed = measurements.timed_generation
 
     def spied(generator, prompts, config):
-        before = decode.num_programs()
+        before = num_programs()
         seconds = timed(generator, prompts, config)
-        calls.append((decode.num_programs() - before, len(prompts[0]), config.max_new_tokens, seconds))
+        calls.append((num_programs() - before, len(prompts[0]), config.max_new_tokens, seconds))
         return seconds
 
     monkeypatch.setattr(measurements, "timed_generation", spied)
@@ -234,8 +235,9 @@ def test_the_cache_has_as_many_bytes_as_the_formula_says(config, monkeypatch):
 def test_the_cache_of_generation_is_the_one_that_is_measured():
     """A prompt of 64 tokens and 64 new ones, whose lengths are not padded."""
     model = built(LLAMA)
-    config = decode.GenerationConfig(64, cache_dtype="int8")
-    *_, state = decode._begin(decode.Generator(model, model), [[1] * 64], config, config.sampling.numbers, None, None)
+    config = generate.GenerationConfig(64, cache_dtype="int8")
+    request, _ = generate._request(model, [[1] * 64], config, None, None)
+    state = begin(generate.Generator(model, model), request)
     held = sum(array.nbytes for array in jax.tree.leaves(state.cache.stacks))
     (row,) = rows(MemoryTableConfig(contexts=[128], cache_dtypes=["int8"]), subject())
     assert row["kv_bytes"] == held

@@ -37,10 +37,9 @@ def teacher(workplace):
     """A bigger model in Hugging Face format."""
     place = workplace()
     place.write()
-    place.finish("--config_path", "run.yaml", *BIG)
-    arguments = ("to-hf", "--checkpoint", "checkpoints/big", "--output_dir", "hf")
-    place.finish(*arguments, module="jaxlm.commands.convert")
-    return place.folder / "hf"
+    place.finish("--config_path", "run.yaml", *BIG, "--hf_save_path", "hf", "--hf_save_steps", "1000")
+    (folder,) = (place.folder / "hf").glob("step-*")
+    return folder
 
 
 @pytest.fixture(scope="module")

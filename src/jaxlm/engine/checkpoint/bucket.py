@@ -187,10 +187,11 @@ class BucketFolder(CheckpointFolder):
         unfinished = folder / f"{name}{UNFINISHED}"
         shutil.rmtree(unfinished, ignore_errors=True)
         root = self._path(name)
-        for path in self._fs.find(root):
-            local = unfinished / posixpath.relpath(path, root)
+        files = (posixpath.relpath(path, root) for path in self._fs.find(root))
+        for file in (file for file in files if file not in _ASIDE):  # a kill may have come before `_hide` was done
+            local = unfinished / file
             local.parent.mkdir(parents=True, exist_ok=True)
-            self._fs.get_file(path, str(local))
+            self._fs.get_file(f"{root}/{file}", str(local))
         verify(unfinished)
         final = folder / name
         shutil.rmtree(final, ignore_errors=True)

@@ -32,21 +32,18 @@ import jax.numpy as jnp
 from haliax import NamedArray
 
 from jaxlm.core.axes import BATCH, POSITION, TEACHER_TOP
-from jaxlm.core.products.stored_weights import StoredWeight, Weight
+from jaxlm.core.products.stored_weights import Weight
 from jaxlm.models.chunked_loss import (
     ChunkedLoss,
-    LogitSummary,
+    ChunkLogits,
     checked_cap,
     chunk_or_default,
-    chunked,
     chunked_loss,
     hidden_and_head,
-    is_first_maximum,
     local_logits,
     logits_of,
     logsumexp,
-    masked_sums,
-    target_logit,
+    map_chunks,
 )
 from jaxlm.models.token_sharding import TokenSharding
 
@@ -182,28 +179,22 @@ def distillation_sums(
         teacher_loss: also sum the teacher's cross-entropy, which only `TeacherStates` know.
     """
     assert not (teacher_loss and isinstance(teacher, TeacherTopK)), "a target may not be among the top k"
-    if isinstance(head, StoredWeight):
-        head = head.floats(hidden.dtype)  # the backward pass is for arrays
-    sharding, cap = TokenSharding.of(hidden, head, vocab_multiple), checked_cap(soft_cap)
-    x_BSD, w_VD = hidden_and_head(hidden, head, sharding)
-    y_BS, m_BS = (a.rearrange((BATCH, POSITION)).array for a in (targets, loss_mask))
-    m_BS = jax.lax.stop_gradient(m_BS.astype(jnp.float32))
-    chunk = chunk_or_default(chunk_tokens)
+    sharding = TokenSharding.of(hidden, head, vocab_multiple)
+    cap, chunk = checked_cap(soft_cap), chunk_or_default(chunk_tokens)
     options: dict[str, Any] = {"divergence": divergence, "temperature": float(temperature), "weight": float(weight)}
     teacher = jax.tree.map(jax.lax.stop_gradient, teacher)
     if isinstance(teacher, TeacherTopK):
         answer = (teacher.ids, teacher.log_probs, teacher.log_rest)
         columns = tuple(column.rearrange((BATCH, POSITION, ...)).array for column in answer)
-        sums = chunked_loss(_TopKLoss(sharding, cap, chunk, **options), x_BSD, w_VD, (y_BS, m_BS, *columns))
+        loss, heads = _TopKLoss(sharding, cap, chunk, **options), ()
     else:
         if chunk_tokens is None:
             chunk = max(1, chunk // 2)
         states, teacher_head = hidden_and_head(teacher.hidden, teacher.head, sharding)
         options |= {"teacher_cap": checked_cap(teacher.soft_cap), "teacher_loss": teacher_loss}
         loss = _VocabularyLoss(sharding, cap, chunk, **options)
-        heads = () if teacher_head is None else (teacher_head,)
-        sums = chunked_loss(loss, x_BSD, w_VD, (y_BS, m_BS, states), heads)
-    return DistillationSums(*sums)
+        columns, heads = (states,), () if teacher_head is None else (teacher_head,)
+    return DistillationSums(*chunked_loss(loss, hidden, head, targets, loss_mask, columns, heads))
 
 
 def top_k_of(
@@ -211,25 +202,17 @@ def top_k_of(
 ) -> TeacherTopK:
     """A teacher's `num_top` most likely tokens, which must be fewer than its vocabulary. Without a gradient."""
     sharding = TokenSharding.of(teacher.hidden, teacher.head)
-    t_BSD, w_VD = hidden_and_head(teacher.hidden, teacher.head, sharding)
-    chunk, cap = chunk_or_default(chunk_tokens), checked_cap(teacher.soft_cap)
 
-    def local(t_BSD, w_VD):
-        (t_NCD,), num_tokens = chunked((t_BSD,), chunk)
+    def of_chunk(logits_CV: jax.Array, columns: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+        soft_CV = logits_CV / temperature
+        ids_Ck, top_Ck = _top_k(soft_CV, num_top, sharding)
+        lse_C = logsumexp(soft_CV, sharding)
+        rest_C = _rest(soft_CV, _is_top(soft_CV, ids_Ck, sharding), sharding)
+        return ids_Ck, top_Ck - lse_C[:, None], rest_C - lse_C
 
-        def one_chunk(_, chunk):
-            soft_CV = logits_of(chunk[0], w_VD, cap, sharding) / temperature
-            ids_Ck, top_Ck = _top_k(soft_CV, num_top, sharding)
-            lse_C = logsumexp(soft_CV, sharding)
-            rest_C = _rest(soft_CV, _is_top(soft_CV, ids_Ck, sharding), sharding)
-            return None, (ids_Ck, top_Ck - lse_C[:, None], rest_C - lse_C)
-
-        _, outputs = jax.lax.scan(one_chunk, None, (t_NCD,))
-        return tuple(a.reshape(-1, *a.shape[2:])[:num_tokens].reshape(*t_BSD.shape[:2], *a.shape[2:]) for a in outputs)
-
-    in_specs = (sharding.tokens(1), sharding.head)
-    run = sharding.shard_map(local, in_specs, (sharding.tokens(1), sharding.tokens(1), sharding.tokens()))
-    ids, log_probs, log_rest = run(*jax.lax.stop_gradient((t_BSD, w_VD)))
+    hidden, head = jax.lax.stop_gradient((teacher.hidden, teacher.head))
+    of_tokens = map_chunks(of_chunk, hidden, head, (), sharding, teacher.soft_cap, chunk_tokens)
+    ids, log_probs, log_rest = of_tokens
     tokens = tuple(teacher.hidden.resolve_axis(name) for name in (BATCH, POSITION))
     top = (*tokens, hax.Axis(TEACHER_TOP, num_top))
     return TeacherTopK(NamedArray(ids, top), NamedArray(log_probs, top), NamedArray(log_rest, tokens))
@@ -244,16 +227,14 @@ class _Outcomes(NamedTuple):
     Attributes:
         log_p, log_q: [C, O], log-probabilities of the teacher and the student.
         top_C: the teacher's most likely token.
-        is_top: bool [C, V], whether a token is an outcome of its own; None if every token is.
-        lse_rest: [C], logsumexp of the student's other logits; None if there are none.
+        by_token: from the gradient with respect to the outcomes' logits to that with respect to the softened logits.
         teacher_nll_C: the teacher's negative log-likelihood of the targets; None if it was not asked for.
     """
 
     log_p: jax.Array
     log_q: jax.Array
     top_C: jax.Array
-    is_top: jax.Array | None = None
-    lse_rest: jax.Array | None = None
+    by_token: Callable[[jax.Array], jax.Array] = lambda gradient_CO: gradient_CO
     teacher_nll_C: jax.Array | None = None
 
 
@@ -265,36 +246,28 @@ class _DistillationLoss(ChunkedLoss):
     temperature: float
     weight: float
 
-    def sums(self, logits_CV, columns, heads):
+    def of_chunk(self, logits_CV, columns, heads):
         """The sums of `DistillationSums`."""
         y_C, m_C, *teacher_columns = columns
-        lse_C, first_C = LogitSummary.of(logits_CV, self.sharding)
-        nll_C = lse_C - target_logit(logits_CV, y_C, self.sharding)
+        chunk = ChunkLogits.of(logits_CV, y_C, self.sharding)
+        nll_C = chunk.nats()
         outcomes = self.outcomes(logits_CV / self.temperature, y_C, teacher_columns, heads)
         divergence_C = self.total(self.divergence.summands(outcomes.log_p, outcomes.log_q))
         loss_C = self.weight * self.temperature**2 * divergence_C
         if self.weight < 1:
             loss_C += (1 - self.weight) * nll_C
-        num_local = logits_CV.shape[1]
-        correct_C, agreement_C = (
-            is_first_maximum(first_C, ids, num_local, self.sharding) for ids in (y_C, outcomes.top_C)
-        )
-        teacher_C = () if outcomes.teacher_nll_C is None else (outcomes.teacher_nll_C,)
-        sums = masked_sums((loss_C, nll_C, divergence_C, correct_C, agreement_C, *teacher_C), m_C)
-        return sums, (lse_C, outcomes._replace(teacher_nll_C=None), divergence_C)
 
-    def logit_gradient(self, logits_CV, saved, columns):
-        y_C, m_C, *teacher_columns = columns
-        lse_C, outcomes, divergence_C = saved
-        by_outcome = self.divergence.gradient(outcomes.log_p, outcomes.log_q, divergence_C, self.total)
-        # T**2 from the loss, 1 / T from the softened logits.
-        gradient_CV = self.weight * self.temperature * self.by_token(by_outcome, logits_CV, teacher_columns, outcomes)
-        if self.weight < 1:
-            num_local = logits_CV.shape[1]
-            ids_C = self.sharding.local_ids(y_C, num_local)
-            is_target_CV = ids_C[:, None] == jnp.arange(num_local, dtype=ids_C.dtype)
-            gradient_CV += (1 - self.weight) * (jnp.exp(logits_CV - lse_C[:, None]) - is_target_CV)
-        return jnp.where(m_C[:, None] == 0, 0.0, m_C[:, None] * gradient_CV)
+        def gradient() -> jax.Array:
+            by_outcome = self.divergence.gradient(outcomes.log_p, outcomes.log_q, divergence_C, self.total)
+            # T**2 from the loss, 1 / T from the softened logits.
+            gradient_CV = self.weight * self.temperature * outcomes.by_token(by_outcome)
+            if self.weight < 1:
+                gradient_CV += (1 - self.weight) * (chunk.softmax() - chunk.is_target())
+            return jnp.where(m_C[:, None] == 0, 0.0, m_C[:, None] * gradient_CV)
+
+        teacher_C = () if outcomes.teacher_nll_C is None else (outcomes.teacher_nll_C,)
+        numbers = (loss_C, nll_C, divergence_C, chunk.predicts(y_C), chunk.predicts(outcomes.top_C), *teacher_C)
+        return numbers, gradient
 
     @abc.abstractmethod
     def outcomes(self, soft_CV, y_C, teacher_columns, heads) -> _Outcomes:
@@ -308,12 +281,6 @@ class _DistillationLoss(ChunkedLoss):
     @abc.abstractmethod
     def total(self, x_CO: jax.Array) -> jax.Array:
         """The sum over all outcomes, [C]."""
-
-    @abc.abstractmethod
-    def by_token(
-        self, gradient_CO: jax.Array, logits_CV: jax.Array, teacher_columns: Any, outcomes: _Outcomes
-    ) -> jax.Array:
-        """The gradient with respect to the softened logits, from that with respect to the outcomes' logits."""
 
 
 @dataclass(frozen=True)
@@ -332,18 +299,14 @@ class _VocabularyLoss(_DistillationLoss):
         teacher_CV = logits_of(t_CD, heads[0] if heads else None, self.teacher_cap, sharding)
         if not heads:
             teacher_CV = local_logits(teacher_CV, soft_CV.shape[1], sharding)
-        top_C, nll_C = _first_maximum(teacher_CV, sharding), None
-        if self.teacher_loss:
-            nll_C = logsumexp(teacher_CV, sharding) - target_logit(teacher_CV, y_C, sharding)
+        top_C = _first_maximum(teacher_CV, sharding)
+        nll_C = ChunkLogits.of(teacher_CV, y_C, sharding).nats() if self.teacher_loss else None
         teacher_CV = teacher_CV / self.temperature
         log_p, log_q = (logits - logsumexp(logits, sharding)[:, None] for logits in (teacher_CV, soft_CV))
         return _Outcomes(log_p, log_q, top_C, teacher_nll_C=nll_C)
 
     def total(self, x_CO):
         return self.sharding.sum_vocab(jnp.sum(x_CO, axis=1))
-
-    def by_token(self, gradient_CO, logits_CV, teacher_columns, outcomes: _Outcomes):
-        return gradient_CO
 
 
 @dataclass(frozen=True)
@@ -362,19 +325,17 @@ class _TopKLoss(_DistillationLoss):
         lse_rest = _rest(soft_CV, is_top, sharding)
         log_q = jnp.concatenate([top_Ck, lse_rest[:, None]], axis=1) - logsumexp(soft_CV, sharding)[:, None]
         log_p = jnp.concatenate([log_p_Ck, log_rest_C[:, None]], axis=1)
-        return _Outcomes(log_p, log_q, ids_Ck[:, 0], is_top, lse_rest)
+
+        def by_token(gradient_CO: jax.Array) -> jax.Array:
+            # The gradient of the last outcome spreads over its tokens in proportion to their probabilities.
+            share_CV = jnp.exp(soft_CV - lse_rest[:, None])
+            rest_CV = jnp.where(is_top, 0.0, share_CV * gradient_CO[:, -1:])
+            return rest_CV.at[_rows_and_ids(soft_CV, ids_Ck, sharding)].set(gradient_CO[:, :-1], mode="drop")
+
+        return _Outcomes(log_p, log_q, ids_Ck[:, 0], by_token)
 
     def total(self, x_CO):
         return jnp.sum(x_CO, axis=1)
-
-    def by_token(self, gradient_CO, logits_CV, teacher_columns, outcomes: _Outcomes):
-        assert outcomes.lse_rest is not None
-        assert outcomes.is_top is not None
-        # The gradient of the last outcome spreads over its tokens in proportion to their probabilities.
-        share_CV = jnp.exp(logits_CV / self.temperature - outcomes.lse_rest[:, None])
-        rest_CV = jnp.where(outcomes.is_top, 0.0, share_CV * gradient_CO[:, -1:])
-        rows, ids = _rows_and_ids(logits_CV, teacher_columns[0], self.sharding)
-        return rest_CV.at[rows, ids].set(gradient_CO[:, :-1], mode="drop")
 
 
 def _first_maximum(logits_CV: jax.Array, sharding: TokenSharding) -> jax.Array:

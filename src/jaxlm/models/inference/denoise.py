@@ -25,9 +25,9 @@ from jaxlm.core.rules import Rules, excludes
 from jaxlm.core.sharding import replicated
 from jaxlm.models.base import Inputs, LanguageModel
 from jaxlm.models.diffusion import Denoiser
-from jaxlm.models.inference.generate import GenerationConfig, how_to_fit
+from jaxlm.models.inference.generate import GenerationConfig, check_fits
 from jaxlm.models.inference.padding import padded_length, program_rows
-from jaxlm.models.inference.sampling import Sampling, TokenDistribution, row_keys
+from jaxlm.models.inference.sampling import Sampling, TokenDistribution, log_likelihoods, row_keys
 
 Remasking = Literal["low_confidence", "random"]
 PassSchedule = Literal["equal", "depth"]
@@ -183,11 +183,7 @@ def check_denoising(
             raise ConfigError(
                 f"prompt {number} has ids outside the vocabulary of {model.Vocab.size} tokens, or the mask token ({mask_id})"
             )
-        if len(prompt) + num_new > model.Pos.size:
-            raise ConfigError(
-                f"prompt {number} has {len(prompt)} tokens. Together with {num_new} new tokens they exceed the model's"
-                f" seq_len of {model.Pos.size}. {how_to_fit(len(prompt), model.Pos.size)}"
-            )
+        check_fits(number, len(prompt), num_new, model.Pos.size)
     return mask_id
 
 
@@ -322,8 +318,7 @@ def _predict(
         place_C = 1 + number * size + jnp.arange(size)
         of_tokens = jax.vmap(lambda key: jax.vmap(lambda place: jax.random.fold_in(key, place))(place_C))(keys)
         drawn = distribution.draw(distribution.logits(logits, None), of_tokens.reshape(-1))
-        log_p = jnp.take_along_axis(logits, drawn[:, None], axis=1)[:, 0] - jax.nn.logsumexp(logits, axis=1)
-        return drawn.reshape(batch, size), log_p.reshape(batch, size)
+        return drawn.reshape(batch, size), log_likelihoods(logits, drawn).reshape(batch, size)
 
     results = jax.lax.map(one_chunk, (jnp.arange(num_chunks), chunks_KBCD))
     drawn, log_p = (result.swapaxes(0, 1).reshape(batch, -1)[:, :length] for result in results)

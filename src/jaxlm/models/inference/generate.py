@@ -1,40 +1,40 @@
-"""Text generation: one prefill pass over the prompts, then token by token with a KV cache.
+"""Text generation, for readers: it streams, answers tools, and drops the token that ends a text.
 
-The loop over tokens runs on the devices. The host reads tokens back only as often as the caller needs them.
+The host reads tokens back only as often as the caller needs them.
 """
 
-import dataclasses
-import functools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple, TypeVar
+from typing import Any, Literal
 
 import equinox as eqx
-import haliax as hax
 import jax
 import jax.numpy as jnp
 import numpy as np
-from haliax import NamedArray
 
-from jaxlm.core.axes import BATCH, POSITION
 from jaxlm.core.errors import ConfigError, check_at_least
-from jaxlm.core.sharding import replicated
-from jaxlm.models.base import Inputs, LanguageModel
+from jaxlm.models.base import LanguageModel
 from jaxlm.models.inference.cache import DecodingCache
-from jaxlm.models.inference.length_switch import next_inputs, rows_that_cross, step_across
-from jaxlm.models.inference.padding import left_padded, padded_length, program_rows, round_up
+from jaxlm.models.inference.decoding import (
+    NO_TOKEN,
+    DecodingState,
+    Draw,
+    Request,
+    begin,
+    compile_programs,
+    seen_tokens,
+    with_forced,
+    write_until,
+)
+from jaxlm.models.inference.padding import left_padded, padded_length, program_rows
 from jaxlm.models.inference.prefix_cache import PrefixCache
-from jaxlm.models.inference.sampling import Sampling, StopFunction, TokenDistribution, row_keys, with_token
+from jaxlm.models.inference.sampling import Sampling, StopFunction, row_keys
 from jaxlm.models.inference.tools.calls import ToolCalls
-from jaxlm.models.inference.unstacked import Generator, unstack
-from jaxlm.models.layers import activation_dtype
+from jaxlm.models.inference.unstacked import Generator
 
-T = TypeVar("T")
 CacheDtype = Literal["float32", "bfloat16", "int8"]
 CACHE_DTYPES: dict[str, Any] = {"float32": jnp.float32, "bfloat16": jnp.bfloat16, "int8": jnp.int8}
 """Allowed dtypes of keys and values in the cache."""
-_STOP_IDS_MULTIPLE = 4
-_NO_TOKEN = -1
 _CHECK_EVERY = 16  # tokens between calls of a stop function on the host
 _OF_KEYS = ("max_new_tokens", "temperature", "top_k", "top_p", "min_p", "repetition_penalty", "seed", "cache_dtype")
 
@@ -82,7 +82,7 @@ class GenerationConfig:
                 "tokens of this model attend to later ones (model.use_bidirectional_attention), so it cannot generate token"
                 " by token with a KV cache. `jaxlm sample` and evals: type samples fill in masks instead"
             )
-        vocab_size, seq_len = model.Vocab.size, model.Pos.size
+        vocab_size = model.Vocab.size
         check_at_least("max_new_tokens", self.max_new_tokens, 0)
         if self.cache_dtype is not None and self.cache_dtype not in CACHE_DTYPES:
             raise ConfigError(f"cache_dtype: '{self.cache_dtype}' given. Allowed: {', '.join(CACHE_DTYPES)}")
@@ -96,11 +96,7 @@ class GenerationConfig:
                     f"prompt {i} has token ids from {min(prompt)} to {max(prompt)}, but the vocabulary has {vocab_size}"
                     " tokens"
                 )
-            if len(prompt) + self.max_new_tokens > seq_len:
-                raise ConfigError(
-                    f"prompt {i} has {len(prompt)} tokens. Together with max_new_tokens = {self.max_new_tokens} they"
-                    f" exceed the model's seq_len of {seq_len}. {how_to_fit(len(prompt), seq_len)}"
-                )
+            check_fits(i, len(prompt), self.max_new_tokens, model.Pos.size)
 
 
 def default_new_tokens(prompts: Sequence[Sequence[int]], seq_len: int) -> int:
@@ -112,6 +108,15 @@ def how_to_fit(num_prompt_tokens: int, seq_len: int) -> str:
     """Says what to change if a prompt and the tokens after it are too long for a model, for messages."""
     room = seq_len - num_prompt_tokens
     return f"Shorten the prompt, or set max_new_tokens to at most {room}" if room > 0 else "Shorten the prompt"
+
+
+def check_fits(number: int, num_prompt_tokens: int, num_new: int, seq_len: int) -> None:
+    """Raises `ConfigError` if a prompt and its new tokens are too long for a model."""
+    if num_prompt_tokens + num_new > seq_len:
+        raise ConfigError(
+            f"prompt {number} has {num_prompt_tokens} tokens. Together with max_new_tokens = {num_new} they exceed the"
+            f" model's seq_len of {seq_len}. {how_to_fit(num_prompt_tokens, seq_len)}"
+        )
 
 
 def generate(
@@ -195,8 +200,8 @@ def stream_tokens(
     num_new = config.max_new_tokens
     if not prompts or num_new == 0:
         return
-    distribution = config.sampling.numbers
-    keys, stop_ids, state = _begin(generator, prompts, config, distribution, prefix_cache, tools)
+    request, cache = _request(generator.model, prompts, config, prefix_cache, tools)
+    state = begin(generator, request, cache)
     if prefix_cache is not None:
         prefix_cache.remember(state.cache, len(prompts[0]))
     rows: list[list[int]] = [[] for _ in prompts]
@@ -205,7 +210,7 @@ def stream_tokens(
         end = min(num_new, num_yielded + (first if first is not None and not num_yielded else every))
         if prefix_cache is not None:
             prefix_cache.clear()
-        state = _decode_until(generator, state, keys, stop_ids, jnp.int32(end), distribution)
+        state = write_until(generator, state, request.draw, end)
         if prefix_cache is not None:
             cached = np.asarray(state.written)[0, : int(state.step) - 1].tolist()  # all new tokens but the last
             prefix_cache.put(state.cache, [*prompts[0], *cached])
@@ -227,12 +232,6 @@ def stream_tokens(
             state = _with_outputs(state, [row if alive[number] else [] for number, row in enumerate(rows)], tools)
 
 
-def num_programs() -> int:
-    """Counts the programs for generation that this process has compiled so far."""
-    programs: Any = (_prefill, _decode, _cross)
-    return sum(program._cache_size() for program in programs)
-
-
 def compile_generation(
     generator: Generator, rows: int, prompt_tokens: int, config: GenerationConfig
 ) -> tuple[jax.stages.Compiled, jax.stages.Compiled]:
@@ -240,73 +239,32 @@ def compile_generation(
 
     Call it inside `layout.use()`, if there is one. Args: rows: number of prompts, which have `prompt_tokens` tokens each.
     """
-    arguments = _prefill_arguments(generator, [[0] * prompt_tokens] * rows, config, config.sampling.numbers, None, None)
-    lowered = _prefill.lower(generator.model, *arguments)
-    prefill = lowered.compile()
-    place = lambda info, sharding: jax.ShapeDtypeStruct(info.shape, info.dtype, sharding=sharding)  # noqa: E731
-    state = jax.tree.map(place, lowered.out_info, prefill.output_shardings)
-    if generator.step_model is not generator.model:
-        state = jax.eval_shape(unstack, state)
-    others = (arguments.keys, arguments.stop_ids, jnp.int32(config.max_new_tokens), config.sampling.numbers)
-    return prefill, _decode.lower(generator.step_model, state, *others).compile()
+    request, _ = _request(generator.model, [[0] * prompt_tokens] * rows, config, None, None)
+    return compile_programs(generator, request)[:2]
 
 
-def _begin(
-    generator: Generator,
+def _request(
+    model: LanguageModel,
     prompts: Sequence[Sequence[int]],
     config: GenerationConfig,
-    distribution: TokenDistribution,
     prefix_cache: PrefixCache | None,
     tools: ToolCalls | None,
-) -> tuple[jax.Array, jax.Array, "_State"]:
-    """Prefills the prompts. Returns the keys of the rows, the stop ids, and the state after the first new token."""
-    arguments = _prefill_arguments(generator, prompts, config, distribution, prefix_cache, tools)
-    state = _prefill(generator.model, *arguments)
-    return arguments.keys, arguments.stop_ids, generator.in_step_layout(state)
-
-
-class _PrefillArguments(NamedTuple):
-    """Arguments of `_prefill` after the model."""
-
-    prompt: Inputs
-    cache: DecodingCache | None
-    keys: jax.Array
-    stop_ids: jax.Array
-    distribution: TokenDistribution
-    capacity: int
-    dtype: Any
-    call_end: jax.Array | None
-    seen: np.ndarray | None
-
-
-def _prefill_arguments(
-    generator: Generator,
-    prompts: Sequence[Sequence[int]],
-    config: GenerationConfig,
-    distribution: TokenDistribution,
-    prefix_cache: PrefixCache | None,
-    tools: ToolCalls | None,
-) -> _PrefillArguments:
+) -> tuple[Request, DecodingCache | None]:
+    """What is to be continued, and a cache of the beginning of the prompts, if there is one."""
     num_rows = program_rows(len(prompts))
     capacity = padded_length(config.max_new_tokens)
     dtype = None if config.cache_dtype is None else CACHE_DTYPES[config.cache_dtype]
     cache, num_cached = None, 0
     if prefix_cache is not None:
-        cache, num_cached = prefix_cache.lookup(generator.model, prompts[0], num_rows, capacity, dtype)
-    return _PrefillArguments(
-        left_padded([prompt[num_cached:] for prompt in prompts], num_rows, num_cached),
-        cache,
-        row_keys(prompts, num_rows, config.seed),
-        jnp.asarray(_pad_stop_ids(config.stop_ids), jnp.int32),
-        distribution,
-        capacity,
-        dtype,
-        None if tools is None else jnp.int32(tools.tokens.call_end),
-        _seen(prompts, num_rows, generator.model.Vocab.size) if distribution.reads_text else None,
-    )
+        cache, num_cached = prefix_cache.lookup(model, prompts[0], num_rows, capacity, dtype)
+    draw = Draw.of(row_keys(prompts, num_rows, config.seed), config.stop_ids, config.sampling.numbers)
+    prompt = left_padded([prompt[num_cached:] for prompt in prompts], num_rows, num_cached)
+    seen = seen_tokens(prompts, draw, model.Vocab.size)
+    call_end = None if tools is None else jnp.int32(tools.tokens.call_end)
+    return Request(prompt, draw, capacity, capacity, dtype, seen=seen, call_end=call_end), cache
 
 
-def _with_outputs(state: "_State", rows: Sequence[Sequence[int]], tools: ToolCalls) -> "_State":
+def _with_outputs(state: DecodingState, rows: Sequence[Sequence[int]], tools: ToolCalls) -> DecodingState:
     """Forces the outputs of the calls that end with the last token of a row into its next steps."""
     calls = state.calls
     assert calls is not None, "there is a tool"
@@ -317,193 +275,9 @@ def _with_outputs(state: "_State", rows: Sequence[Sequence[int]], tools: ToolCal
         if row and row[-1] == tools.tokens.call_end:
             output = tools.output_after(row)[: forced.shape[1] - step]
             forced[number, step : step + len(output)] = output
-    return dataclasses.replace(state, calls=_force(calls, forced))
+    return with_forced(state, forced)
 
 
 def _until_end(tokens: np.ndarray, config: GenerationConfig) -> list[int]:
-    row = tokens[tokens != _NO_TOKEN].tolist()
+    row = tokens[tokens != NO_TOKEN].tolist()
     return row[:-1] if row and row[-1] in config.stop_ids and not config.with_stop else row
-
-
-def _pad_stop_ids(stop_ids: Sequence[int]) -> list[int]:
-    """Pads to one of few lengths, so that few shapes are compiled."""
-    return [*stop_ids, *[_NO_TOKEN] * (round_up(max(1, len(stop_ids)), _STOP_IDS_MULTIPLE) - len(stop_ids))]
-
-
-def _seen(prompts: Sequence[Sequence[int]], rows: int, vocab_size: int) -> np.ndarray:
-    """bool [rows, vocab]: whether a prompt has a token. On the host: part of a prompt may come from a prefix cache."""
-    seen = np.zeros((rows, vocab_size), bool)
-    for row, prompt in zip(seen, prompts, strict=False):
-        row[np.asarray(prompt)] = True
-    return seen
-
-
-class _Calls(eqx.Module):
-    """Holds what a tool answers.
-
-    Attributes:
-        forced: int32 [rows, capacity]; the token of each step, -1 where it is sampled.
-        end: the token that ends a call.
-        has_ended: bool, whether a row has ended a call. The host then has to read it before the next step.
-    """
-
-    forced: jax.Array
-    end: jax.Array
-    has_ended: jax.Array
-
-
-class _State(eqx.Module):
-    """Loop carry. Row r has generated `written[r, :step]`, which is -1 after the token that ended it. `token` is the last
-    token. `seen`, bool [rows, vocab], is which tokens a text has so far; None if no option reads them."""
-
-    cache: Any
-    token: jax.Array
-    positions: jax.Array
-    segment_ids: jax.Array
-    alive: jax.Array
-    written: jax.Array
-    step: jax.Array
-    calls: _Calls | None = None
-    seen: jax.Array | None = None
-
-
-def _append(state: _State, cache: Any, token: jax.Array, stop_ids: jax.Array) -> _State:
-    calls = state.calls
-    if calls is not None:
-        forced = jax.lax.dynamic_index_in_dim(calls.forced, state.step, axis=1, keepdims=False)
-        token = jnp.where(forced == _NO_TOKEN, token, forced)
-    alive = state.alive & (token[:, None] != stop_ids).all(axis=1)
-    if calls is not None:
-        calls = _Calls(calls.forced, calls.end, calls.has_ended | (alive & (token == calls.end)).any())
-    column = jnp.where(state.alive, token, _NO_TOKEN)[:, None]
-    written = jax.lax.dynamic_update_slice_in_dim(state.written, column, state.step, axis=1)
-    seen = with_token(state.seen, token)
-    return _State(cache, token, state.positions + 1, state.segment_ids, alive, written, state.step + 1, calls, seen)
-
-
-def _sample(
-    model: LanguageModel, final: NamedArray, keys: jax.Array, state: _State, distribution: TokenDistribution
-) -> jax.Array:
-    logits = model.logits(final[POSITION, -1]).rearrange((BATCH, model.Vocab)).array.astype(jnp.float32)
-    keys_of_token = jax.vmap(jax.random.fold_in, (0, None))(keys, state.step)
-    return distribution.draw(distribution.logits(logits, state.seen), keys_of_token)
-
-
-@functools.partial(jax.jit, static_argnums=(6, 7), donate_argnums=2)
-def _prefill(
-    model: LanguageModel,
-    prompt: Inputs,
-    cache: DecodingCache | None,
-    keys: jax.Array,
-    stop_ids: jax.Array,
-    distribution: TokenDistribution,
-    capacity: int,
-    dtype: Any,
-    call_end: jax.Array | None = None,
-    seen: jax.Array | None = None,
-) -> _State:
-    """Runs the model over the prompts and samples the first new token of each.
-
-    Args:
-        cache: holds the tokens before the prompts; None creates an empty cache.
-        capacity: number of new tokens to reserve space for.
-        dtype: of a new cache; None uses the dtype of the activations.
-        call_end: the token that ends a call of a tool; None without tools.
-        seen: see `_State`, for the whole prompts.
-    """
-    prompt = hax.auto_sharded(prompt)
-    Batch, Width = prompt.tokens.resolve_axis(BATCH), prompt.tokens.resolve_axis(POSITION)
-    if cache is None:
-        if dtype is None:
-            dtype = activation_dtype(model)
-        cache = model.init_cache(Batch, Width.size + capacity, dtype)
-    first = model.hidden(prompt, cache=cache)
-    segment_ids = prompt.segment_ids[POSITION, -1].array
-    nothing = jnp.full((Batch.size, capacity), _NO_TOKEN, jnp.int32)
-    state = _State(
-        first.cache,
-        token=jnp.zeros(Batch.size, jnp.int32),
-        positions=prompt.positions[POSITION, -1].array,
-        segment_ids=segment_ids,
-        alive=segment_ids != 0,
-        written=nothing,
-        step=jnp.int32(0),
-        calls=None if call_end is None else _Calls(nothing, call_end, jnp.array(False)),
-        seen=seen,
-    )
-    token = _sample(model, first.final, keys, state, distribution)
-    return _replicate_outputs(_append(state, first.cache, token, stop_ids))
-
-
-@functools.partial(jax.jit, donate_argnums=1)
-def _decode(
-    model: LanguageModel,
-    state: _State,
-    keys: jax.Array,
-    stop_ids: jax.Array,
-    end: jax.Array,
-    distribution: TokenDistribution,
-) -> _State:
-    """Generates tokens until there are `end` per row, all rows have ended, or a text will grow beyond a switch length."""
-
-    def one_token(state: _State) -> _State:
-        hidden = model.hidden(next_inputs(state), cache=state.cache)
-        return _append(state, hidden.cache, _sample(model, hidden.final, keys, state, distribution), stop_ids)
-
-    def goes_on(state: _State) -> jax.Array:
-        return _goes_on(state, end) & ~rows_that_cross(model, state).any()
-
-    return _replicate_outputs(jax.lax.while_loop(goes_on, one_token, state))
-
-
-def _decode_until(
-    generator: Generator,
-    state: _State,
-    keys: jax.Array,
-    stop_ids: jax.Array,
-    end: jax.Array,
-    distribution: TokenDistribution,
-) -> _State:
-    """`_decode`, and the steps at which texts grow beyond a switch length."""
-    model, step_model = generator.model, generator.step_model
-    state = _decode(step_model, state, keys, stop_ids, end, distribution)
-    while model.traits.switch_lengths and _waits(model, state, end):
-        state = _cross(model, step_model, state, keys, stop_ids, distribution)
-        state = _decode(step_model, state, keys, stop_ids, end, distribution)
-    return state
-
-
-@jax.jit
-def _cross(
-    model: LanguageModel,
-    step_model: Any,
-    state: _State,
-    keys: jax.Array,
-    stop_ids: jax.Array,
-    distribution: TokenDistribution,
-) -> _State:
-    """Generates one token per row, where the next token of some rows is the first beyond a switch length."""
-    final, cache = step_across(model, step_model, state)
-    return _replicate_outputs(_append(state, cache, _sample(step_model, final, keys, state, distribution), stop_ids))
-
-
-@jax.jit
-def _waits(model: LanguageModel, state: _State, end: jax.Array) -> jax.Array:
-    return replicated(_goes_on(state, end) & rows_that_cross(model, state).any())
-
-
-def _goes_on(state: _State, end: jax.Array) -> jax.Array:
-    goes_on = (state.step < end) & state.alive.any()
-    return goes_on if state.calls is None else goes_on & ~state.calls.has_ended
-
-
-@jax.jit
-def _force(calls: _Calls, forced: jax.Array) -> _Calls:
-    # A jitted function, so that the next `_decode` sees arrays of the same kind and is not compiled again.
-    return replicated(_Calls(forced, calls.end, jnp.zeros_like(calls.has_ended)))
-
-
-def _replicate_outputs(state: _State) -> _State:
-    """Replicates what the host reads, so that every process can read every row."""
-    written, alive, step, calls = replicated((state.written, state.alive, state.step, state.calls))
-    return dataclasses.replace(state, written=written, alive=alive, step=step, calls=calls)

@@ -6,7 +6,7 @@ ordinary step, so what a row generates does not depend on its batch.
 """
 
 import dataclasses
-from typing import Any, Protocol
+from typing import Any
 
 import haliax as hax
 import jax
@@ -16,59 +16,33 @@ from haliax import Axis, NamedArray
 from jaxlm.core.axes import BATCH, KEY_POSITION, POSITION
 from jaxlm.core.tree import is_named
 from jaxlm.models.base import Inputs, LanguageModel
-from jaxlm.models.inference.cache import DecodingCache, UnstackedCache
+from jaxlm.models.inference.cache import UnstackedCache
 from jaxlm.models.inference.unstacked import stack, unstack
 
 
-class State(Protocol):
-    """The state of a generation between two tokens.
-
-    Attributes:
-        cache: of the tokens before `token`.
-        token, positions, segment_ids: int32 [rows], the token that is read next.
-        alive: bool [rows], whether the row goes on.
-    """
-
-    cache: Any
-    token: jax.Array
-    positions: jax.Array
-    segment_ids: jax.Array
-    alive: jax.Array
-
-
-def next_inputs(state: State) -> Inputs:
-    """The next token of each row."""
-    (rows,) = state.token.shape
-    axes = (Axis(BATCH, rows), Axis(POSITION, 1))
-    columns = (state.token, state.positions, state.segment_ids)
-    return Inputs(*(hax.named(column[:, None], axes) for column in columns))
-
-
-def rows_that_cross(model: LanguageModel, state: State) -> jax.Array:
-    """Bool [rows], whether the next token is the first beyond a switch length."""
-    lengths = jnp.asarray(model.traits.switch_lengths, jnp.int32)
-    return state.alive & (state.positions[:, None] == lengths).any(axis=1)
-
-
-def step_across(model: LanguageModel, step_model: Any, state: State) -> tuple[NamedArray, Any]:
+def step_across(
+    model: LanguageModel, step_model: Any, inputs: Inputs, cache: Any, rows: jax.Array
+) -> tuple[NamedArray, Any]:
     """Reads the next token of each row, and rereads all earlier tokens of the rows that cross a switch length.
 
     Args:
         model, step_model: as of a `Generator`.
+        inputs: the next tokens.
+        cache: of the tokens before them.
+        rows: bool, which rows cross.
 
     Returns:
         Final hidden states {batch, position, embed} of the token, and the extended cache.
     """
-    stepped = step_model.hidden(next_inputs(state), cache=state.cache)
+    stepped = step_model.hidden(inputs, cache=cache)
     is_unstacked = isinstance(stepped.cache, UnstackedCache)
-    cache: DecodingCache = stack(stepped.cache) if is_unstacked else stepped.cache
+    cache = stack(stepped.cache) if is_unstacked else stepped.cache
     assert cache.tokens is not None, "a model with switch lengths keeps the tokens"
     slots = (cache.tokens, cache.positions, cache.segment_ids)
     texts = Inputs(*(hax.auto_sharded(a.rename({KEY_POSITION: POSITION})) for a in slots))
     empty = dataclasses.replace(jax.tree.map(jnp.zeros_like, cache), fresh=True)
     again = model.hidden(texts, cache=empty)
 
-    rows = rows_that_cross(model, state)
     final = _where(rows, _at(again.final, cache.length - 1), stepped.final)
     choose = lambda new, old: _where(rows, new, old)  # noqa: E731
     stacks = jax.tree.map(choose, again.cache.stacks, cache.stacks, is_leaf=is_named)

@@ -203,3 +203,8 @@ class TokenDistribution(eqx.Module):
 def with_token(seen: jax.Array | None, token: jax.Array) -> jax.Array | None:
     """`seen` of `TokenDistribution.logits` with one more token of each row, int32 [rows]."""
     return None if seen is None else seen.at[jnp.arange(len(token)), token].set(True)
+
+
+def log_likelihoods(logits: jax.Array, token: jax.Array) -> jax.Array:
+    """Of a token of each row, float32 [rows]. Args: logits: float32 [rows, vocab]."""
+    return jnp.take_along_axis(logits, token[:, None], axis=1)[:, 0] - jax.nn.logsumexp(logits, axis=1)

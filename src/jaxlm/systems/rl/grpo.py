@@ -20,8 +20,8 @@ from jaxlm.core.rules import Rules, excludes
 from jaxlm.core.values.batch_types import GroupBatch
 from jaxlm.core.values.sums import Sum
 from jaxlm.models.base import AuxLoss, LanguageModel
+from jaxlm.models.chunked_loss import ChunkLogits
 from jaxlm.models.inference.responses import check_samples_as_trained
-from jaxlm.models.loss import ChunkLogits
 from jaxlm.objectives.base import AUXILIARY, Metrics, ObjectiveConfig, ObjectiveFacts, auxiliary_terms, auxiliary_weight
 from jaxlm.objectives.completions import ReferencedObjective, token_logps
 from jaxlm.reading.choices import choice

@@ -16,8 +16,9 @@ from jaxlm.core.sharding import Layout
 from jaxlm.core.tracing import BlockSizes, tracing
 from jaxlm.data.base import Log
 from jaxlm.data.tokenizer.tokenizer import Tokenizer
+from jaxlm.models.inference.decoding import XlaOptions
 from jaxlm.models.inference.padding import padded_length
-from jaxlm.models.inference.responses import Noise, XlaOptions, sample_responses
+from jaxlm.models.inference.responses import Noise, sample_responses
 from jaxlm.models.inference.sampling import Sampling
 from jaxlm.models.inference.unstacked import Generator
 from jaxlm.reading.choices import Registry, choice

@@ -32,13 +32,13 @@ from jaxlm.evals.tables import (
 from jaxlm.hardware.hlo import bytes_per_device, planned_bytes
 from jaxlm.models.base import LanguageModel
 from jaxlm.models.inference.cache import DecodingCache
+from jaxlm.models.inference.decoding import num_programs
 from jaxlm.models.inference.generate import (
     CACHE_DTYPES,
     CacheDtype,
     GenerationConfig,
     compile_generation,
     generate_tokens,
-    num_programs,
     stream_tokens,
 )
 from jaxlm.models.inference.padding import round_up
