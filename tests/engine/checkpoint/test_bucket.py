@@ -29,7 +29,7 @@ from jaxlm.engine.checkpoint.restore import (
     resolve_folder,
     restore,
 )
-from jaxlm.engine.checkpoint.store import CURSOR
+from jaxlm.engine.checkpoint.store import CURSOR, SaveError
 from jaxlm.engine.checkpoint.writer import CheckpointWriter, SaveHealth
 from tests.engine.helpers import layout
 from tests.gcs import BUCKET
@@ -126,6 +126,16 @@ def test_damaged_checksums_are_one_message_and_write_nothing(store, monkeypatch,
     with pytest.raises(ConfigError, match=f"step-5 is damaged: .*{message}"), checkpoint.local("run"):
         pass
     assert sorted(tmp_path.rglob("*")) == [tmp_path / "t"]
+
+
+def test_a_checkpoint_that_another_process_has_partly_deleted_is_not_finished(store):
+    """With checksums of the files that are left, it would pass for an undamaged one."""
+    folder = BucketFolder(URL)
+    folder.begin("step-5", FILES)
+    store.rm("/bucket/run/step-5/run", recursive=True)
+    with pytest.raises(SaveError, match=r"run/config\.yaml is gone: another process has deleted it"):
+        folder.commit("step-5")
+    assert names(folder) == []
 
 
 UNANSWERED = [TimeoutError("no answer"), OSError("Forbidden: 403"), RuntimeError("what another library raises")]

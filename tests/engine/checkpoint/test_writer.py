@@ -18,6 +18,7 @@ from etils import epath
 
 from jaxlm.core.stores import WHILE_TRAINING_S
 from jaxlm.engine.checkpoint import writer as writing
+from jaxlm.engine.checkpoint.lease import LeaseLostError
 from jaxlm.engine.checkpoint.local import LocalFolder
 from jaxlm.engine.checkpoint.manifest import Cursor
 from jaxlm.engine.checkpoint.policy import CheckpointerConfig
@@ -148,3 +149,29 @@ def test_failed_orbax_tasks_are_reported_only_by_the_save(tmp_path, caplog, file
     asyncio.run(several())
     gc.collect()
     assert [record.name for record in caplog.records] == ["asyncio"] * 2 * is_shown
+
+
+def test_a_paused_save_does_not_remove_what_another_start_is_writing(tmp_path, monkeypatch):
+    """The other start has taken the folder, and has removed what the paused one had written, so that the save fails."""
+    folder, writer, said = opened(tmp_path)
+    taken: list[int] = []
+
+    def check_lease() -> None:
+        if taken:
+            raise LeaseLostError("another start has taken the folder")
+
+    def merge_after_a_pause(*_arguments: Any) -> None:
+        taken.append(1)
+        shutil.rmtree(tmp_path / "step-1.unfinished")
+        LocalFolder(tmp_path).begin("step-2", {"run/config.yaml": b"{}"})
+        raise OSError("the parts of the checkpoint could not be listed")
+
+    writer._check_lease = check_lease
+    monkeypatch.setattr(writing, "BRIEFLY_S", ())
+    monkeypatch.setattr(CheckpointWriter, "_merge", merge_after_a_pause)
+    writer.start(STATE, cursor(1), {})
+    with pytest.raises(LeaseLostError):
+        writer.wait()
+    writer.close()
+    assert [path.name for path in tmp_path.iterdir()] == ["step-2.unfinished"]
+    assert said == []

@@ -97,6 +97,7 @@ class BucketFolder(CheckpointFolder):
         self.location: str = url.rstrip("/")
         self._delete_temporary = delete_temporary
         self._newest: str | None = None  # the last one that this process has committed or uploaded
+        self._begun: frozenset[str] = frozenset()  # small files of the checkpoint that is being written
 
     @functools.cached_property
     def _store(self) -> tuple[Any, str]:
@@ -151,6 +152,7 @@ class BucketFolder(CheckpointFolder):
             self._clear(name)
             for file, content in files.items():
                 self._write(name, file, content)
+        self._begun = frozenset(files)
 
     def arrays(self, name: str) -> str:
         return f"{self.location}/{name}/{ARRAYS}"
@@ -158,9 +160,11 @@ class BucketFolder(CheckpointFolder):
     def commit(self, name: str) -> None:
         """Writes `checksums.json` from the checksums that the store keeps, without reading the files again."""
         with storage_errors(SaveError):
+            files = self.files(name)
+            if missing := sorted(self._begun - files.keys()):
+                raise FileNotFoundError(f"{missing[0]} is gone: another process has deleted it")
             sums = {
-                file: self.digest(name, file, SHA256) if md5 is None else f"{MD5}:{md5}"
-                for file, md5 in self.files(name).items()
+                file: self.digest(name, file, SHA256) if md5 is None else f"{MD5}:{md5}" for file, md5 in files.items()
             }
             self._write(name, CHECKSUMS, json.dumps(sums, indent=1).encode())
         self._newest = name

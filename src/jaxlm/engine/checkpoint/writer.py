@@ -267,6 +267,7 @@ class CheckpointWriter:
         self.wait()
         if is_main_process():
             with contextlib.suppress(Exception):  # the next start does it
+                self._while_held(self._check_lease)
                 retried(self._folder.tidy, AT_START_S)
 
     def _small_files(self, state: RunState, cursor: Cursor, position: Mapping[str, Any]) -> dict[str, bytes]:
@@ -325,8 +326,13 @@ class CheckpointWriter:
         of_others = (f"process {number}: {text}" for number, text in enumerate(failures) if text)
         failure = failures[0] or next(of_others, "") or _failure_of(lambda: self._make_visible(save))
         if failure and self._lost is None:
-            _failure_of(self._folder.tidy)
+            _failure_of(self._tidy)
         return failure
+
+    def _tidy(self) -> None:
+        """Removes what failed saves have left behind. Raises `LeaseLostError` if what is unfinished may be another start's."""
+        self._while_held(self._check_lease)
+        self._folder.tidy()
 
     def _make_visible(self, save: "_Save") -> None:
         retried(lambda: self._merge(save.folder), BRIEFLY_S)
