@@ -222,6 +222,12 @@ def test_invalid_requests_are_refused(llama, prompts, num_new, message):
         generate(llama, prompts, max_new_tokens=num_new)
 
 
+@pytest.mark.parametrize("seed", [-1, 2**32, 10**20])
+def test_seeds_that_jax_would_cut_off_are_refused(seed):
+    with pytest.raises(ConfigError, match=f"seed: {seed} given, an integer of 0 or more and at most 4294967295"):
+        GenerationConfig(4, seed=seed)
+
+
 @pytest.mark.slow
 def test_empty_requests_and_a_full_context(llama):
     assert generate(llama, [], max_new_tokens=4) == []

@@ -153,3 +153,18 @@ def test_a_checkpoint_stays_if_the_one_that_replaces_it_cannot_be_renamed(tmp_pa
     folder.tidy()
     assert folder.names() == ["step-1"]
     folder.checkpoints()[0].verify()
+
+
+@pytest.mark.parametrize("target", ["/no/such/file", "cursor.json"])
+def test_a_link_to_no_file_is_damage(tmp_path, target):
+    """Otherwise the run could not go on from the checkpoint before."""
+    folder, logged = LocalFolder(tmp_path), []
+    save(folder, 9, temporary=False)
+    name = save(folder, 10, temporary=False)
+    (tmp_path / name / CURSOR).unlink()
+    (tmp_path / name / CURSOR).symlink_to(target)
+    found = latest_valid(folder, logged.append)
+    assert found is not None
+    assert found.checkpoint.name == "step-9"
+    assert "step-10 is damaged" in logged[0]
+    assert "is missing" in logged[0]

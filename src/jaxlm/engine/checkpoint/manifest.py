@@ -1,5 +1,6 @@
 """Checkpoint names, the cursor (the step and phase of a checkpoint), and the checksums that detect a damaged one."""
 
+import errno
 import hashlib
 import json
 import operator
@@ -20,6 +21,7 @@ from jaxlm.core.stores import BRIEFLY_S, retried
 T = TypeVar("T")
 
 CHECKSUMS = "checksums.json"
+_NO_FILE = (errno.ENOENT, errno.ELOOP)  # a link to nothing or to itself, or a file that was deleted since it was listed
 SHA256, MD5 = "sha256", "md5"
 """Kinds of checksums: the one that jaxlm computes, and the one that object stores keep for every object."""
 
@@ -53,8 +55,8 @@ def compare(
     """Compares files with their saved `checksums.json`, which has a SHA-256, or `md5:` and an MD5, for each of them.
 
     Args:
-        read_sums: returns the content of `checksums.json`. Only FileNotFoundError counts as damage; other errors of this and
-            of `digest`, such as a store that does not respond, are passed on.
+        read_sums: returns the content of `checksums.json`. Only files that do not exist count as damage; other errors of
+            this and of `digest`, such as a store that does not respond, are passed on.
         existing: relative paths of the files that exist.
         digest: returns a file's checksum, given its path and the kind of checksum.
         below: check only files whose relative path starts with this.
@@ -77,6 +79,10 @@ def compare(
                     )
         except UnreadableFileError as error:
             raise DamagedError(f"{error.filename}: {error.strerror}") from error
+        except OSError as error:
+            if error.errno not in _NO_FILE:
+                raise
+            raise DamagedError(f"{error.filename or error} is missing") from error
 
 
 def read_checksums(read: Callable[[], bytes]) -> dict[str, str]:

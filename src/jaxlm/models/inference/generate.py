@@ -46,7 +46,7 @@ class GenerationConfig:
     Attributes:
         max_new_tokens: maximum number of new tokens per prompt.
         temperature, top_k, top_p, min_p, repetition_penalty: see `Sampling`.
-        seed: random seed. The tokens of a row depend only on the seed and the row's prompt, not on the other rows of
+        seed: random seed, from 0 to 2**32 - 1. The tokens of a row depend only on the seed and the row's prompt, not on the other rows of
             the batch. Repeated prompts get different continuations.
         stop_ids: tokens that end a continuation. They are not part of the output, unless `with_stop`.
         cache_dtype: dtype of keys and values in the cache, a key of `CACHE_DTYPES`. None uses the dtype of the
@@ -64,6 +64,10 @@ class GenerationConfig:
     with_stop: bool = False
     min_p: float | None = None
     repetition_penalty: float = 1.0
+
+    def __post_init__(self):
+        if not 0 <= self.seed < 2**32:  # jax drops higher bits, and cannot take more than 64
+            raise ConfigError(f"seed: {self.seed} given, an integer of 0 or more and at most {2**32 - 1} expected")
 
     @staticmethod
     def of(keys: Any, **others: Any) -> "GenerationConfig":
