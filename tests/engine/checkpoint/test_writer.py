@@ -153,7 +153,7 @@ def test_failed_orbax_tasks_are_reported_only_by_the_save(tmp_path, caplog, file
 
 def test_a_paused_save_does_not_remove_what_another_start_is_writing(tmp_path, monkeypatch):
     """The other start has taken the folder, and has removed what the paused one had written, so that the save fails."""
-    folder, writer, said = opened(tmp_path)
+    _, writer, said = opened(tmp_path)
     taken: list[int] = []
 
     def check_lease() -> None:

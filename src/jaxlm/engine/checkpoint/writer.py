@@ -330,7 +330,7 @@ class CheckpointWriter:
         return failure
 
     def _tidy(self) -> None:
-        """Removes what failed saves have left behind. Raises `LeaseLostError` if what is unfinished may be another start's."""
+        """Removes what failed saves have left behind. Raises `LeaseLostError` if that may be another start's."""
         self._while_held(self._check_lease)
         self._folder.tidy()
 

@@ -46,8 +46,8 @@ class GenerationConfig:
     Attributes:
         max_new_tokens: maximum number of new tokens per prompt.
         temperature, top_k, top_p, min_p, repetition_penalty: see `Sampling`.
-        seed: random seed, from 0 to 2**32 - 1. The tokens of a row depend only on the seed and the row's prompt, not on the other rows of
-            the batch. Repeated prompts get different continuations.
+        seed: random seed, from 0 to 2**32 - 1. The tokens of a row depend only on the seed and the row's prompt, not on the
+            other rows of the batch. Repeated prompts get different continuations.
         stop_ids: tokens that end a continuation. They are not part of the output, unless `with_stop`.
         cache_dtype: dtype of keys and values in the cache, a key of `CACHE_DTYPES`. None uses the dtype of the
             activations.
