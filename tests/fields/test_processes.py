@@ -1,5 +1,6 @@
 """Fields that affect the process, not the plan: profiler, distributed, compilation cache, performance checks."""
 
+import os
 from dataclasses import fields
 from datetime import timedelta
 from pathlib import Path
@@ -47,13 +48,14 @@ def test_profiler_fields(tmp_path):
 
 def test_distributed_fields(monkeypatch):
     seen: list[Any] = []
+    first, second = (f"{letter}{os.getpid()}:1" for letter in "ab")  # a machine has each process of an address once
     monkeypatch.setattr(jax.distributed, "initialize", lambda *args, **kwargs: seen.append((args, kwargs)))
-    DistributedConfig("host:1", 2, 1, [0, 3]).join()
+    DistributedConfig(first, 2, 1, [0, 3]).join()
     times = {"initialization_timeout": 360, "heartbeat_timeout_seconds": 320, "shutdown_timeout_seconds": 300}
-    assert seen.pop() == (("host:1", 2, 1), {"local_device_ids": [0, 3], **times})
-    DistributedConfig("host:2", 2, 1, 3, *(timedelta(seconds=s) for s in (7, 8, 9))).join()
+    assert seen.pop() == ((first, 2, 1), {"local_device_ids": [0, 3], **times})
+    DistributedConfig(second, 2, 1, 3, *(timedelta(seconds=s) for s in (7, 8, 9))).join()
     times = {"initialization_timeout": 67, "heartbeat_timeout_seconds": 136, "shutdown_timeout_seconds": 9}
-    assert seen == [(("host:2", 2, 1), {"local_device_ids": [3], **times})]
+    assert seen == [((second, 2, 1), {"local_device_ids": [3], **times})]
     with pytest.raises(ConfigError, match="heartbeat_timeout"):
         DistributedConfig(heartbeat_timeout=timedelta(0)).join()
     for partial in (DistributedConfig("host:1"), DistributedConfig(num_processes=2), DistributedConfig(process_id=0)):
