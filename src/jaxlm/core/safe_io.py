@@ -43,7 +43,12 @@ def remove_leftovers(path: Path) -> None:
     """
     name = path.name if path.name == "*" else glob.escape(path.name)
     for leftover in path.parent.glob(f"{name}.{glob.escape(platform.node())}-*.tmp"):
-        shutil.rmtree(leftover) if leftover.is_dir() else leftover.unlink()
+        remove(leftover)
+
+
+def remove(path: Path) -> None:
+    """Deletes a folder with all files, a file, or a link, which leaves what it points to."""
+    shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
 
 
 def folder_lock(folder: Path, log: Callable[[str], None]) -> contextlib.AbstractContextManager[None]:

@@ -18,7 +18,7 @@ from jaxlm.data.config import DataConfig
 from jaxlm.data.tokenizer.tokenizer import Tokenizer, load_tokenizer
 from jaxlm.engine.checkpoint.manifest import DamagedError
 from jaxlm.engine.checkpoint.policy import CheckpointerConfig
-from jaxlm.engine.checkpoint.restore import VerifiedCheckpoint, resolve_checkpoints, restore
+from jaxlm.engine.checkpoint.restore import VerifiedCheckpoint, resolve_checkpoints, restore, while_it_exists
 from jaxlm.engine.phases import Phase
 from jaxlm.evals.batches import prompt_ids
 from jaxlm.interop.hf.family import with_mtp_of
@@ -313,7 +313,7 @@ def _open_checkpoint(
         if Path(name).exists() or not may_be_repository(name):
             raise
         raise ConfigError(f"{error} If you mean a Hugging Face repository, write {name}@main") from error
-    with checkpoint.checkpoint.local("run") as folder:
+    with while_it_exists(checkpoint.checkpoint), checkpoint.checkpoint.local("run") as folder:
         tokenizer = load_tokenizer(str(folder / "tokenizer"), of_run=True)
         config = read_saved(folder / "config.yaml", keys, spelling.key)
     check_effective(keys, also=also, spelling=spelling)

@@ -12,7 +12,7 @@ from jaxlm.core.errors import ConfigError
 from jaxlm.engine.checkpoint import local as local_module
 from jaxlm.engine.checkpoint.local import LocalFolder
 from jaxlm.engine.checkpoint.manifest import Cursor
-from jaxlm.engine.checkpoint.restore import latest_valid, resolve_checkpoints
+from jaxlm.engine.checkpoint.restore import latest_valid, resolve_checkpoints, while_it_exists
 from jaxlm.engine.checkpoint.staging import StagedFolder
 from jaxlm.engine.checkpoint.store import CURSOR
 
@@ -168,3 +168,29 @@ def test_a_link_to_no_file_is_damage(tmp_path, target):
     assert found.checkpoint.name == "step-9"
     assert "step-10 is damaged" in logged[0]
     assert "is missing" in logged[0]
+
+
+def test_a_checkpoint_that_was_moved_and_linked_is_replaced_like_others(tmp_path):
+    folder = LocalFolder(tmp_path / "run")
+    name = save(folder, 1, temporary=True)
+    (tmp_path / "run" / name).rename(tmp_path / "elsewhere")
+    (tmp_path / "run" / name).symlink_to(tmp_path / "elsewhere")
+    save(folder, 2, temporary=True)
+    folder.tidy()
+    assert [path.name for path in (tmp_path / "run").iterdir()] == ["step-2"]
+    assert (tmp_path / "elsewhere" / CURSOR).is_file()
+
+
+def test_a_checkpoint_that_is_replaced_while_it_is_read_is_one_message(tmp_path):
+    folder = LocalFolder(tmp_path)
+    name = save(folder, 1, temporary=True)
+    with (
+        pytest.raises(
+            ConfigError, match=f"{name}: the checkpoint was deleted while it was read.*Run the command again"
+        ),
+        while_it_exists(folder.find(name)),
+    ):
+        save(folder, 2, temporary=True)
+        folder.find(name).read(CURSOR)
+    with pytest.raises(ValueError, match="another error"), while_it_exists(folder.find("step-2")):
+        raise ValueError("another error")

@@ -4,7 +4,6 @@ import contextlib
 import errno
 import functools
 import os
-import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -14,7 +13,7 @@ import numpy as np
 
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.runtime import all_processes, broadcast_from_main, main_only, same_on_all_processes
-from jaxlm.core.safe_io import free_path, fsync, read_bytes
+from jaxlm.core.safe_io import free_path, fsync, read_bytes, remove
 from jaxlm.core.stores import BRIEFLY_S, retried
 from jaxlm.engine.checkpoint.lease import LeaseCheck, check_unlocked, locked_file
 from jaxlm.engine.checkpoint.manifest import (
@@ -120,7 +119,7 @@ class LocalFolder(CheckpointFolder):
         retried(self._check_place, BRIEFLY_S)
         folder = self._unfinished(name)
         for leftover in filter(Path.exists, (folder, self._deleted(name))):
-            retried(functools.partial(shutil.rmtree, leftover), BRIEFLY_S)
+            retried(functools.partial(remove, leftover), BRIEFLY_S)
         for file, content in files.items():
             retried(functools.partial(_write, folder / file, content), BRIEFLY_S)
 
@@ -145,13 +144,13 @@ class LocalFolder(CheckpointFolder):
 
     def tidy(self) -> None:
         for path in self.location.glob(f"*{UNFINISHED}"):
-            shutil.rmtree(path) if path.is_dir() else path.unlink()
+            remove(path)
         if self._newest is None or not self._delete_temporary:
             return
         for old in replaced_by(self._newest, self.names(), lambda name: read_bytes(self.location / name / CURSOR)):
             renamed = self._deleted(old)  # first, so that a partly deleted checkpoint is never visible
             os.rename(self.location / old, renamed)
-            shutil.rmtree(renamed)
+            remove(renamed)
 
     def _check_place(self) -> None:
         """Raises `OSError` if the folder is gone with its disk: what is below the mount point is then on a different disk.

@@ -4,10 +4,11 @@ The objective's own part of a state may have another form than in the checkpoint
 follows from `objective` and `trainer.mp`, which may change while a run goes on.
 """
 
+import contextlib
 import dataclasses
 import functools
 import json
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -21,7 +22,7 @@ from jaxlm.core.sharding import Layout
 from jaxlm.core.stores import is_url
 from jaxlm.engine.checkpoint.bucket import SCHEME, BucketFolder, bucket_checkpoints
 from jaxlm.engine.checkpoint.local import LocalCheckpoint, LocalFolder
-from jaxlm.engine.checkpoint.manifest import CheckpointName, Cursor, DamagedError, checkpoints_below
+from jaxlm.engine.checkpoint.manifest import CHECKSUMS, CheckpointName, Cursor, DamagedError, checkpoints_below
 from jaxlm.engine.checkpoint.staging import StagedFolder, staged_checkpoints
 from jaxlm.engine.checkpoint.store import Checkpoint, CheckpointFolder
 from jaxlm.engine.checkpoint.writer import flat_arrays, manifest
@@ -166,6 +167,22 @@ def latest_complete(candidates: Sequence[Checkpoint], location: str, log: Callab
     return found
 
 
+@contextlib.contextmanager
+def while_it_exists(checkpoint: Checkpoint) -> Iterator[None]:
+    """Raises `ConfigError` for an error that came because the run that had saved a checkpoint has replaced it meanwhile."""
+    try:
+        yield
+    except (OSError, ValueError, DamagedError) as error:  # Orbax raises ValueError for a folder that is gone
+        try:
+            checkpoint.read(CHECKSUMS)
+        except (FileNotFoundError, DamagedError):
+            raise ConfigError(
+                f"{checkpoint.location}: the checkpoint was deleted while it was read: the run that saves there has replaced"
+                " it. Run the command again, or name a permanent checkpoint"
+            ) from error
+        raise
+
+
 def restore(
     verified: VerifiedCheckpoint,
     abstract: T,
@@ -192,7 +209,8 @@ def restore(
     """
     import orbax.checkpoint as ocp
 
-    saved: dict[str, Any] = json.loads(verified.checkpoint.read("run/manifest.json"))["leaves"]
+    with while_it_exists(verified.checkpoint):
+        saved: dict[str, Any] = json.loads(verified.checkpoint.read("run/manifest.json"))["leaves"]
     dotted = f"{prefix}." if prefix else ""
     expected = {dotted + path: leaf for path, leaf in manifest(abstract).items()}
     saved = {path: leaf for path, leaf in saved.items() if path.startswith(dotted) and path not in unused}
@@ -211,7 +229,7 @@ def restore(
         for path, leaf in flat_arrays(abstract).items()
         if dotted + path in common
     }
-    with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as reader:
+    with while_it_exists(verified.checkpoint), ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as reader:
         arrays: Mapping[str, jax.Array] = reader.restore(
             verified.checkpoint.arrays,
             args=ocp.args.PyTreeRestore(

@@ -1,13 +1,12 @@
 """Checkpoints at a URL that Orbax cannot write to: they are written to a local staging folder and then uploaded."""
 
 import contextlib
-import shutil
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.runtime import is_main_process, main_only
-from jaxlm.core.safe_io import SMALL, read_bytes
+from jaxlm.core.safe_io import SMALL, read_bytes, remove
 from jaxlm.core.stores import check_store_writable, inaccessible, local_copy, storage_errors
 from jaxlm.engine.checkpoint.bucket import BucketFolder, bucket_checkpoints
 from jaxlm.engine.checkpoint.lease import LeaseCheck, all_held
@@ -135,7 +134,7 @@ class StagedFolder(CheckpointFolder):
     def _keep_only(self, names: Collection[str]) -> None:
         for checkpoint in self.checkpoints():
             if checkpoint.name not in names:
-                shutil.rmtree(checkpoint.path)
+                remove(checkpoint.path)
 
     def _mark(self, name: str) -> Path:
         return self._staging / f"{name}{PENDING}"
