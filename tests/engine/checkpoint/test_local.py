@@ -184,13 +184,12 @@ def test_a_checkpoint_that_was_moved_and_linked_is_replaced_like_others(tmp_path
 def test_a_checkpoint_that_is_replaced_while_it_is_read_is_one_message(tmp_path):
     folder = LocalFolder(tmp_path)
     name = save(folder, 1, temporary=True)
-    with (
-        pytest.raises(
-            ConfigError, match=f"{name}: the checkpoint was deleted while it was read.*Run the command again"
-        ),
-        while_it_exists(folder.find(name)),
-    ):
-        save(folder, 2, temporary=True)
-        folder.find(name).read(CURSOR)
+    checkpoint, message = (
+        folder.find(name),
+        f"{name}: the checkpoint was deleted while it was read.*Run the command again",
+    )
+    save(folder, 2, temporary=True)
+    with pytest.raises(ConfigError, match=message), while_it_exists(checkpoint):
+        checkpoint.read(CURSOR)
     with pytest.raises(ValueError, match="another error"), while_it_exists(folder.find("step-2")):
         raise ValueError("another error")
