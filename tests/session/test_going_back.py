@@ -4,6 +4,7 @@ A poisoned example has a loss mask of NaN, so that every step that reads it has 
 """
 
 import hashlib
+import itertools
 import json
 import shutil
 from pathlib import Path
@@ -228,8 +229,11 @@ def test_going_back_to_an_earlier_checkpoint_is_the_run_that_was_stopped_there(r
         ConfigError, match=r"step-8 is from attempt 0, and attempt 1 of 'returned' has done its steps again"
     ):
         runs.run("returned", **back_to(runs, "returned", "step-8"))
-    with pytest.raises(ConfigError, match=r"the run 'returned' has no checkpoint step-5 to go back to. It has: step-2"):
-        runs.run("returned", **back_to(runs, "returned", "step-5"))
+    for name, is_dry in itertools.product(("step-5", "step-6.abandoned"), (True, False)):
+        with pytest.raises(
+            ConfigError, match=f"the run 'returned' has no checkpoint {name} to go back to. It has: step-2"
+        ):
+            runs.run("returned", dry_run=is_dry, **back_to(runs, "returned", name))
 
 
 @pytest.mark.soak

@@ -363,6 +363,10 @@ REFUSED = {
     ),
     "nothing there": ({"initialize_from": "nowhere"}, "initialize_from: no checkpoint at nowhere"),
     "nothing to go on from": ({"initialize_from_state": "nowhere"}, "initialize_from_state: no checkpoint at nowhere"),
+    "required state": (
+        {"load_checkpoint": True, "initialize_from_state": "nowhere"},
+        "initialize_from_state: no checkpoint at nowhere",
+    ),
     "both": (
         {"initialize_from": "a", "initialize_from_state": "b"},
         r"trainer\.initialize_from: a given together with initialize_from_state: b, .* Remove one of them",

@@ -257,10 +257,12 @@ def check_init_from(plan: Plan) -> None:
             f" ({own_checkpoints[-1].location}). Starting from scratch would mix new checkpoints with them. Set another"
             " trainer.id, or move them away"
         )
-    if not own_checkpoints:
+    if own_checkpoints:
+        main_first(lambda: _check_own_named(plan, own_checkpoints))
+    else:
         for phase in plan.phases:
             plan.state_builder.initial_leaves(phase)  # raises for files that a surgery cannot use
-    other = trainer.load_checkpoint_path
+    other = trainer.load_checkpoint_path or trainer.initialize_from_state
     if trainer.load_checkpoint and not own_checkpoints and other is None:
         raise ConfigError(
             f"trainer.load_checkpoint: true given, but there is no checkpoint at {plan.checkpoints.location}"
@@ -361,9 +363,7 @@ def _going_back(plan: Plan, newest: VerifiedCheckpoint, log: Log) -> InitFrom | 
         return None
     names = main_first(plan.checkpoints.names)
     if name not in names:
-        raise ConfigError(
-            f"{key}: the run '{plan.run_id}' has no checkpoint {name} to go back to. It has: {', '.join(names)}"
-        )
+        raise _not_own(plan, key, name, names)
     target = newest_undamaged(plan.checkpoints, [name], log)
     if target is None:
         raise ConfigError(f"{key}: {name} is damaged. Choose another checkpoint: {', '.join(names)}")
@@ -380,6 +380,21 @@ def _going_back(plan: Plan, newest: VerifiedCheckpoint, log: Log) -> InitFrom | 
     )
     log(f"{key}: going back from {newest.checkpoint.name} to {target.location} (attempt {history.attempt})")
     return InitFrom(target, back=history)
+
+
+def _check_own_named(plan: Plan, own_checkpoints: Sequence[Checkpoint]) -> None:
+    """Raises `ConfigError` if a key names what is in the run's own folder, but none of its checkpoints."""
+    (key, name), names = _own_checkpoint_named(plan), plan.checkpoints.names()
+    newest = _newest_cursor(own_checkpoints)
+    is_done = newest is not None and name == newest.history.went_back_to
+    if name is not None and name not in names and not is_done:
+        raise _not_own(plan, key, name, names)
+
+
+def _not_own(plan: Plan, key: str, name: str, names: Sequence[str]) -> ConfigError:
+    return ConfigError(
+        f"{key}: the run '{plan.run_id}' has no checkpoint {name} to go back to. It has: {', '.join(names)}"
+    )
 
 
 def _last_step(plan: Plan, newest: VerifiedCheckpoint, key: str, name: str) -> int:
@@ -404,12 +419,12 @@ def _last_step(plan: Plan, newest: VerifiedCheckpoint, key: str, name: str) -> i
 
 
 def _own_checkpoint_named(plan: Plan) -> tuple[str, str | None]:
-    """The key that names one of the run's own checkpoints, and the checkpoint's name; None if no key does."""
+    """The key that names something in the run's own folder, and its name; None if no key does."""
     for key in ("load_checkpoint_path", "initialize_from_state"):
         folder, _, name = (getattr(plan.config.trainer, key) or "").rstrip("/").rpartition("/")
         location = str(plan.checkpoints.location).rstrip("/")
         is_own = folder == location or (not is_url(location) and Path(folder).resolve() == Path(location).resolve())
-        if is_own and CheckpointName.parse(name) is not None:
+        if is_own:
             return f"trainer.{key}", name
     return "", None
 
