@@ -1,6 +1,6 @@
 """Text generation, for readers: it streams, answers tools, and drops the token that ends a text.
 
-The host reads tokens back only as often as the caller needs them.
+Tokens are copied to the host only when the caller needs them.
 """
 
 from collections.abc import Iterator, Sequence
